@@ -1,0 +1,23 @@
+"""Collectives behind one small protocol. Nothing outside this package calls a collective library.
+
+Layers call the functions of :mod:`nxd_infer.comm.functional`. At degree 1 they return their input. While a model
+is being exported they become operators that carry an axis *name* (``nxd::all_reduce(x, "tp", ...)``), so that the
+graphs of all ranks are equal; otherwise they run on the transport registered for the context.
+"""
+
+from nxd_infer.comm.functional import all_gather, all_reduce, axis_rank, barrier, broadcast, reduce_scatter, shard
+from nxd_infer.comm.protocol import Collectives, collectives_of, register_collectives, unregister_collectives
+
+__all__ = [
+    "Collectives",
+    "all_gather",
+    "all_reduce",
+    "axis_rank",
+    "barrier",
+    "broadcast",
+    "collectives_of",
+    "reduce_scatter",
+    "register_collectives",
+    "shard",
+    "unregister_collectives",
+]

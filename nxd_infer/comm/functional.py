@@ -1,0 +1,78 @@
+"""The collectives that layers call: nothing at degree 1, an operator while exporting, else the context's transport."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nxd_infer.comm import ops as _ops  # noqa: F401  (registers torch.ops.nxd.*)
+from nxd_infer.comm.protocol import collectives_of
+from nxd_infer.context import ParallelContext
+
+
+def all_reduce(x: Tensor, context: ParallelContext, axis: str = "tp", op: str = "sum") -> Tensor:
+    """``op`` (sum, max, min) over the axis; same shape as ``x``."""
+    degree = context.axis(axis).degree
+    if degree == 1:
+        return x
+    if torch.compiler.is_compiling():
+        return torch.ops.nxd.all_reduce(x, axis, op, degree)
+    return collectives_of(context).all_reduce(x, axis, op)
+
+
+def all_gather(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
+    """Concatenate along ``dim`` in rank order: that dimension grows by the degree."""
+    degree = context.axis(axis).degree
+    if degree == 1:
+        return x
+    dim = dim % x.dim()
+    if torch.compiler.is_compiling():
+        return torch.ops.nxd.all_gather(x, axis, dim, degree)
+    return collectives_of(context).all_gather(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = 0) -> Tensor:
+    """Sum over the axis, keep this rank's piece along ``dim``: that dimension shrinks by the degree."""
+    degree = context.axis(axis).degree
+    if degree == 1:
+        return x
+    dim = dim % x.dim()
+    _ops.check_divisible(x, dim, degree, "reduce_scatter")
+    if torch.compiler.is_compiling():
+        return torch.ops.nxd.reduce_scatter(x, axis, dim, degree)
+    return collectives_of(context).reduce_scatter(x, axis, dim)
+
+
+def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 0) -> Tensor:
+    """The tensor of the ``src``-th rank of the axis."""
+    degree = context.axis(axis).degree
+    if degree == 1:
+        return x
+    if torch.compiler.is_compiling():
+        return torch.ops.nxd.broadcast(x, axis, src, degree)
+    return collectives_of(context).broadcast(x, axis, src)
+
+
+def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
+    """This rank's equal piece of ``x`` along ``dim``. No communication; rank stays data in an exported graph."""
+    here = context.axis(axis)
+    if here.degree == 1:
+        return x
+    dim = dim % x.dim()
+    _ops.check_divisible(x, dim, here.degree, "shard")
+    if torch.compiler.is_compiling():
+        return torch.ops.nxd.shard(x, axis, dim, here.degree)
+    return x.chunk(here.degree, dim)[here.rank].contiguous()
+
+
+def axis_rank(context: ParallelContext, axis: str = "tp", device: torch.device | None = None) -> Tensor:
+    """This rank's place on the axis as a 0-d int64 tensor; data, not a constant, in an exported graph."""
+    here = context.axis(axis)
+    if here.degree > 1 and torch.compiler.is_compiling():
+        return torch.ops.nxd.axis_rank(axis)
+    return torch.tensor(here.rank, dtype=torch.int64, device=device)
+
+
+def barrier(context: ParallelContext, axis: str = "tp") -> None:
+    if context.axis(axis).degree > 1:
+        collectives_of(context).barrier(axis)

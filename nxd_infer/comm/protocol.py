@@ -1,0 +1,72 @@
+"""What a transport offers, and the registry that contexts refer to by name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError, NotInitializedError
+
+
+class Collectives(Protocol):
+    """A transport. ``axis`` is an axis name; the rank order of a result is that of ``Axis.ranks``.
+
+    Inputs are never changed; results are new tensors. Every wait is bounded and ends in CollectiveTimeoutError.
+    """
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        """Element-wise ``sum``, ``max`` or ``min`` over the axis; same shape and dtype as ``x``."""
+        ...
+
+    def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """Concatenate the ranks' tensors along ``dim``."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """Sum over the axis, and keep this rank's equal piece along ``dim``."""
+        ...
+
+    def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
+        """The tensor of the ``src``-th rank of the axis."""
+        ...
+
+    def send(self, x: Tensor, axis: str, dst: int) -> None: ...
+
+    def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
+        """A tensor like ``x`` (shape and dtype) from the ``src``-th rank of the axis."""
+        ...
+
+    def barrier(self, axis: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_registry: dict[str, Collectives] = {}
+
+
+def register_collectives(key: str, collectives: Collectives) -> None:
+    """Make ``collectives`` reachable for contexts whose ``collectives`` field is ``key``."""
+    if key in _registry:
+        raise CollectiveError(f"collectives {key!r} are already registered; unregister them first")
+    _registry[key] = collectives
+
+
+def unregister_collectives(key: str) -> None:
+    """Close and forget a transport; an unknown key is ignored."""
+    found = _registry.pop(key, None)
+    if found is not None:
+        found.close()
+
+
+def collectives_of(context: ParallelContext) -> Collectives:
+    """The transport of ``context``. Raises NotInitializedError when it has none (``local`` with a degree above 1)."""
+    try:
+        return _registry[context.collectives]
+    except KeyError:
+        raise NotInitializedError(
+            f"rank {context.rank} of {context.world_size} has no transport {context.collectives!r}: "
+            "call initialize_model_parallel() after torch.distributed.init_process_group(), "
+            "or run inside parallel_model_trace()"
+        ) from None

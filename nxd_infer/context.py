@@ -1,0 +1,169 @@
+"""Who am I, in which groups: the rank layout as a pure function, and the immutable ParallelContext over it.
+
+Axes are ordered ``pp, dp, cp, tp``: tp is innermost, so a tensor-parallel group is a run of neighbouring ranks.
+
+A *default* context belongs to the process (``set_default_context``); ``use_context`` overrides it for the code
+inside a ``with`` block. New threads see the default, never another thread's override. Without either, every
+degree is 1 and nothing is communicated: no process group, no environment variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nxd_infer.errors import ParallelConfigError
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel axis as one rank sees it."""
+
+    name: str
+    degree: int
+    rank: int
+    """This rank's place in ``ranks``: 0 <= rank < degree."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group, in order."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The degree of each axis over ``world_size`` ranks; row-major ``[pp, dp, cp, tp]``."""
+
+    world_size: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def degree(self, axis: str) -> int:
+        return getattr(self, axis)
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbouring ranks of one group on ``axis``."""
+        inner = AXES[AXES.index(axis) + 1 :]
+        stride = 1
+        for name in inner:
+            stride *= self.degree(name)
+        return stride
+
+    def axis(self, axis: str, rank: int) -> Axis:
+        """The group on ``axis`` that the global ``rank`` belongs to."""
+        stride, degree = self.stride(axis), self.degree(axis)
+        place = rank // stride % degree
+        first = rank - place * stride
+        return Axis(axis, degree, place, tuple(first + i * stride for i in range(degree)))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Every group on ``axis``, each in order, sorted by first rank."""
+        return [list(ranks) for ranks in sorted({self.axis(axis, rank).ranks for rank in range(self.world_size)})]
+
+
+def rank_layout(
+    world_size: int,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+) -> RankLayout:
+    """Lay ``world_size`` ranks out over the axes; data parallelism takes what the others leave.
+
+    Raises ParallelConfigError when a degree is below 1 or their product does not divide the world.
+    """
+    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    for name, value in (("tensor", tp), ("pipeline", pp), ("context", cp)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ParallelConfigError(f"{name} parallel size must be a whole number of at least 1, got {value!r}")
+    if world_size < 1:
+        raise ParallelConfigError(f"world size must be at least 1, got {world_size}")
+    product = tp * pp * cp
+    if world_size % product:
+        fits = [d for d in range(1, world_size + 1) if world_size % (d * pp * cp) == 0]
+        raise ParallelConfigError(
+            f"tensor x pipeline x context = {tp} x {pp} x {cp} = {product} does not divide the world of "
+            f"{world_size} ranks; with these pipeline and context sizes the tensor parallel size can be one of {fits}"
+        )
+    return RankLayout(world_size, pp, world_size // product, cp, tp)
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """An immutable description of one rank: its place on every axis, and the key of its collectives."""
+
+    world_size: int
+    rank: int
+    layout: RankLayout
+    collectives: str = "local"
+    """Key into the registry of ``nxd_infer.comm``; a name, so that modules that hold a context can be copied."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ParallelConfigError(f"rank {self.rank} is outside the world of {self.world_size} ranks")
+
+    def axis(self, name: str) -> Axis:
+        return self.layout.axis(name, self.rank)
+
+    @property
+    def tp(self) -> Axis:
+        return self.axis("tp")
+
+    @property
+    def pp(self) -> Axis:
+        return self.axis("pp")
+
+    @property
+    def dp(self) -> Axis:
+        return self.axis("dp")
+
+    @property
+    def cp(self) -> Axis:
+        return self.axis("cp")
+
+
+def make_context(
+    world_size: int = 1,
+    rank: int = 0,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    collectives: str = "local",
+) -> ParallelContext:
+    """A context for ``rank`` of ``world_size``; a pure function that starts nothing."""
+    return ParallelContext(world_size, rank, rank_layout(world_size, tp, pp, cp), collectives)
+
+
+LOCAL = make_context()
+"""The context of a process that initialised nothing: every degree is 1."""
+
+_default: ParallelContext | None = None
+_override: contextvars.ContextVar[ParallelContext | None] = contextvars.ContextVar("nxd_context", default=None)
+
+
+def current_context() -> ParallelContext:
+    """The override of this thread of execution, else the process default, else :data:`LOCAL`."""
+    return _override.get() or _default or LOCAL
+
+
+def default_context() -> ParallelContext | None:
+    """The process default, or None when ``initialize_model_parallel`` has not run."""
+    return _default
+
+
+def set_default_context(context: ParallelContext | None) -> None:
+    global _default
+    _default = context
+
+
+@contextlib.contextmanager
+def use_context(context: ParallelContext) -> Iterator[ParallelContext]:
+    """Override the current context inside the block, for this thread only."""
+    token = _override.set(context)
+    try:
+        yield context
+    finally:
+        _override.reset(token)

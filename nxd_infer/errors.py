@@ -1,0 +1,125 @@
+"""Every exception a user can see. Each names the value, the limit and the fix.
+
+All of them derive from :class:`NxdError`, so one ``except`` catches them and the command line can print
+them without a traceback. Where Python has a matching built-in (``ValueError``, ``TimeoutError``, ...) the
+class derives from that as well, because ported code catches those.
+"""
+
+from __future__ import annotations
+
+
+class NxdError(Exception):
+    """Base of every error that is the user's to fix or to handle."""
+
+
+# --- configuration and layers -------------------------------------------------------------------------
+
+
+class ParallelConfigError(NxdError, ValueError):
+    """A parallel degree, rank or group that cannot exist."""
+
+
+class NotInitializedError(NxdError, RuntimeError):
+    """A group was asked for before ``initialize_model_parallel``."""
+
+
+class ShardingError(NxdError, ValueError):
+    """A size that does not divide over the ranks, or a layout that does not fit its tensor."""
+
+
+class CheckpointError(NxdError, RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another model or degree."""
+
+
+class ModelConfigError(NxdError, ValueError):
+    """A model directory or configuration this package cannot run; names the field."""
+
+
+# --- collectives and ranks ----------------------------------------------------------------------------
+
+
+class CollectiveError(NxdError, RuntimeError):
+    """A collective could not run (wrong shape, wrong dtype, no transport)."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A peer did not reach a collective in time; ``ranks`` lists who is missing."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankError(NxdError, RuntimeError):
+    """A rank process failed; ``rank`` says which one."""
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankDiedError(RankError):
+    """A rank process ended while it was needed."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """A rank process did not answer within ``call_timeout``."""
+
+
+class RankFailedError(RankError):
+    """A rank raised; ``remote_traceback`` holds what it printed."""
+
+    def __init__(self, message: str, rank: int | None = None, remote_traceback: str = ""):
+        super().__init__(message, rank)
+        self.remote_traceback = remote_traceback
+
+
+class ModelClosedError(NxdError, RuntimeError):
+    """A call on a model whose ranks have been stopped."""
+
+
+# --- tracing, artifacts, calls ------------------------------------------------------------------------
+
+
+class TraceError(NxdError, RuntimeError):
+    """Tracing or compiling failed."""
+
+
+class TraceConfigError(TraceError, ValueError):
+    """Arguments of ``parallel_model_trace`` that contradict each other or are out of range."""
+
+
+class BackendUnavailableError(NxdError, RuntimeError):
+    """A backend cannot run here; the message holds the reason its probe gave."""
+
+
+class InputMismatchError(NxdError, ValueError):
+    """An input's dtype, shape or count is not what the graph was traced for."""
+
+
+class BucketError(InputMismatchError):
+    """No bucket fits; the message holds the bucket table, ``buckets`` the shapes."""
+
+    def __init__(self, message: str, buckets: list | None = None):
+        super().__init__(message)
+        self.buckets = buckets or []
+
+
+class ArtifactError(NxdError, RuntimeError):
+    """An artifact cannot be read or written."""
+
+
+class ArtifactCorruptError(ArtifactError):
+    """A file is missing, truncated, or differs from its checksum."""
+
+
+class ArtifactVersionError(ArtifactError):
+    """The artifact's format, torch version or CPU features are not those of this machine."""
+
+
+class ArtifactBackendError(ArtifactError):
+    """The artifact belongs to a backend other than the one asked for, or one that is absent."""
+
+
+class WeightSchemaError(ArtifactError, ValueError):
+    """Weights that do not match the schema the graphs were traced with; lists what differs."""

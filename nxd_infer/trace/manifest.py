@@ -1,0 +1,147 @@
+"""``manifest.json``: what an artifact is made of. Written last, read first, understood completely or refused.
+
+Format versions are ``major.minor``: a reader refuses another major and ignores unknown fields of a higher minor;
+``requires`` lists features it must know by name whatever the number says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = "1.0"
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights"})
+MANIFEST_NAME = "manifest.json"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype
+
+
+class TensorSpec(_Model):
+    """Name, dtype, shape and stride of one tensor of a graph; the runtime checks all four at every call."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, **more: Any):
+        return cls(
+            name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), stride=list(tensor.stride()), **more
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous tensor of this shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.torch_dtype.itemsize
+
+
+class InputSpec(TensorSpec):
+    """A graph input. ``pad`` maps a dimension to the value that fills it up to the bucket's size."""
+
+    role: str = ""
+    default: float | None = None
+    """Value a caller may leave out; the runtime fills the whole tensor with it."""
+    pad: dict[int, float] = Field(default_factory=dict)
+
+
+class OutputSpec(TensorSpec):
+    """A graph output. ``cut`` maps a dimension to ``[input name, input dimension]``: cut back to that size."""
+
+    role: str = ""
+    cut: dict[int, tuple[str, int]] = Field(default_factory=dict)
+
+
+class WeightSpec(TensorSpec):
+    """A tensor the graphs read and never write: ``parameter``, ``buffer`` or ``constant``; in rank r's file by name."""
+
+    kind: str = "parameter"
+
+
+class GraphSpec(_Model):
+    """One compiled graph under ``graphs/<digest>/`` and the names of what it takes, in order."""
+
+    digest: str
+    states: list[str]
+    weights: list[str]
+    collectives: list[str] = Field(default_factory=list)
+    """The ordered collective calls, as text; equal on all ranks or the artifact is refused."""
+
+
+class BucketSpec(_Model):
+    """One traced shape. ``graphs[rank]`` is the digest rank ``rank`` runs."""
+
+    name: str
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    graphs: list[str]
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class FileSpec(_Model):
+    size: int
+    sha256: str
+
+
+class Manifest(_Model):
+    """The whole of ``manifest.json``."""
+
+    format: str = FORMAT
+    requires: list[str] = Field(default_factory=list)
+    backend: str
+    target: dict[str, Any] = Field(default_factory=dict)
+    """What the compiled code needs: ``arch``, ``march``, ``cpu_features``, ``threads``."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    tp_degree: int
+    buckets: list[BucketSpec]
+    graphs: dict[str, GraphSpec]
+    states: list[TensorSpec] = Field(default_factory=list)
+    """Per-rank shapes; equal on all ranks. Zero-filled unless the rank's weight file holds ``state:<name>``."""
+    weights: list[WeightSpec] = Field(default_factory=list)
+    weight_schema: str = ""
+    """Hash over the names, dtypes, shapes and strides of ``weights``; guards ``update_weights``."""
+    layout: dict[str, Any] = Field(default_factory=dict)
+    """How each rank's weight is made of logical tensors, so that new logical weights can be cut to fit."""
+    ops: list[str] = Field(default_factory=list)
+    """Operator libraries under ``ops/`` that the graphs call, by content hash."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """What a server needs to know: ``task``, limits, model name. Nothing here changes a graph."""
+    files: dict[str, FileSpec] = Field(default_factory=dict)
+
+    def bucket(self, name: str) -> BucketSpec:
+        for bucket in self.buckets:
+            if bucket.name == name:
+                return bucket
+        raise KeyError(name)
+
+
+def weight_schema_hash(weights: list[WeightSpec]) -> str:
+    """Hash of names, dtypes, shapes and strides, in order of name."""
+    rows = sorted((w.name, w.dtype, w.shape, w.stride) for w in weights)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
