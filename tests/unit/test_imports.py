@@ -1,0 +1,149 @@
+"""Imports point down only, and ``import nxd_infer`` loads torch and nothing optional."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Floors from the top down; a package may import from its own floor and from any floor below.
+FLOORS: list[list[str]] = [
+    ["nxd_infer.cli"],
+    ["nxd_server"],
+    ["nxd_infer.recipes", "nxd_infer.lightning", "nxd_infer.compat", "nxd_infer.testing"],
+    ["nxd_infer.trace", "nxd_infer.pipeline", "nxd_infer.trainer", "nxd_infer.distributed"],
+    ["nxd_models", "nxd_infer.backends", "nxd_infer.optimizer"],
+    ["nxd_infer.modules"],
+    ["nxd_infer.parallel_layers", "nxd_infer.ops"],
+    ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.parallel_state"],
+    ["nxd_infer.context", "nxd_infer.errors", "nxd_infer.cache"],
+]
+# Pure data that two floors share.
+SHARED = {"nxd_infer.trace.manifest"}
+ROOTS = {
+    "nxd_infer": ROOT / "nxd_infer",
+    "nxd_server": ROOT / "server/nxd_server",
+    "nxd_models": ROOT / "models/nxd_models",
+}
+
+
+def sources() -> list[tuple[str, Path]]:
+    """(dotted module name, file) of every module of the three packages."""
+    found = []
+    for package, folder in ROOTS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = list(path.relative_to(folder.parent).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            found.append((".".join(parts), path))
+        assert folder.is_dir(), package
+    return found
+
+
+def floor_of(module: str) -> int | None:
+    for number, packages in enumerate(FLOORS):
+        if any(module == package or module.startswith(package + ".") for package in packages):
+            return number
+    return None
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """Every module that the file imports, at any depth of nesting, outside ``if TYPE_CHECKING``."""
+    modules: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            modules.update(f"{base}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return {m for m in modules if m.split(".")[0] in ROOTS}
+
+
+@pytest.mark.check
+def test_every_module_stands_on_a_floor():
+    homeless = [name for name, _ in sources() if name != "nxd_infer" and floor_of(name) is None]
+    assert homeless == []
+
+
+@pytest.mark.check
+def test_imports_point_down():
+    climbing = []
+    for name, path in sources():
+        here = floor_of(name)
+        if here is None:
+            continue
+        for target in imported(name, path):
+            if any(target == shared or target.startswith(shared + ".") for shared in SHARED):
+                continue
+            there = floor_of(target)
+            if there is not None and there < here:
+                climbing.append(f"{name} imports {target}")
+    assert climbing == []
+
+
+@pytest.mark.check
+def test_packages_of_one_floor_form_no_circle():
+    edges: dict[str, set[str]] = {}
+
+    def package_of(module: str) -> str | None:
+        for packages in FLOORS:
+            for package in packages:
+                if module == package or module.startswith(package + "."):
+                    return package
+        return None
+
+    for name, path in sources():
+        source = package_of(name)
+        for target in imported(name, path):
+            if target in SHARED or any(target.startswith(s + ".") for s in SHARED):
+                continue
+            other = package_of(target)
+            if source and other and source != other:
+                edges.setdefault(source, set()).add(other)
+
+    def reaches(start: str, goal: str, seen: frozenset[str] = frozenset()) -> bool:
+        return any(
+            nxt == goal or (nxt not in seen and reaches(nxt, goal, seen | {nxt})) for nxt in edges.get(start, ())
+        )
+
+    assert [package for package in edges if reaches(package, package)] == []
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.check
+def test_importing_the_library_loads_torch_and_nothing_optional():
+    modules = loaded_by("import nxd_infer")
+    optional = {
+        "fastapi", "uvicorn", "transformers", "tokenizers", "typer", "rich", "pydantic", "safetensors", "torch_xla",
+        "torch_neuronx", "lightning", "prometheus_client", "jinja2", "nxd_server", "nxd_models",
+    }  # fmt: skip
+    assert "torch" in modules
+    assert modules & optional == set()
+    assert "torch._inductor" not in modules
+
+
+def test_every_submodule_is_reachable_by_attribute():
+    code = "import nxd_infer as n; [getattr(n, s) for s in n.__all__]; print('ok')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "ok", done.stderr
