@@ -1,0 +1,5 @@
+"""Backends: lower one rank's module for one bucket, compile it, load it, run it. See :mod:`nxd_infer.backends.base`."""
+
+from nxd_infer.backends.base import Availability, Backend, Executable, Lowered, RankRuntime, get, names
+
+__all__ = ["Availability", "Backend", "Executable", "Lowered", "RankRuntime", "get", "names"]

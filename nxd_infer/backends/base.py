@@ -1,0 +1,198 @@
+"""What a backend is. The compile side calls ``lower`` and ``compile``; a rank process calls ``load`` and runs.
+
+The canonical record of a graph is ``(states, inputs) -> (outputs, state updates)``. The inductor and eager backends
+take its *mutating* form: the states are tensors the caller owns, and a call changes them in place.
+
+A compiled graph is a directory ``graphs/<digest>/`` that holds ``graph.json`` (:class:`GraphFile`: the specs of every
+tensor the graph takes, in order), ``ir.json`` (the weightless intermediate representation, from which any backend can
+be compiled again) and whatever the backend adds (``inductor/``: an unpacked AOTInductor package).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import ArtifactBackendError
+from nxd_infer.trace.manifest import GraphSpec, InputSpec, OutputSpec, TensorSpec, WeightSpec
+
+GRAPH_FILE = "graph.json"
+IR_FILE = "ir.json"
+
+_MODULES = {"inductor": "nxd_infer.backends.inductor", "eager": "nxd_infer.backends.eager"}
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether something can run here, and if not, why: ``reason`` is the text a user sees."""
+
+    ok: bool
+    reason: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class GraphFile(BaseModel):
+    """``graph.json``: every tensor of one graph, in the order the graph takes them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    digest: str
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    states: list[TensorSpec]
+    weights: list[WeightSpec]
+    collectives: list[str] = Field(default_factory=list)
+    ops: list[str] = Field(default_factory=list)
+    """Content hashes of the operator libraries that the graph calls."""
+
+    def spec(self) -> GraphSpec:
+        """The entry of ``manifest.graphs``."""
+        return GraphSpec(
+            digest=self.digest,
+            states=[s.name for s in self.states],
+            weights=[w.name for w in self.weights],
+            collectives=self.collectives,
+        )
+
+
+@dataclass
+class Lowered:
+    """One bucket of one rank, ready to compile: an exported program whose states are inputs, and what it takes.
+
+    ``program`` takes ``states..., inputs...`` positionally (the mutating form) and returns the outputs; its parameters,
+    buffers and constants are lifted, and ``graph.weights`` names them in the graph's order.
+    """
+
+    program: Any
+    """``torch.export.ExportedProgram``"""
+    graph: GraphFile
+    text: str
+    """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
+
+    @property
+    def digest(self) -> str:
+        return self.graph.digest
+
+
+class RankRuntime(Protocol):
+    """What a rank process offers the graphs it loads."""
+
+    @property
+    def context(self) -> ParallelContext:
+        """This rank; graphs without native collectives run theirs on its transport."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Threads this rank may use."""
+        ...
+
+    def library(self, content_hash: str) -> Any:
+        """The operator library of that hash, registered and connected. Raises ArtifactError when it cannot be."""
+        ...
+
+
+class Executable(Protocol):
+    """A loaded graph. It keeps references to the states and weights it was given, and copies neither."""
+
+    graph: GraphFile
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run once. ``inputs`` in the order of ``graph.inputs``; returns tensors in the order of ``graph.outputs``.
+
+        States are changed in place. Raises InputMismatchError when an input's count, dtype or shape is not the traced
+        one (a stride that differs is made contiguous first).
+        """
+        ...
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Read these tensors from the next call on (names of ``graph.weights``; others keep what they have).
+
+        Raises WeightSchemaError when dtype, shape or stride differ. A change made *inside* a tensor is seen at once
+        and needs no call.
+        """
+        ...
+
+    def reset_states(self, initial: Mapping[str, Tensor] | None = None) -> None:
+        """Put the states back: to the tensor in ``initial`` where there is one, to zeros otherwise."""
+        ...
+
+    def close(self) -> None:
+        """Let go of code, states and weights. A call afterwards raises ModelClosedError."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to compile and run graphs."""
+
+    name: str
+
+    def probe(self) -> Availability:
+        """Whether it can run here. Imports what it needs; never raises."""
+        ...
+
+    def options(self, compiler_args: Any) -> dict[str, Any]:
+        """Check the user's ``compiler_args`` and return them as a dictionary. Raises TraceConfigError by name."""
+        ...
+
+    def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``manifest.target``: what the compiled code needs of a machine."""
+        ...
+
+    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        """Raise ArtifactVersionError when code compiled for ``target`` under ``versions`` cannot run here."""
+        ...
+
+    def compile(
+        self,
+        lowered: Lowered,
+        weights: Mapping[str, Tensor],
+        options: Mapping[str, Any],
+        out_dir: str | os.PathLike[str],
+        workdir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write the graph directory. ``weights`` holds real tensors (memory-mapped) for every name the graph reads."""
+        ...
+
+    def load(
+        self,
+        graph_dir: str | os.PathLike[str],
+        spec: GraphSpec,
+        states: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        runtime: RankRuntime,
+    ) -> Executable:
+        """Load ``graphs/<digest>/``: no model code, no compiler. Other entries of ``states``/``weights`` are ignored.
+
+        Raises ArtifactCorruptError when the directory is not that graph, InputMismatchError or WeightSchemaError when a
+        state's or weight's dtype, shape or stride is not the traced one.
+        """
+        ...
+
+
+def names() -> tuple[str, ...]:
+    """The backends there are, whether they can run here or not."""
+    return tuple(_MODULES)
+
+
+def get(name: str) -> Backend:
+    """The backend called ``name``. Raises ArtifactBackendError, listing the backends, when there is none."""
+    if name not in _MODULES:
+        raise ArtifactBackendError(f"there is no backend {name!r}; backends are {', '.join(_MODULES)}")
+    return importlib.import_module(_MODULES[name]).BACKEND
+
+
+def graph_directory(root: str | os.PathLike[str], digest: str) -> Path:
+    """``<root>/graphs/<digest>``."""
+    return Path(root) / "graphs" / digest

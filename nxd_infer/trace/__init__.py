@@ -1,0 +1,59 @@
+"""Trace a model ahead of time, save it, load it, call it. Names are resolved on first use; importing is cheap."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_NAMES = {
+    "parallel_model_trace": "nxd_infer.trace.parallel_model_trace",
+    "bucket_model_trace": "nxd_infer.trace.parallel_model_trace",
+    "parallel_model_save": "nxd_infer.trace.model",
+    "parallel_model_load": "nxd_infer.trace.model",
+    "BucketModelConfig": "nxd_infer.trace.buckets",
+    "TensorParallelModel": "nxd_infer.trace.model",
+    "TensorParallelNeuronModel": "nxd_infer.trace.model",
+    "load_artifact": "nxd_infer.trace.artifact",
+    "ArtifactWriter": "nxd_infer.trace.artifact",
+    "TracePlan": "nxd_infer.trace.plan",
+    "Progress": "nxd_infer.trace.progress",
+}
+
+__all__ = [  # noqa: RUF022  (documented names first)
+    "parallel_model_trace",
+    "parallel_model_save",
+    "parallel_model_load",
+    "BucketModelConfig",
+    "bucket_model_trace",
+    "TensorParallelModel",
+    "TensorParallelNeuronModel",
+    "load_artifact",
+    "ArtifactWriter",
+    "TracePlan",
+    "Progress",
+]
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.artifact import ArtifactWriter, load_artifact
+    from nxd_infer.trace.buckets import BucketModelConfig
+    from nxd_infer.trace.model import (
+        TensorParallelModel,
+        TensorParallelNeuronModel,
+        parallel_model_load,
+        parallel_model_save,
+    )
+    from nxd_infer.trace.parallel_model_trace import bucket_model_trace, parallel_model_trace
+    from nxd_infer.trace.plan import TracePlan
+    from nxd_infer.trace.progress import Progress
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_NAMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
