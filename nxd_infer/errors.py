@@ -109,6 +109,10 @@ class ArtifactError(NxdError, RuntimeError):
     """An artifact cannot be read or written."""
 
 
+class ArtifactSpaceError(ArtifactError):
+    """The disk (or a quota) filled up while an artifact was written; nothing of it is left."""
+
+
 class ArtifactCorruptError(ArtifactError):
     """A file is missing, truncated, or differs from its checksum."""
 

@@ -1,0 +1,369 @@
+"""Reading an artifact: verify it, or refuse it by name. Also save and load, the seed's two calls.
+
+Loading needs neither the model's code nor a compiler, and nothing is unpickled. It does run native code, so the
+checksums are there to detect damage, not malice: load artifacts you trust, or pin one with ``expect_digest``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+
+from nxd_infer import backends
+from nxd_infer.errors import (
+    ArtifactBackendError,
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactVersionError,
+    NxdError,
+)
+from nxd_infer.trace.manifest import FORMAT, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.trace.storage import CHECKSUM_KEY, ArtifactWriter, checked_name, hash_files, manifest_checksum
+from nxd_infer.trace.target import architecture, cpu_features, torch_minor
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.model import TensorParallelModel
+
+__all__ = [
+    "ArtifactWriter",
+    "LoadedArtifact",
+    "artifact_digest",
+    "load_artifact",
+    "parallel_model_load",
+    "parallel_model_save",
+]
+
+BUCKET_KERNEL_NAME = "bucket_kernel.pt"
+"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``."""
+_MANIFEST_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True)
+class LoadedArtifact:
+    """A verified artifact on disk. Nothing of it has been read into memory but the manifest."""
+
+    manifest: Manifest
+    path: Path
+    digest: str
+    """sha256 of ``manifest.json``, which holds the sha256 of every other file: it names the whole artifact."""
+    temporary: bool = False
+    """Whether the directory belongs to this process and goes away with it (a traced model that was not saved)."""
+    _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
+
+    def graph_dir(self, digest: str) -> Path:
+        return self.path / "graphs" / digest
+
+    def weight_file(self, rank: int) -> Path:
+        return self.path / weight_name(rank)
+
+    def op_file(self, digest: str) -> Path:
+        return self.path / "ops" / f"{digest}.so"
+
+    @property
+    def bucket_kernel_file(self) -> Path | None:
+        """The user's bucket kernel, or None when the package routes."""
+        return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
+
+    def discard(self) -> None:
+        """Remove a temporary artifact's directory; nothing for any other."""
+        for finalizer in self._owner:
+            finalizer()
+
+
+def weight_name(rank: int) -> str:
+    return f"weights/rank_{rank:02d}.safetensors"
+
+
+def artifact_digest(path: str | os.PathLike[str]) -> str:
+    """The digest that ``expect_digest`` compares: sha256 of ``manifest.json``."""
+    return hashlib.sha256(_read_manifest(Path(path))).hexdigest()
+
+
+def load_artifact(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    backend: str | None = None,
+    temporary: bool = False,
+) -> LoadedArtifact:
+    """Check the artifact at ``path`` and return its manifest.
+
+    ``verify`` hashes every file (in parallel threads); sizes are checked in any case. ``expect_digest`` pins the
+    artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. ``backend`` refuses
+    an artifact of any other. Files the manifest does not list are ignored. ``temporary`` hands the directory over: it
+    is removed when the returned object goes away.
+
+    Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, torch or CPU,
+    ArtifactBackendError for another backend, ArtifactCorruptError (it names the file) for anything damaged.
+    """
+    root = Path(os.path.abspath(path))
+    data = _read_manifest(root)
+    digest = hashlib.sha256(data).hexdigest()
+    if expect_digest is not None and expect_digest.removeprefix("sha256:").lower() != digest:
+        raise ArtifactCorruptError(
+            f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
+        )
+    manifest = _parse(root, data, backend)
+    _check_files(root, manifest, hashes=verify or expect_digest is not None)
+    for rank in range(manifest.tp_degree):
+        check_weight_file(root / weight_name(rank), manifest)
+    owner = [weakref.finalize(manifest, shutil.rmtree, root, ignore_errors=True)] if temporary else []
+    return LoadedArtifact(manifest, root, digest, temporary, owner)
+
+
+def _read_manifest(root: Path) -> bytes:
+    if not root.is_dir():
+        raise ArtifactError(f"{root} is not an artifact: there is no such directory")
+    path = root / MANIFEST_NAME
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{root} is not an artifact: it has no {MANIFEST_NAME}, which is written last; "
+            "give the directory that parallel_model_save or `nxd-infer trace --out` wrote"
+        ) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise ArtifactCorruptError(f"{path} is not a regular file; refusing it")
+    if info.st_size > _MANIFEST_LIMIT:
+        raise ArtifactCorruptError(
+            f"{path} has {info.st_size} bytes, more than the {_MANIFEST_LIMIT} a manifest may have"
+        )
+    return path.read_bytes()
+
+
+def _parse(root: Path, data: bytes, backend: str | None) -> Manifest:
+    """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
+    path = root / MANIFEST_NAME
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):
+        raise ArtifactCorruptError(f"{path} is damaged: it has no format")
+    found, known = fields["format"], FORMAT
+    if found.split(".")[0] != known.split(".")[0]:
+        raise ArtifactVersionError(
+            f"the artifact {root} has format {found}; this package reads {known.split('.')[0]}.x: "
+            "trace again with this version, or load it with the one that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ArtifactCorruptError(f"{path} is damaged: {where}: {first['msg']}") from error
+    unknown = sorted(set(manifest.requires) - KNOWN_REQUIREMENTS)
+    if unknown:
+        raise ArtifactVersionError(
+            f"the artifact {root} requires {', '.join(unknown)}, which this version of nxd_infer does not know: "
+            "upgrade it"
+        )
+    _check_versions(root, manifest)
+    _check_backend(root, manifest, backend)
+    if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
+        raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
+    _check_structure(path, manifest)
+    return manifest
+
+
+def _check_structure(path: Path, manifest: Manifest) -> None:
+    """What the rest of the package relies on: every reference resolves, every file it needs is listed."""
+    problems: list[str] = []
+    if manifest.tp_degree < 1:
+        problems.append(f"tp degree {manifest.tp_degree}")
+    if not manifest.buckets:
+        problems.append("no buckets")
+    names = [bucket.name for bucket in manifest.buckets]
+    problems += [f"bucket {name!r} twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    states = {state.name for state in manifest.states}
+    weights = {weight.name for weight in manifest.weights}
+    for bucket in manifest.buckets:
+        if len(bucket.graphs) != manifest.tp_degree:
+            problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.tp_degree} ranks")
+        problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
+    for key, graph in manifest.graphs.items():
+        problems += [f"state {name!r} of graph {key}" for name in graph.states if name not in states]
+        problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
+        if not any(name.startswith(f"graphs/{key}/") for name in manifest.files):
+            problems.append(f"no file of graph {key}")
+    needed = [weight_name(rank) for rank in range(manifest.tp_degree)] + [f"ops/{op}.so" for op in manifest.ops]
+    if "bucket-kernel" in manifest.requires:
+        needed.append(BUCKET_KERNEL_NAME)
+    problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
+    if problems:
+        raise ArtifactCorruptError(f"{path} does not hold together: {'; '.join(problems[:5])}")
+
+
+def _check_versions(root: Path, manifest: Manifest) -> None:
+    recorded = manifest.versions.get("torch", "")
+    if torch_minor(recorded) != torch_minor(torch.__version__):
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
+            f"{torch.__version__}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
+            "trace again"
+        )
+    arch = manifest.target.get("arch")
+    if arch and arch != architecture():
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace again here, or "
+            "with --cpu-target"
+        )
+    missing = sorted(set(manifest.target.get("cpu_features") or ()) - cpu_features()) if cpu_features() else []
+    if missing:
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
+            "trace again here, or with --cpu-target for this CPU"
+        )
+
+
+def _check_backend(root: Path, manifest: Manifest, backend: str | None) -> None:
+    if backend is not None and backend != manifest.backend:
+        raise ArtifactBackendError(
+            f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
+            f"load it without a backend, or trace again with backend={backend!r}"
+        )
+    try:
+        found = backends.get(manifest.backend)
+        probe = found.probe()
+    except (NxdError, ImportError) as error:
+        raise ArtifactBackendError(
+            f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
+        ) from error
+    if not probe.ok:
+        raise ArtifactBackendError(
+            f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {probe.reason}"
+        )
+    found.check_target(manifest.target, manifest.versions)
+
+
+def _check_files(root: Path, manifest: Manifest, *, hashes: bool) -> None:
+    """Every listed file is a regular file inside ``root`` of the recorded size and, with ``hashes``, contents."""
+    real_root = os.path.realpath(root)
+    paths: dict[str, Path] = {}
+    for name, spec in manifest.files.items():
+        path = root / checked_name(name)
+        parent = os.path.realpath(path.parent)
+        if parent != real_root and not parent.startswith(real_root.rstrip(os.sep) + os.sep):
+            raise ArtifactCorruptError(f"{path} leads out of the artifact; refusing it")
+        try:
+            info = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ArtifactCorruptError(f"the artifact {root} lacks its file {name}") from None
+        if not stat.S_ISREG(info.st_mode):
+            raise ArtifactCorruptError(f"{path} is a link or not a regular file; an artifact holds plain files only")
+        if info.st_size != spec.size:
+            short = "truncated" if info.st_size < spec.size else "altered"
+            raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
+        paths[name] = path
+    if not hashes:
+        return
+    found: dict[str, FileSpec] = hash_files(paths)
+    for name, spec in manifest.files.items():
+        if found[name].sha256 != spec.sha256:
+            raise ArtifactCorruptError(
+                f"{name} of {root} is altered: sha256 {found[name].sha256[:16]}..., recorded {spec.sha256[:16]}..."
+            )
+
+
+def check_weight_file(path: Path, manifest: Manifest) -> None:
+    """The file is safetensors and holds the weights of the manifest with their dtypes and shapes.
+
+    Only the header is read. Anything else in its place (a pickle, say) is refused without being interpreted.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = f"weights/{path.name}"
+    try:
+        with safe_open(path, framework="pt") as file:
+            keys = set(file.keys())
+            for weight in manifest.weights:
+                if weight.name not in keys:
+                    raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
+                piece = file.get_slice(weight.name)
+                if list(piece.get_shape()) != weight.shape or _torch_dtype(piece.get_dtype()) != weight.torch_dtype:
+                    raise ArtifactCorruptError(
+                        f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
+                        f"recorded {weight.dtype}{weight.shape}"
+                    )
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{name} is not a safetensors file ({error}); nothing else is ever read") from error
+
+
+_SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def _torch_dtype(name: str) -> torch.dtype | None:
+    return _SAFETENSORS_DTYPES.get(name)
+
+
+def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:
+    """Save a traced model as the artifact directory ``save_dir``, all or nothing.
+
+    An artifact that is there already is replaced in one step; any other non-empty directory is refused
+    (ArtifactError). Files of a freshly traced model are hard-linked where the file system allows, else copied and
+    checked. Raises ArtifactSpaceError when the disk is full; nothing half-written is left.
+    """
+    from nxd_infer.trace.model import TensorParallelModel
+
+    if not isinstance(model, TensorParallelModel):
+        raise ArtifactError(
+            f"parallel_model_save takes the model that parallel_model_trace or parallel_model_load returned, "
+            f"got {type(model).__name__}"
+        )
+    source = model.artifact
+    if Path(os.path.abspath(save_dir)) == source.path:
+        return  # it is there, whole
+    manifest = source.manifest.model_copy(deep=True)
+    with ArtifactWriter(save_dir, replace=replace) as writer:
+        for name, spec in source.manifest.files.items():
+            writer.add(name, source.path / name, link=source.temporary, known=spec)
+        writer.commit(manifest)
+
+
+def parallel_model_load(
+    load_dir: str | os.PathLike[str],
+    *,
+    call_timeout: float = 30.0,
+    start_timeout: float = 300.0,
+    backend: str | None = None,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    **options: Any,
+) -> TensorParallelModel:
+    """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
+
+    The ranks start at the first call, or with ``model.start()``. ``options`` are those of TensorParallelModel
+    (``in_process``, ``threads_per_rank``). For the refusals see :func:`load_artifact`.
+    """
+    from nxd_infer.trace.model import TensorParallelModel
+
+    artifact = load_artifact(load_dir, verify=verify, expect_digest=expect_digest, backend=backend)
+    return TensorParallelModel(artifact, call_timeout=call_timeout, start_timeout=start_timeout, **options)
