@@ -7,15 +7,14 @@
     model = nxd.trace.parallel_model_load("artifact")
     outputs = model(*tensors)
 
-Submodules are imported when they are first touched, so that ``import nxd_infer`` costs nothing but torch.
+Submodules are imported when they are first touched: ``import nxd_infer`` itself loads nothing, not even torch, so that
+``nxd-infer --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-import torch  # noqa: F401  (everything below needs it: pay for it once, here, where users expect it)
 
 __version__ = "0.1.0"
 

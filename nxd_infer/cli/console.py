@@ -1,0 +1,60 @@
+"""What the commands print with: one console, sizes and durations as text, a progress bar, a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+console = Console(highlight=False)
+
+
+def size(count: float) -> str:
+    """Bytes as text: ``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: milliseconds below one second."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+@contextmanager
+def bar() -> Iterator[Progress]:
+    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=False) as progress:
+        yield progress
+
+
+@contextmanager
+def spinner(description: str) -> Iterator[None]:
+    """Show that something of unknown length goes on."""
+    with bar() as progress:
+        task = progress.add_task(description, total=None, note="")
+        yield
+        progress.update(task, total=1, completed=1)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under headings; the first column is left-aligned, the others right."""
+    view = Table(title=title or None, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        view.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        view.add_row(*row)
+    console.print(view)

@@ -1,0 +1,77 @@
+"""A streaming client of the OpenAI completions route on the standard library alone, with its timings."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxd_infer.errors import NxdError
+
+
+class ServerError(NxdError):
+    """The server refused or broke off."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer and when its parts came, in seconds after the request was sent."""
+
+    text: str
+    tokens: int
+    first_token: float
+    total: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed after the first token, in tokens a second."""
+        return (self.tokens - 1) / max(self.total - self.first_token, 1e-9)
+
+
+def stream_completion(
+    port: int, prompt: str, max_tokens: int, write: Callable[[str], None], timeout: float = 60
+) -> Answer:
+    """Ask ``/v1/completions`` on this machine and pass each piece of text to ``write`` as it comes.
+
+    Raises ServerError when the server refuses, or ends the stream without ``[DONE]``.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    request = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        start = time.monotonic()
+        connection.request("POST", "/v1/completions", json.dumps(request), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ServerError(f"the server answered {response.status}: {response.read().decode(errors='replace')}")
+        pieces: list[str] = []
+        first = None
+        tokens, complete = 0, False
+        for raw in response:
+            line = raw.decode().strip()
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                complete = True
+                break
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ServerError(f"the stream broke off: {event['error']['message']}")
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+            for choice in event["choices"]:
+                first = first or time.monotonic()
+                pieces.append(choice["text"])
+                write(choice["text"])
+        if not complete or first is None:
+            raise ServerError("the server closed the stream before its end")
+        return Answer("".join(pieces), tokens, first - start, time.monotonic() - start)
+    finally:
+        connection.close()

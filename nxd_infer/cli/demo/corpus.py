@@ -1,0 +1,45 @@
+"""The text the demo trains on: the Python language reference inside Python itself, and a tokenizer made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCAB_SIZE = 2048
+UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
+# A plain continuation model: a conversation is its text, one message after the other.
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def documents() -> list[str]:
+    """The chapters of the language reference (``pydoc_data.topics``), about 0.5 MB of English in all."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def write_tokenizer(directory: Path, texts: list[str]):
+    """Train a byte-level BPE of ``VOCAB_SIZE`` tokens and write it as Hugging Face does; returns the tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[UNKNOWN, BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return tokenizer

@@ -1,0 +1,165 @@
+"""The main job, end to end: fine-tune -> trace -> save -> load -> serve -> ask, then stop everything cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxd_infer.cli.console import bar, console, duration, size, spinner, table
+from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
+
+PROMPTS = (
+    'The "with" statement is used to',
+    "A function definition is an executable statement. Its execution",
+    "If the expression list",
+)
+READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ready(port: int) -> bool:
+    """Whether ``/readyz`` answers 200 now."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process for the block; ended with SIGTERM, or killed when that does not end it."""
+    command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(artifact), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(STOP_TIMEOUT)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> float:
+    """Seconds until the server is ready. Raises ServerError with the end of its log when it is not in time."""
+    start = time.monotonic()
+    while not ready(port):
+        if process.poll() is not None or time.monotonic() - start > READY_TIMEOUT:
+            state = "ended" if process.poll() is not None else f"is not ready after {READY_TIMEOUT:.0f} s"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise ServerError(f"the server {state}; the end of its log:\n{tail}")
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def ask(port: int) -> list[Answer]:
+    """Send the prompts one after the other and print each answer as it streams in."""
+    answers = []
+    for prompt in PROMPTS:
+        console.print(f"\n{prompt}", style="bold", end="", markup=False)
+        write = lambda piece: console.print(piece, end="", markup=False, soft_wrap=True)  # noqa: E731
+        answers.append(stream_completion(port, prompt, 64, write))
+        console.print()
+    return answers
+
+
+def load_in_fresh_process(artifact: Path) -> dict[str, float]:
+    """Load and warm the artifact in a process of its own that never imports the model's code."""
+    command = [sys.executable, "-m", "nxd_infer.cli.demo.load_check", str(artifact)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT)
+    if done.returncode:
+        raise ServerError(f"loading {artifact} failed:\n{done.stderr[-2000:]}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    if figures["model_code_imported"]:
+        raise ServerError("loading imported the model's code, which it must not need")
+    return figures
+
+
+def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
+    """Run the demo in ``directory`` (a temporary one by default) and print what happened."""
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd-infer-demo-")))
+        run_in(directory, seconds, tp, backend, start)
+
+
+def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float) -> None:
+    from nxd_infer.cli import trace
+    from nxd_infer.cli.demo.training import train
+
+    model_dir, artifact = directory / "model", directory / "artifact"
+    console.rule("1. train a small Llama on the Python language reference")
+    with bar() as display:
+        task = display.add_task("training", total=1.0, note="")
+        report = lambda done, note: display.update(task, completed=done, note=note)  # noqa: E731
+        trained = train(model_dir, seconds, report)
+        display.update(task, completed=1.0)
+
+    console.rule(f"2. trace it for tensor parallel degree {tp}, and save it")
+    traced = trace.run(
+        model_dir,
+        artifact,
+        tp=tp,
+        batch_sizes=[1, 4],
+        prompt_buckets=[32, 128],
+        max_len=256,
+        dtype="float32",
+        backend=backend,
+        task="generate",
+    )
+
+    console.rule("3. load it in a fresh process, without the model's code")
+    with spinner("loading"):
+        loaded = load_in_fresh_process(artifact)
+
+    console.rule("4. serve it, and ask")
+    port, log = free_port(), directory / "server.log"
+    with server(artifact, port, log) as process:
+        with spinner("starting the server"):
+            to_ready = wait_ready(process, port, log)
+        answers = ask(port)
+    if process.returncode != 0:
+        raise ServerError(f"the server ended with status {process.returncode}; its log is {log}")
+
+    console.print()
+    speeds = sorted(answer.tokens_per_second for answer in answers)
+    firsts = sorted(answer.first_token for answer in answers)
+    table(
+        "What happened",
+        ("what", "figure"),
+        [
+            ("model", f"{trained.parameters / 1e6:.1f} M parameters, {trained.steps} steps"),
+            ("loss", f"{trained.first_loss:.2f} -> {trained.last_loss:.2f}"),
+            ("training", f"{trained.tokens_per_second:,.0f} tokens/s"),
+            ("trace and save", duration(traced["seconds"])),
+            ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),
+            ("artifact", size(traced["bytes"])),
+            ("load in a fresh process", duration(loaded["load_seconds"])),
+            ("server start to ready", duration(to_ready)),
+            ("time to first token", duration(firsts[len(firsts) // 2])),
+            ("decoding, one stream", f"{speeds[len(speeds) // 2]:.0f} tokens/s"),
+            ("all of it", duration(time.monotonic() - start)),
+        ],
+    )

@@ -1,0 +1,81 @@
+"""``nxd-infer doctor``: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+
+from nxd_infer.cli.console import console, size, table
+
+OPTIONAL = {
+    "fastapi": "serving: pip install 'nxd-infer[server]'",
+    "uvicorn": "serving: pip install 'nxd-infer[server]'",
+    "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
+    "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
+    "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
+    "torch_xla": "the xla backend: pip install 'nxd-infer[xla]'",
+    "torch_neuronx": "the neuron backend: from AWS's own package index",
+}
+
+
+def memory() -> tuple[int, int]:
+    """(total, available) bytes of this machine."""
+    fields = {}
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            name, value = line.split(":")
+            fields[name] = int(value.split()[0]) * 1024
+    return fields["MemTotal"], fields["MemAvailable"]
+
+
+def cpu_features() -> str:
+    with open("/proc/cpuinfo") as lines:
+        flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+    return " ".join(flag for flag in wanted if flag in flags) or "none of the ones that matter"
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run() -> int:
+    """Print the tables; 0 when the default backend can run here, 1 otherwise."""
+    import nxd_infer
+    from nxd_infer import backends, cache, native
+
+    total, available = memory()
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    rows = [
+        ("nxd_infer", nxd_infer.__version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("torch", version_of("torch") or "missing"),
+        ("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"),
+        ("cpu features", cpu_features()),
+        ("memory", f"{size(available)} free of {size(total)}"),
+        ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),
+        ("cache", str(cache.cache_dir())),
+    ]
+    found = native.availability()
+    rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
+    table("This machine", ("what", "found"), rows)
+
+    usable = {}
+    for name in backends.names():
+        probe = backends.get(name).probe()
+        usable[name] = (probe.ok, "ok" if probe.ok else probe.reason)
+    table("Backends", ("backend", "state"), [(name, text) for name, (_, text) in usable.items()])
+
+    packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
+    table("Optional packages", ("package", "found"), packages)
+    if usable["inductor"][0]:
+        console.print("ready: `nxd-infer demo` runs the main job on this machine")
+        return 0
+    console.print(f"the default backend cannot run: {usable['inductor'][1]}", style="bold red")
+    return 1

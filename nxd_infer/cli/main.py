@@ -1,0 +1,223 @@
+"""``nxd-infer``: one function a command. User errors print without a traceback and exit 1; bad usage exits 2."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nxd_infer.errors import NxdError
+
+app = typer.Typer(
+    name="nxd-infer",
+    help="Shard a PyTorch model, trace each rank ahead of time, save, load and serve it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class DType(str, enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Backend(str, enum.Enum):
+    inductor = "inductor"
+    eager = "eager"
+
+
+class Task(str, enum.Enum):
+    generate = "generate"
+    embed = "embed"
+    classify = "classify"
+
+
+ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer trace` wrote.", show_default=False)]
+ModelDir = Annotated[
+    Path, typer.Argument(help="A Hugging Face model directory (config.json, *.safetensors).", show_default=False)
+]
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """``"1,4,16"`` -> ``[1, 4, 16]``, sorted, without repeats. Raises typer.BadParameter otherwise."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,4,16", param_hint=option) from None
+    if numbers[0] < 1:
+        raise typer.BadParameter(f"{numbers[0]} is below 1", param_hint=option)
+    return numbers
+
+
+@app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --prompt-buckets 128,512 --max-len 1024")
+def trace(
+    model_dir: ModelDir,
+    out: Annotated[Path, typer.Option("--out", help="Where to write the artifact.", show_default=False)],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process a rank.")] = 1,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16.")] = "1,4",
+    prompt_buckets: Annotated[str, typer.Option(help="Prompt (or text) lengths to compile, as 128,512.")] = "128,512",
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longest prompt plus answer, in tokens. Default: 1024, or the model's own if less."),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Type of the weights and of the arithmetic.")] = DType.bfloat16,
+    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+    task: Annotated[
+        Task | None,
+        typer.Option(help="generate, embed or classify. Default: by the model's architecture."),
+    ] = None,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(help="Keep what the compiler writes here."),
+    ] = None,
+    compiler_args: Annotated[
+        str | None,
+        typer.Option(help="Options of the backend, as key=value,key=value."),
+    ] = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+) -> None:
+    """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
+    from nxd_infer.cli.trace import run
+
+    run(
+        model_dir=model_dir,
+        out=out,
+        tp=tp,
+        batch_sizes=whole_numbers(batch_sizes, "--batch-sizes"),
+        prompt_buckets=whole_numbers(prompt_buckets, "--prompt-buckets"),
+        max_len=max_len,
+        dtype=dtype.value,
+        backend=backend.value,
+        task=task.value if task else None,
+        workdir=workdir,
+        compiler_args=compiler_args,
+        plan_only=plan_only,
+    )
+
+
+@app.command(epilog="Example:  nxd-infer serve ./artifact --port 8000 --api-key secret")
+def serve(
+    artifact: ArtifactDir,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that requests must carry; repeat for several. Also NXD_API_KEYS."),
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None,
+        typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="Name to answer to. Default: the name in the artifact."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="JSON or YAML file with any of the server's settings."),
+    ] = None,
+) -> None:
+    """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics."""
+    from nxd_infer.cli.serve import run
+
+    raise typer.Exit(
+        run(
+            artifact,
+            config,
+            host=host,
+            port=port,
+            api_keys=api_key,
+            max_queued_requests=max_queued_requests,
+            served_model_name=served_model_name,
+        )
+    )
+
+
+@app.command(epilog='Example:  nxd-infer generate ./artifact --prompt "The with statement" --max-tokens 64')
+def generate(
+    artifact: ArtifactDir,
+    prompt: Annotated[list[str], typer.Option("--prompt", help="Text to continue; repeat for several.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+) -> None:
+    """Continue prompts in this process's own engine, without a server."""
+    from nxd_infer.cli.generate import run
+
+    run(
+        artifact,
+        prompt,
+        as_json=as_json,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or [],
+    )
+
+
+@app.command(epilog="Example:  nxd-infer verify ./artifact ./llama")
+def verify(
+    artifact: ArtifactDir,
+    model_dir: ModelDir,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+) -> None:
+    """Compare the traced artifact with the unsharded eager model: a row a bucket; exits 1 past the tolerance."""
+    from nxd_infer.cli.verify import run
+
+    raise typer.Exit(run(artifact, model_dir, tolerance, seed))
+
+
+@app.command(epilog="Example:  nxd-infer doctor")
+def doctor() -> None:
+    """Say what this machine has and lacks: torch, compiler, backends, CPU features, memory, optional packages."""
+    from nxd_infer.cli.doctor import run
+
+    raise typer.Exit(run())
+
+
+@app.command(epilog="Example:  nxd-infer demo --dir ./demo")
+def demo(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Keep the model and the artifact here. Default: a temporary directory."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
+    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+) -> None:
+    """The main job end to end on this machine's CPU: fine-tune, trace, save, load, serve, ask."""
+    from nxd_infer.cli.demo.run import run
+
+    run(directory, seconds, tp, backend.value)
+
+
+def main() -> None:
+    """Entry point of the ``nxd-infer`` script."""
+    try:
+        app()
+    except NxdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

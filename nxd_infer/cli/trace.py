@@ -1,0 +1,79 @@
+"""``nxd-infer trace``: from a Hugging Face directory to an artifact, with its plan printed before anything compiles."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.cli.console import bar, console, duration, size
+
+
+class Progress:
+    """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known."""
+
+    def __init__(self, display: Any):
+        self.display = display
+        self.tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if stage not in self.tasks:
+            self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
+        self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
+
+
+def run(
+    model_dir: Path,
+    out: Path,
+    tp: int,
+    batch_sizes: list[int],
+    prompt_buckets: list[int],
+    max_len: int | None,
+    dtype: str,
+    backend: str,
+    task: str | None,
+    workdir: Path | None = None,
+    compiler_args: str | None = None,
+    plan_only: bool = False,
+) -> dict[str, float]:
+    """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
+    from nxd_infer import trace
+    from nxd_infer.trace.manifest import dtype_of
+    from nxd_models import tasks
+
+    plan = tasks.plan(
+        model_dir,
+        task=task,
+        batch_sizes=batch_sizes,
+        length_buckets=prompt_buckets,
+        max_len=max_len,
+        dtype=dtype_of(dtype),
+    )
+    arguments = {
+        **plan.trace_arguments(),
+        "tp_degree": tp,
+        "backend": backend,
+        "compiler_workdir": workdir,
+        "compiler_args": compiler_args,
+    }
+    start = time.monotonic()
+    console.print(trace.trace_plan(**arguments).table(), markup=False)
+    if plan_only:
+        return {}
+    with bar() as display:
+        model = trace.parallel_model_trace(**arguments, progress=Progress(display))
+    with model:
+        trace.parallel_model_save(model, out)
+        report = model.trace_report
+    seconds = time.monotonic() - start
+    on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    console.print(
+        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
+        f"{size(on_disk)}, in {duration(seconds)}"
+    )
+    return {
+        "seconds": seconds,
+        "graphs": report["graphs"],
+        "compiled": report["compiled"],
+        "bytes": on_disk,
+    }
