@@ -1,0 +1,74 @@
+"""The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
+
+    engine = Engine(model, tokenizer=None, max_queued_requests=256, ...)   # decoders: metadata task "generate"
+    engine.start()                      # runs every graph once, measures it, then takes requests
+    ticket = engine.submit(prompt_ids, SamplingParams(...), on_event, timeout=None, request_id=None)
+    ticket.cancel()                     # from any thread; the slot is free when the step in flight ends
+    engine.stats(); engine.health(); engine.drain(timeout); engine.close(); engine.wait_failed(timeout)
+
+    oneshot = OneShotEngine(model, max_delay_ms=2.0, max_queued_requests=256)   # everything else
+    future = oneshot.submit({"input_ids": tensor, ...}, timeout=None)           # Future[dict[str, Tensor]]
+
+``submit`` raises RequestError, PromptTooLongError, QueueFullError or EngineUnavailableError at once; later failures
+arrive as an ErrorEvent, or as the future's exception. ``on_event`` is called from the engine's thread: it must not
+block (an asyncio caller hands over with ``loop.call_soon_threadsafe``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_server.engine.encoder import TextEncoder
+    from nxd_server.engine.engine import Engine, Ticket
+    from nxd_server.engine.events import (
+        EngineHealth,
+        EngineStats,
+        ErrorEvent,
+        Event,
+        FinishEvent,
+        Timings,
+        TokenEvent,
+        Usage,
+    )
+    from nxd_server.engine.oneshot import OneShotEngine
+    from nxd_server.engine.params import SamplingParams
+
+_HOMES = {
+    "TextEncoder": "encoder",
+    "Engine": "engine",
+    "Ticket": "engine",
+    "EngineHealth": "events",
+    "EngineStats": "events",
+    "ErrorEvent": "events",
+    "Event": "events",
+    "FinishEvent": "events",
+    "Timings": "events",
+    "TokenEvent": "events",
+    "Usage": "events",
+    "OneShotEngine": "oneshot",
+    "SamplingParams": "params",
+}
+
+__all__ = [
+    "Engine",
+    "EngineHealth",
+    "EngineStats",
+    "ErrorEvent",
+    "Event",
+    "FinishEvent",
+    "OneShotEngine",
+    "SamplingParams",
+    "TextEncoder",
+    "Ticket",
+    "Timings",
+    "TokenEvent",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"nxd_server.engine.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'nxd_server.engine' has no attribute {name!r}")

@@ -1,0 +1,149 @@
+"""How one request wants its tokens chosen, checked before anything is queued."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_server.errors import RequestError
+
+GREEDY_BELOW = 1e-4
+"""A temperature under this is greedy: its limit, and no subnormal number ever reaches a graph."""
+SMALLEST_TOP_P = 1e-6
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_N = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one request; names and meaning as in OpenAI's API and vLLM.
+
+    Raises :class:`RequestError` naming the field when a value is out of its range.
+    """
+
+    max_tokens: int | None = 16
+    """Tokens to generate at most; None means up to the model's maximum length."""
+    temperature: float = 1.0
+    """0 is greedy; 0 to 2."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 (or -1) means off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """None draws a random one. The same seed gives the same tokens whatever else is in the batch."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end the text; they are not part of it."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    n: int = 1
+    logprobs: int | None = None
+    """None: none; 0: of the chosen token; k: of the k likeliest too."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """No end of sequence, stop token or stop string before this many tokens."""
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if self.max_tokens is not None:
+            put(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, None))
+        put(self, "temperature", _number("temperature", self.temperature, 0.0, 2.0))
+        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0))
+        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        put(self, "top_k", max(0, _whole("top_k", self.top_k, -1, None)))
+        put(self, "n", _whole("n", self.n, 1, MAX_N))
+        put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
+        if self.seed is not None:
+            put(self, "seed", _whole("seed", self.seed, -(2**63), 2**63 - 1))
+        if self.logprobs is not None:
+            put(self, "logprobs", _whole("logprobs", self.logprobs, 0, None))
+        put(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0))
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos", f"must be true or false, got {self.ignore_eos!r}")
+        put(self, "stop", _stop_strings(self.stop))
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        put(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens = {self.max_tokens}")
+        # Graphs compute in float32, where a subnormal divisor makes infinities: use the limit's own meaning instead.
+        if self.temperature < GREEDY_BELOW:
+            put(self, "temperature", 0.0)
+        put(self, "top_p", max(self.top_p, SMALLEST_TOP_P))
+        if self.min_p < 1e-30:
+            put(self, "min_p", 0.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any of the three penalties acts."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with these fields changed, checked again."""
+        return replace(self, **changes)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if not (isinstance(value, float) and value.is_integer()):
+            raise RequestError(name, f"must be a whole number, got {value!r}")
+        value = int(value)
+    if value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(name, f"must be {limits}, got {value}")
+    return value
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(name, f"must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
+        raise RequestError(name, f"must be from {low:g} to {high:g}, got {value!r}")
+    return number
+
+
+def _stop_strings(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError("stop", f"must be a string or a list of strings, got {value!r}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise RequestError("stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}")
+    for stop in stops:
+        if not stop:
+            raise RequestError("stop", "a stop string must not be empty")
+        if len(stop) > MAX_STOP_LENGTH:
+            raise RequestError("stop", f"a stop string has at most {MAX_STOP_LENGTH} characters, got {len(stop)}")
+    return list(dict.fromkeys(stops))
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    ids = [] if value is None else value
+    if not isinstance(ids, (list, tuple)):
+        raise RequestError(name, f"must be a list of token ids, got {value!r}")
+    return [_whole(name, token, 0, None) for token in ids]
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError("logit_bias", f"must be a mapping from token ids to numbers, got {value!r}")
+    biases = {}
+    for token, bias in value.items():
+        if isinstance(token, str) and token.strip().isdecimal() and len(token) < 20:  # JSON has string keys only
+            token = int(token)
+        biases[_whole("logit_bias", token, 0, None)] = _number("logit_bias", bias, -100.0, 100.0)
+    return biases

@@ -1,0 +1,68 @@
+"""Errors of the server: what a caller did wrong, what is full, what is not there any more.
+
+Each says which HTTP status it becomes in its docstring; the HTTP half maps by class and never by text.
+"""
+
+from __future__ import annotations
+
+from nxd_infer.errors import NxdError
+
+
+class ServerError(NxdError):
+    """Base of the errors that the engine and the HTTP half raise themselves."""
+
+
+class RequestError(ServerError, ValueError):
+    """The request itself is wrong (400). ``field`` names the part of it, ``message`` says value, limit and fix."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+        self.message = message
+
+
+class PromptTooLongError(RequestError):
+    """A prompt over the model's maximum length (400, ``context_length_exceeded``)."""
+
+    def __init__(self, prompt_tokens: int, max_prompt_tokens: int, max_len: int, field: str = "prompt"):
+        super().__init__(
+            field,
+            f"the prompt has {prompt_tokens} tokens; this model takes at most {max_prompt_tokens} "
+            f"(its maximum length is {max_len} tokens, prompt and completion together). Shorten the prompt, or trace "
+            "the model again with a larger --max-len",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_len = max_len
+
+
+class QueueFullError(ServerError):
+    """Too many requests are waiting (429). ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailableError(ServerError, RuntimeError):
+    """The engine takes no requests: starting, draining, recovering, failed or closed (503).
+
+    ``state`` is the engine's state, ``retry_after`` seconds or None when waiting does not help.
+    """
+
+    def __init__(self, message: str, state: str = "", retry_after: float | None = None):
+        super().__init__(message)
+        self.state = state
+        self.retry_after = retry_after
+
+
+class EngineFailedError(EngineUnavailableError):
+    """The ranks failed while this request was running or waiting (503); ``__cause__`` holds the rank's error."""
+
+
+class DeadlineExceededError(ServerError, TimeoutError):
+    """The request's own deadline passed before it was finished (504)."""
+
+
+class GenerationError(ServerError, RuntimeError):
+    """A step failed for this request alone (500); the others went on."""
