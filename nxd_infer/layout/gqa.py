@@ -1,0 +1,116 @@
+"""Query and key/value heads over ranks, exact for every combination of heads, kv heads and degree.
+
+A rank holds ``k`` key/value heads and ``g`` query heads for each of them. A key/value head that serves ``G`` query
+heads takes ``ceil(G / g)`` places, so it is replicated where its queries do not fit one place; places left over, and
+query slots left over in a place, are zeros. Zero query heads multiply zero columns of the output projection, so the
+sum over ranks is the plain computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_infer.errors import ShardingError
+from nxd_infer.layout.plans import AxisPlan, check_place
+from nxd_infer.layout.runs import AxisLayout, Fill, Piece, Run
+
+
+@dataclass(frozen=True)
+class GQAPlan:
+    """How many heads a rank has, and the axis plans that put the right ones there.
+
+    On a rank, query head ``i`` attends with key/value head ``i // group``.
+    """
+
+    heads: int
+    kv_heads: int
+    degree: int
+    heads_per_rank: int
+    kv_heads_per_rank: int
+    kv_size_multiplier: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head on a rank."""
+        return self.heads_per_rank // self.kv_heads_per_rank
+
+    @property
+    def places(self) -> int:
+        """Places that each key/value head takes over all ranks: more than 1 is replication."""
+        return -(-(self.heads // self.kv_heads) // self.group)
+
+    def query_heads(self, rank: int) -> tuple[int | None, ...]:
+        """The logical query heads of ``rank`` in order; None is a head of zeros."""
+        whole = self.heads // self.kv_heads
+        out: list[int | None] = []
+        for place in self._places(rank):
+            head, part = divmod(place, self.places)
+            first = part * self.group
+            for i in range(first, first + self.group):
+                out.append(head * whole + i if head < self.kv_heads and i < whole else None)
+        return tuple(out)
+
+    def key_value_heads(self, rank: int) -> tuple[int | None, ...]:
+        """The logical key/value heads of ``rank`` in order; None is a head of zeros."""
+        heads = (place // self.places for place in self._places(rank))
+        return tuple(head if head < self.kv_heads else None for head in heads)
+
+    def _places(self, rank: int) -> range:
+        return range(rank * self.kv_heads_per_rank, (rank + 1) * self.kv_heads_per_rank)
+
+    def q_axis(self, head_dim: int) -> AxisPlan:
+        """The plan of the query projection's output and of the output projection's input."""
+        return GQAAxis(self.heads, self.kv_heads, head_dim, "q", self.kv_size_multiplier)
+
+    def kv_axis(self, head_dim: int) -> AxisPlan:
+        """The plan of the key and of the value projection's output."""
+        return GQAAxis(self.heads, self.kv_heads, head_dim, "kv", self.kv_size_multiplier)
+
+
+def gqa_plan(heads: int, kv_heads: int, degree: int, *, kv_size_multiplier: int = 0) -> GQAPlan:
+    """Place ``heads`` query and ``kv_heads`` key/value heads on ``degree`` ranks.
+
+    Takes the fewest query heads a rank, which is always ``ceil(heads / degree)``, and among those the fewest
+    key/value heads. With ``kv_size_multiplier`` the number of key/value heads a rank is
+    ``ceil(kv_heads * kv_size_multiplier / degree)`` where that costs no further query heads.
+
+    Raises ShardingError unless ``kv_heads`` divides ``heads``.
+    """
+    check_place(degree)
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        divisors = [n for n in range(1, max(heads, 0) + 1) if heads % n == 0]
+        raise ShardingError(
+            f"{heads} query heads cannot share {kv_heads} key/value heads evenly; kv heads must be one of {divisors}"
+        )
+    whole = heads // kv_heads
+    fewest = -(-heads // degree)
+
+    def fits(k: int) -> bool:
+        return fewest % k == 0 and kv_heads * -(-whole // (fewest // k)) <= degree * k
+
+    wanted = -(-kv_heads * kv_size_multiplier // degree)
+    # One query head a place always fits (heads <= degree * fewest), so the search ends at k = fewest.
+    k = wanted if wanted and fits(wanted) else next(k for k in range(1, fewest + 1) if fits(k))
+    return GQAPlan(heads, kv_heads, degree, fewest, k, kv_size_multiplier)
+
+
+@dataclass(frozen=True)
+class GQAAxis(AxisPlan):
+    """The query or the key/value axis of :func:`gqa_plan`, at whatever degree it is asked for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kind: str
+    kv_size_multiplier: int = 0
+
+    @property
+    def size(self) -> int:
+        return (self.heads if self.kind == "q" else self.kv_heads) * self.head_dim
+
+    def _runs(self, degree: int, rank: int) -> AxisLayout:
+        plan = gqa_plan(self.heads, self.kv_heads, degree, kv_size_multiplier=self.kv_size_multiplier)
+        heads = plan.query_heads(rank) if self.kind == "q" else plan.key_value_heads(rank)
+        d = self.head_dim
+        pieces: list[Piece] = [Fill(0.0, d) if h is None else Run("", h * d, (h + 1) * d) for h in heads]
+        return tuple(pieces)

@@ -1,0 +1,201 @@
+"""ParamLayout: the layout a sharded parameter carries, and the table of all of them for a module.
+
+A layer describes its parameter with :func:`attach_layout`. The description lies on the parameter
+(``param.nxd_layout``, beside the reference's ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
+``num_partitions``) and on the module that holds it, because deep copies and ``to_empty`` make new parameters without
+attributes; :func:`restore_attributes` puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from nxd_infer.errors import ShardingError
+from nxd_infer.layout.plans import AxisPlan
+from nxd_infer.layout.runs import Run, TensorLayout
+
+MODULE_TABLE = "_nxd_layouts"
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """How one parameter is made of logical tensors, for any degree.
+
+    ``axes`` holds a plan a dimension; ``sources`` maps the parts of the fused axis to logical names (``{"": name}``
+    when nothing is fused; empty means the parameter's own name). Names on a module's table are relative to the
+    module that holds the parameter: ``"weight"`` is its own, ``"../q_proj.weight"`` a sibling's, ``"/lm_head.weight"``
+    counts from the root. :func:`weight_layout` resolves them.
+    """
+
+    axes: tuple[AxisPlan, ...]
+    sources: tuple[tuple[str, str], ...] = ()
+    alias_of: str | None = None
+    """The first name of this same parameter, when it is tied; a checkpoint may hold either name."""
+
+    def __post_init__(self) -> None:
+        if len(self._fused()) > 1:
+            raise ShardingError(f"only one axis may be fused, but axes {self._fused()} are")
+        if self.sources and set(dict(self.sources)) != set(self.parts):
+            raise ShardingError(f"the layout has parts {list(self.parts)} but sources for {list(dict(self.sources))}")
+
+    @staticmethod
+    def of(axes: Sequence[AxisPlan | int], sources: Mapping[str, str] | str | None = None) -> ParamLayout:
+        """A layout from plans, where a number is a replicated axis of that size, and a mapping or one name."""
+        plans = tuple(AxisPlan.replicated(axis) if isinstance(axis, int) else axis for axis in axes)
+        named = {"": sources} if isinstance(sources, str) else dict(sources or {})
+        return ParamLayout(plans, tuple(named.items()))
+
+    def _fused(self) -> list[int]:
+        return [dim for dim, plan in enumerate(self.axes) if list(plan.parts) != [""]]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the fused axis, ``("",)`` when there is none."""
+        return next((tuple(self.axes[dim].parts) for dim in self._fused()), ("",))
+
+    @property
+    def logical_names(self) -> tuple[str, ...]:
+        """The logical tensors the parameter is made of; empty before the layout has been given a name."""
+        return tuple(dict.fromkeys(name for _, name in self.sources))
+
+    @property
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of each logical tensor."""
+        return {
+            name: tuple(plan.parts.get(part, plan.size) if part else plan.size for plan in self.axes)
+            for part, name in self.sources
+        }
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different pieces."""
+        return any(plan.sharded for plan in self.axes)
+
+    @property
+    def partition_dim(self) -> int:
+        """The first sharded dimension, -1 when every rank holds everything (the reference's convention)."""
+        return next((dim for dim, plan in enumerate(self.axes) if plan.sharded), -1)
+
+    def exact(self, degree: int) -> bool:
+        """Whether every axis divides as its plan wants; see :meth:`AxisPlan.exact`."""
+        return all(plan.exact(degree) for plan in self.axes)
+
+    def rank_shape(self, degree: int) -> tuple[int, ...]:
+        """The shape of the parameter on every rank."""
+        return tuple(plan.local_size(degree) for plan in self.axes)
+
+    def rank_layout(self, degree: int, rank: int) -> TensorLayout:
+        """What the parameter of ``rank`` is made of."""
+        names = dict(self.sources)
+        axes = tuple(
+            tuple(
+                Run(names.get(piece.name, piece.name), piece.start, piece.stop)
+                if isinstance(piece, Run) and piece.name
+                else piece
+                for piece in plan.runs(degree, rank)
+            )
+            for plan in self.axes
+        )
+        return TensorLayout(axes, names.get("", ""))
+
+    def resolved(self, path: str, param_name: str) -> ParamLayout:
+        """The same layout with absolute names, for a module at ``path`` ("" is the root)."""
+        if self.sources:
+            return replace(self, sources=tuple((part, _absolute(path, name)) for part, name in self.sources))
+        own = _join(path, param_name)
+        return replace(self, sources=tuple((part, f"{own}.{part}" if part else own) for part in self.parts))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _absolute(path: str, name: str) -> str:
+    if name.startswith("/"):
+        return name[1:]
+    while name.startswith("../"):
+        if not path:
+            raise ShardingError(f"the logical name {name!r} climbs above the root module")
+        path, name = path.rpartition(".")[0], name[3:]
+    return _join(path, name)
+
+
+def attach_layout(
+    module: nn.Module,
+    param_name: str,
+    axes: Sequence[AxisPlan | int] | ParamLayout,
+    sources: Mapping[str, str] | str | None = None,
+    *,
+    degree: int = 1,
+    stride: int = 1,
+) -> ParamLayout:
+    """Describe ``module.<param_name>``: what it is made of at any degree, and its degree now.
+
+    Sets ``nxd_layout``, ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and ``num_partitions`` on
+    the parameter. Raises ShardingError when its shape is not what the layout gives a rank at ``degree``.
+    """
+    layout = axes if isinstance(axes, ParamLayout) else ParamLayout.of(axes, sources)
+    param = getattr(module, param_name)
+    if tuple(param.shape) != layout.rank_shape(degree):
+        raise ShardingError(
+            f"parameter {param_name!r} has the shape {tuple(param.shape)}, "
+            f"but its layout gives a rank of {degree} the shape {layout.rank_shape(degree)}"
+        )
+    module.__dict__.setdefault(MODULE_TABLE, {})[param_name] = (layout, degree, stride)
+    _set_attributes(param, layout, degree, stride)
+    return layout
+
+
+def _set_attributes(param: Tensor, layout: ParamLayout, degree: int, stride: int) -> None:
+    attributes = {
+        "nxd_layout": layout,
+        "tensor_model_parallel": layout.sharded,
+        "partition_dim": layout.partition_dim,
+        "partition_stride": stride,
+        "num_partitions": degree,
+    }
+    for name, value in attributes.items():
+        setattr(param, name, value)
+
+
+def restore_attributes(module: nn.Module) -> None:
+    """Put the layout attributes back on the parameters of ``module`` and its children, after they were replaced."""
+    for child in module.modules():
+        for name, (layout, degree, stride) in child.__dict__.get(MODULE_TABLE, {}).items():
+            param = getattr(child, name, None)
+            if isinstance(param, Tensor):
+                _set_attributes(param, layout, degree, stride)
+
+
+def layout_of(module: nn.Module, param_name: str) -> ParamLayout | None:
+    """The layout of ``module.<param_name>`` with relative names, or None when every rank holds all of it."""
+    found = module.__dict__.get(MODULE_TABLE, {}).get(param_name)
+    return found[0] if found else getattr(getattr(module, param_name, None), "nxd_layout", None)
+
+
+def weight_layout(module: nn.Module) -> dict[str, ParamLayout]:
+    """The layout of every parameter and persistent buffer by qualified name, with absolute logical names.
+
+    What carries no layout is replicated. A tied parameter has an entry for each of its names; all but the first are
+    marked ``alias_of`` the first and read its logical tensor.
+    """
+    out: dict[str, ParamLayout] = {}
+    first: dict[int, str] = {}
+    for path, child in module.named_modules():
+        persistent = [n for n in child._buffers if n not in child._non_persistent_buffers_set]
+        for name in [*child._parameters, *persistent]:
+            tensor = getattr(child, name)
+            if tensor is None:
+                continue
+            key = _join(path, name)
+            layout = layout_of(child, name) or ParamLayout.of(list(tensor.shape))
+            layout = layout.resolved(path, name)
+            if id(tensor) in first and isinstance(tensor, nn.Parameter):
+                layout = replace(layout, alias_of=first[id(tensor)])
+            else:
+                first[id(tensor)] = key
+            out[key] = layout
+    return out

@@ -1,0 +1,226 @@
+"""Runs: what one rank's tensor is made of, axis by axis.
+
+An axis of a rank's tensor is a list of :class:`Run` (elements ``start..stop`` of an axis of a logical tensor) and
+:class:`Fill` (elements that belong to no logical tensor). A tensor is one such list a dimension. Sharding, padding,
+replication, fusing and striding are all lists of this kind, which is why one place can cut, merge, compare and
+describe every weight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from nxd_infer.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``start..stop`` of one axis of the logical tensor ``name``; "" is the tensor's own source."""
+
+    name: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ShardingError(f"a run must have 0 <= start <= stop, got {self.start}..{self.stop} of {self.name!r}")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Fill:
+    """``n`` elements of constant ``value`` that stand for nothing in the logical tensor."""
+
+    value: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n < 0:
+            raise ShardingError(f"a fill must have n >= 0, got {self.n}")
+
+    def __len__(self) -> int:
+        return self.n
+
+
+Piece = Union[Run, Fill]
+AxisLayout = tuple[Piece, ...]
+
+
+def axis_length(axis: Iterable[Piece]) -> int:
+    """How many elements the pieces hold together."""
+    return sum(len(piece) for piece in axis)
+
+
+def coalesce(axis: Iterable[Piece]) -> AxisLayout:
+    """The same axis with empty pieces dropped and neighbours that continue each other joined."""
+    out: list[Piece] = []
+    for piece in axis:
+        if not len(piece):
+            continue
+        last = out[-1] if out else None
+        if isinstance(piece, Run) and isinstance(last, Run) and (last.name, last.stop) == (piece.name, piece.start):
+            out[-1] = Run(last.name, last.start, piece.stop)
+        elif isinstance(piece, Fill) and isinstance(last, Fill) and last.value == piece.value:
+            out[-1] = Fill(last.value, last.n + piece.n)
+        else:
+            out.append(piece)
+    return tuple(out)
+
+
+def cut(axis: Iterable[Piece], start: int, stop: int) -> AxisLayout:
+    """Elements ``start..stop`` of an axis. Raises ShardingError when it is shorter than ``stop``."""
+    out: list[Piece] = []
+    at = 0
+    for piece in axis:
+        low, high = max(start - at, 0), min(stop - at, len(piece))
+        if low < high:
+            out.append(
+                Run(piece.name, piece.start + low, piece.start + high)
+                if isinstance(piece, Run)
+                else Fill(piece.value, high - low)
+            )
+        at += len(piece)
+    if not 0 <= start <= stop <= at:
+        raise ShardingError(f"cannot cut {start}..{stop} out of an axis of {at} elements")
+    return coalesce(out)
+
+
+def shift(axis: Iterable[Piece], offset: int) -> AxisLayout:
+    """The same axis over a logical axis in which everything lies ``offset`` elements later."""
+    return tuple(Run(p.name, p.start + offset, p.stop + offset) if isinstance(p, Run) else p for p in axis)
+
+
+def rename(axis: Iterable[Piece], name: str) -> AxisLayout:
+    """The same axis with every run taken from ``name``."""
+    return tuple(Run(name, p.start, p.stop) if isinstance(p, Run) else p for p in axis)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle that a rank's tensor shares with a logical one: ``local[block.local] == logical[block.logical]``."""
+
+    name: str
+    logical: tuple[tuple[int, int], ...]
+    """``(start, stop)`` in the logical tensor, one a dimension."""
+    local: tuple[tuple[int, int], ...]
+    """``(start, stop)`` in the rank's tensor, one a dimension."""
+
+    @property
+    def logical_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(*bounds) for bounds in self.logical)
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(*bounds) for bounds in self.local)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(stop - start for start, stop in self.local)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One rank's tensor: a list of pieces a dimension.
+
+    ``source`` is the logical tensor of runs whose name is "". At most one axis may name tensors itself (a fused
+    weight); a rectangle between two axes that name different tensors would belong to neither.
+    """
+
+    axes: tuple[AxisLayout, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(coalesce(axis) for axis in self.axes))
+        naming = [i for i, axis in enumerate(self.axes) if any(isinstance(p, Run) and p.name for p in axis)]
+        if len(naming) > 1:
+            raise ShardingError(f"only one axis may name logical tensors, but axes {naming} do")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis_length(axis) for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical tensors that have elements here, in order of first appearance."""
+        return tuple(dict.fromkeys(block.name for block in self.blocks()))
+
+    @property
+    def filled(self) -> bool:
+        """Whether any element is filling."""
+        return any(isinstance(piece, Fill) for axis in self.axes for piece in axis)
+
+    def blocks(self) -> Iterator[Block]:
+        """The rectangles that come from logical tensors, in the order of the rank's tensor."""
+        spans = [list(_spans(axis)) for axis in self.axes]
+        for combination in itertools.product(*spans):
+            if any(isinstance(piece, Fill) for _, piece in combination):
+                continue
+            name = next((piece.name for _, piece in combination if piece.name), self.source)
+            logical = tuple((piece.start, piece.stop) for _, piece in combination)
+            local = tuple((at, at + len(piece)) for at, piece in combination)
+            yield Block(name, logical, local)
+
+    def fills(self) -> Iterator[tuple[tuple[slice, ...], float]]:
+        """Slices of the rank's tensor that are filling, and their values; the first axis that fills wins."""
+        for dim, axis in enumerate(self.axes):
+            for at, piece in _spans(axis):
+                if isinstance(piece, Fill):
+                    whole = [slice(None)] * len(self.axes)
+                    whole[dim] = slice(at, at + piece.n)
+                    yield tuple(whole), piece.value
+
+    def cut(self, dim: int, start: int, stop: int) -> TensorLayout:
+        """The layout of ``tensor.narrow(dim, start, stop - start)``."""
+        axes = list(self.axes)
+        axes[dim] = cut(axes[dim], start, stop)
+        return TensorLayout(tuple(axes), self.source)
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"source": name, "axes": [[[name, start, stop] | [fill, n], ...], ...]}``; plain JSON values only."""
+        return {"source": self.source, "axes": [[_piece_to_json(piece) for piece in axis] for axis in self.axes]}
+
+    @staticmethod
+    def from_json(data: Any) -> TensorLayout:
+        """The inverse of :meth:`to_json`. Raises ShardingError when ``data`` is not such a description."""
+        try:
+            axes = tuple(tuple(_piece_from_json(piece) for piece in axis) for axis in data["axes"])
+            source = data["source"]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ShardingError(f"not the description of a tensor layout: {error!r} in {str(data)[:200]}") from error
+        if not isinstance(source, str):
+            raise ShardingError(f"the source of a tensor layout must be a name, got {source!r}")
+        return TensorLayout(axes, source)
+
+
+def _spans(axis: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
+    """Each piece with the place it starts at."""
+    at = 0
+    for piece in axis:
+        yield at, piece
+        at += len(piece)
+
+
+def _piece_to_json(piece: Piece) -> list[Any]:
+    if isinstance(piece, Run):
+        return [piece.name, piece.start, piece.stop]
+    # JSON has no infinity and no nan: those travel as text, which float() reads back.
+    return [piece.value if math.isfinite(piece.value) else str(piece.value), piece.n]
+
+
+def _piece_from_json(data: Any) -> Piece:
+    if not isinstance(data, list) or len(data) not in (2, 3):
+        raise ShardingError(f"a piece is [name, start, stop] or [fill, n], got {data!r}")
+    *_, last = data
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in (last, data[-2] if data[2:] else 0)):
+        raise ShardingError(f"the bounds of a piece must be whole numbers, got {data!r}")
+    if len(data) == 3:
+        if not isinstance(data[0], str):
+            raise ShardingError(f"the name of a run must be text, got {data[0]!r}")
+        return Run(data[0], data[1], data[2])
+    return Fill(float(data[0]), data[1])
