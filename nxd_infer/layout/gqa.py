@@ -98,18 +98,18 @@ def gqa_plan(heads: int, kv_heads: int, degree: int, *, kv_size_multiplier: int 
 class GQAAxis(AxisPlan):
     """The query or the key/value axis of :func:`gqa_plan`, at whatever degree it is asked for."""
 
-    heads: int
-    kv_heads: int
+    n_heads: int
+    n_kv_heads: int
     head_dim: int
     kind: str
     kv_size_multiplier: int = 0
 
     @property
     def size(self) -> int:
-        return (self.heads if self.kind == "q" else self.kv_heads) * self.head_dim
+        return (self.n_heads if self.kind == "q" else self.n_kv_heads) * self.head_dim
 
     def _runs(self, degree: int, rank: int) -> AxisLayout:
-        plan = gqa_plan(self.heads, self.kv_heads, degree, kv_size_multiplier=self.kv_size_multiplier)
+        plan = gqa_plan(self.n_heads, self.n_kv_heads, degree, kv_size_multiplier=self.kv_size_multiplier)
         heads = plan.query_heads(rank) if self.kind == "q" else plan.key_value_heads(rank)
         d = self.head_dim
         pieces: list[Piece] = [Fill(0.0, d) if h is None else Run("", h * d, (h + 1) * d) for h in heads]

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from nxd_infer.errors import ShardingError
 
@@ -48,8 +48,8 @@ class Fill:
         return self.n
 
 
-Piece = Union[Run, Fill]
-AxisLayout = tuple[Piece, ...]
+Piece: TypeAlias = Run | Fill
+AxisLayout: TypeAlias = tuple[Piece, ...]
 
 
 def axis_length(axis: Iterable[Piece]) -> int:
