@@ -1,0 +1,169 @@
+"""Collectives over ``torch.distributed`` process groups (gloo on CPU, nccl on CUDA), with bounded waits.
+
+The groups are made by :func:`nxd_infer.parallel_state.initialize_model_parallel`. A failed operation leaves a group
+unusable, so the first failure is remembered and every later call raises it again at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxd_infer.comm.process import process_start, process_state
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+HALF = (torch.bfloat16, torch.float16)
+
+
+class DistributedCollectives:
+    """:class:`~nxd_infer.comm.protocol.Collectives` over one process group an axis.
+
+    bfloat16 and float16 sums are accumulated in float32. Every rank gets bit-equal results of ``all_reduce``.
+    """
+
+    def __init__(self, context: ParallelContext, groups: Mapping[str, dist.ProcessGroup], timeout: float):
+        """``groups`` holds this rank's group of every axis whose degree is above 1; ``timeout`` is theirs, in s."""
+        self._context = context
+        self._groups = dict(groups)
+        self._timeout = timeout
+        self._failure: CollectiveError | None = None
+        self._peers: list[list[int]] = []
+
+    def exchange_identities(self, device: torch.device | None = None) -> None:
+        """Tell every rank of the world which process this one is, so that an error can name a dead peer."""
+        mine = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
+        dist.all_gather(everyone, mine)
+        self._peers = [identity.tolist() for identity in everyone]
+
+    def process_group(self, axis: str) -> dist.ProcessGroup:
+        """The torch group of ``axis``; a group of this rank alone is made when its degree is 1."""
+        group = self._groups.get(axis)
+        if group is None:
+            made = dist.new_group([self._context.rank], use_local_synchronization=True)
+            group = self._groups[axis] = made  # pyright: ignore[reportArgumentType]  (None only for other ranks)
+        return group
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        if op not in REDUCTIONS:
+            raise CollectiveError(f"all_reduce: operation {op!r} is not one of {sorted(REDUCTIONS)}")
+        if x.dtype == torch.bool:
+            if op == "sum":
+                raise CollectiveError("all_reduce: booleans have no sum; use 'max' (any) or 'min' (all), or convert")
+            return self.all_reduce(x.to(torch.uint8), axis, op).to(torch.bool)
+        if x.dtype in HALF and op == "sum":
+            return self.all_reduce(x.float(), axis, op).to(x.dtype)
+        y = x.clone(memory_format=torch.contiguous_format)
+        self._run("all_reduce", axis, lambda group: dist.all_reduce(y, REDUCTIONS[op], group=group))
+        return y
+
+    def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        degree = self._context.axis(axis).degree
+        flat = _as_bytes(x)
+        parts = [torch.empty_like(flat) for _ in range(degree)]
+        self._run("all_gather", axis, lambda group: dist.all_gather(parts, flat, group=group))
+        return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        here = self._context.axis(axis)
+        if x.shape[dim] % here.degree:
+            raise CollectiveError(
+                f"reduce_scatter: dimension {dim} of shape {tuple(x.shape)} does not divide by {here.degree} ranks"
+            )
+        # gloo has no reduce-scatter: the whole sum, of which this rank keeps its piece.
+        if dist.get_backend(self.process_group(axis)) == "gloo":
+            return self.all_reduce(x, axis).chunk(here.degree, dim)[here.rank].contiguous()
+        wide = x.float() if x.dtype in HALF else x
+        pieces = torch.cat([piece.contiguous().unsqueeze(0) for piece in wide.chunk(here.degree, dim)])
+        y = torch.empty_like(pieces[0])
+        self._run("reduce_scatter", axis, lambda group: dist.reduce_scatter_tensor(y, pieces, group=group))
+        return y.to(x.dtype)
+
+    def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
+        here = self._context.axis(axis)
+        flat = _as_bytes(x).clone()
+        self._run("broadcast", axis, lambda group: dist.broadcast(flat, here.ranks[src], group=group))
+        return flat.view(x.dtype).view(x.shape)
+
+    def send(self, x: Tensor, axis: str, dst: int) -> None:
+        target = self._context.axis(axis).ranks[dst]
+        self._run("send", axis, lambda group: dist.send(_as_bytes(x), target, group=group))
+
+    def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
+        source = self._context.axis(axis).ranks[src]
+        flat = torch.empty_like(_as_bytes(x))
+        self._run("recv", axis, lambda group: dist.recv(flat, source, group=group))
+        return flat.view(x.dtype).view(x.shape)
+
+    def barrier(self, axis: str) -> None:
+        self._run("barrier", axis, lambda group: dist.barrier(group=group))
+
+    def close(self) -> None:
+        """Destroy the groups; the default group belongs to whoever made it."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            if dist.is_initialized() and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+    def _run(self, what: str, axis: str, action: Callable[[dist.ProcessGroup], object]) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
+        try:
+            action(self.process_group(axis))
+        except (RuntimeError, ValueError) as error:
+            self._raise(what, axis, error)
+
+    def _raise(self, what: str, axis: str, error: Exception) -> NoReturn:
+        """Turn a transport's error into a typed one; only a lost or late peer spoils the transport for good."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lowered = text.lower()
+        lost = any(sign in lowered for sign in ("timed out", "timeout", "connection", "socket", "peer", "aborted"))
+        if not lost:
+            raise CollectiveError(f"{what} on axis {axis!r} failed: {text}") from error
+        ranks, states = self._lost_ranks(axis)
+        missing = f"rank(s) {list(ranks)} ({'; '.join(states)})" if ranks else "a rank that could not be identified"
+        failure = CollectiveTimeoutError(
+            f"nxd: {missing} did not reach {what} on axis {axis!r} within {self._timeout:.1f} s: {text}", ranks
+        )
+        self._failure = failure
+        raise failure from error
+
+    def _lost_ranks(self, axis: str) -> tuple[tuple[int, ...], list[str]]:
+        """Peers on ``axis`` whose process, on this host, has ended or is stopped."""
+        host, lost, states = _host_key(), [], []
+        for rank in self._context.axis(axis).ranks:
+            if rank >= len(self._peers) or self._peers[rank][0] != host:
+                continue
+            _, pid, start = self._peers[rank]
+            state = process_state(pid, start)
+            if state in ("ended", "stopped"):
+                lost.append(rank)
+                states.append(f"pid {pid} {'has ended' if state == 'ended' else 'is stopped'}")
+        return tuple(lost), states
+
+
+def _ranks_of(failure: CollectiveError) -> tuple[tuple[int, ...], ...]:
+    return (failure.ranks,) if isinstance(failure, CollectiveTimeoutError) else ()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """The values as a flat uint8 view, so that moving data works for every dtype (gloo knows no bool)."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _host_key() -> int:
+    """A number equal for processes that see each other's process ids: one boot, one pid namespace."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return -1
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

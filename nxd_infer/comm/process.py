@@ -1,0 +1,37 @@
+"""Is that process still there? Asked when a peer is late, so that an error can say why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` after the command's name (which may hold spaces), or None."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def process_start(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 when unknown. Tells a reused process id apart."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields and len(fields) > 19 else 0
+
+
+def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "ended"]:
+    """``ended`` covers zombies and a process id that another process has taken over since ``start``."""
+    fields = _stat_fields(pid)
+    if fields is None:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "ended"
+        except PermissionError:
+            return "running"
+        return "running"
+    if fields[0] in "ZX" or (start and int(fields[19]) != start):
+        return "ended"
+    return "stopped" if fields[0] in "Tt" else "running"

@@ -1,0 +1,353 @@
+"""The seed's vocabulary of parallel groups, over the current :class:`~nxd_infer.context.ParallelContext`.
+
+Source: the API guide's chapter "Parallel Model State". Before ``initialize_model_parallel`` every size is 1 and every
+rank is 0, as for the layers; only a ``torch.distributed`` group needs a process group. Nothing is cached: the answers
+follow the current context, so that another degree after ``destroy_model_parallel`` is never a stale one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
+from nxd_infer.context import (
+    AXES,
+    Axis,
+    ParallelContext,
+    RankLayout,
+    current_context,
+    default_context,
+    rank_layout,
+    set_default_context,
+)
+from nxd_infer.errors import NotInitializedError, ParallelConfigError
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "ParallelGroups",
+    "destroy_model_parallel",
+    "get_context_model_parallel_rank",
+    "get_context_model_parallel_size",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_size",
+    "get_context_parallel_src_rank",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_size",
+    "get_data_parallel_src_rank",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_size",
+    "get_pipeline_model_parallel_src_rank",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_src_rank",
+    "get_world_group",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+    "move_model_to_device",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_keys = (f"distributed-{n}" for n in itertools.count())
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds a rank waits for its peers in a collective over torch.distributed."""
+
+
+class ParallelGroups(NamedTuple):
+    """Every group of every axis as global ranks (``initialize_model_parallel(mesh_only=True)``)."""
+
+    tp_groups: list[list[int]]
+    dp_groups: list[list[int]]
+    pp_groups: list[list[int]]
+    cp_groups: list[list[int]]
+
+
+def _constant(function: _F) -> _F:
+    """Let Dynamo call a getter while tracing and bake its answer in: it cannot trace ``ContextVar.get``.
+
+    This is the mark that ``torch.compiler.assume_constant_result`` sets, without importing Dynamo for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    timeout: float = DEFAULT_TIMEOUT,
+    mesh_only: bool = False,
+) -> ParallelGroups | None:
+    """Lay the ranks of the world out over pipeline, data, context and tensor parallel groups, once a process.
+
+    The world is that of ``torch.distributed`` when it is initialised, else this process alone. Every rank calls this
+    with the same arguments; data parallelism takes what the other degrees leave. Ranks are ordered
+    ``[pipeline, data, context, tensor]``: a tensor parallel group is a run of neighbouring ranks.
+
+    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError.
+    ``mesh_only``: return the groups as lists of ranks and initialise nothing.
+
+    Raises ParallelConfigError for degrees that do not divide the world (none is ever clamped), and when called again
+    without ``destroy_model_parallel()``.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
+    sizes = (tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
+        raise ParallelConfigError(
+            f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: call "
+            "torch.distributed.init_process_group() first (for example under torchrun)"
+        )
+    layout = rank_layout(world, *sizes)
+    if mesh_only:
+        return ParallelGroups(*(layout.groups(axis) for axis in ("tp", "dp", "pp", "cp")))
+    before = default_context()
+    if before is not None:
+        degrees = ", ".join(f"{axis}={before.layout.degree(axis)}" for axis in AXES)
+        raise ParallelConfigError(
+            f"model parallelism is already initialised ({degrees}); call destroy_model_parallel() before changing it"
+        )
+    if world == 1:
+        set_default_context(ParallelContext(1, 0, layout))
+        return None
+    context = ParallelContext(world, rank, layout, next(_keys))
+    collectives = DistributedCollectives(context, _make_groups(layout, rank, timeout), timeout)
+    collectives.exchange_identities(_transport_device())
+    register_collectives(context.collectives, collectives)
+    set_default_context(context)
+    return None
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _transport_device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else None
+
+
+def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's process group on every axis of a degree above 1. All ranks make all groups, in one order."""
+    limit = datetime.timedelta(seconds=timeout)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for axis in AXES:
+        if layout.degree(axis) == 1:
+            continue
+        for ranks in layout.groups(axis):
+            group = dist.new_group(ranks, timeout=limit, group_desc=f"nxd_{axis}")
+            if rank in ranks and group is not None:
+                mine[axis] = group  # pyright: ignore[reportArgumentType]
+    return mine
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether ``initialize_model_parallel`` has run in this process (or a context is active)."""
+    return default_context() is not None
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups, so that another ``initialize_model_parallel`` may follow. Harmless when there is none.
+
+    ``torch.distributed`` itself stays initialised: it belongs to whoever initialised it.
+    """
+    context = default_context()
+    set_default_context(None)
+    if context is not None:
+        unregister_collectives(context.collectives)
+
+
+def _axis_groups(name: str, as_list: bool) -> Any:
+    context = current_context()
+    if as_list:
+        return context.layout.groups(name)
+    if not _distributed():
+        raise NotInitializedError(
+            f"a torch.distributed group for axis {name!r} needs torch.distributed.init_process_group() and then "
+            "initialize_model_parallel(); as_list=True works without"
+        )
+    if default_context() is None and context.world_size == 1:
+        raise NotInitializedError(f"call initialize_model_parallel() before asking for the group of axis {name!r}")
+    if context.world_size == 1:
+        return dist.group.WORLD
+    transport = collectives_of(context)
+    if not isinstance(transport, DistributedCollectives):
+        raise NotInitializedError(
+            f"axis {name!r} runs over {type(transport).__name__}, which has no torch.distributed group; "
+            "as_list=True gives its ranks"
+        )
+    return transport.process_group(name)
+
+
+@_constant
+def get_tensor_model_parallel_size() -> int:
+    """The number of ranks that share each layer."""
+    return current_context().tp.degree
+
+
+@_constant
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place in its tensor parallel group."""
+    return current_context().tp.rank
+
+
+@_constant
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's tensor parallel group."""
+    return current_context().tp.ranks[0]
+
+
+@overload
+def get_tensor_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@overload
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any: ...
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's ``torch.distributed`` group, or with ``as_list`` every tensor parallel group as global ranks."""
+    return _axis_groups("tp", as_list)
+
+
+@_constant
+def get_data_parallel_size() -> int:
+    """The number of copies of the model: the world divided by the other degrees."""
+    return current_context().dp.degree
+
+
+@_constant
+def get_data_parallel_rank() -> int:
+    """This rank's place in its data parallel group."""
+    return current_context().dp.rank
+
+
+@_constant
+def get_data_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's data parallel group."""
+    return current_context().dp.ranks[0]
+
+
+@overload
+def get_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@overload
+def get_data_parallel_group(as_list: bool = False) -> Any: ...
+def get_data_parallel_group(as_list: bool = False) -> Any:
+    """This rank's ``torch.distributed`` group, or with ``as_list`` every data parallel group as global ranks."""
+    return _axis_groups("dp", as_list)
+
+
+@_constant
+def get_pipeline_model_parallel_size() -> int:
+    """The number of pipeline stages."""
+    return current_context().pp.degree
+
+
+@_constant
+def get_pipeline_model_parallel_rank() -> int:
+    """The pipeline stage this rank runs."""
+    return current_context().pp.rank
+
+
+@_constant
+def get_pipeline_model_parallel_src_rank() -> int:
+    """The global rank that runs the first stage of this rank's pipeline."""
+    return current_context().pp.ranks[0]
+
+
+@_constant
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The global rank of the next stage; the last stage's next is the first."""
+    return _neighbour(current_context().pp, 1)
+
+
+@_constant
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The global rank of the stage before; the first stage's is the last."""
+    return _neighbour(current_context().pp, -1)
+
+
+def _neighbour(axis: Axis, step: int) -> int:
+    return axis.ranks[(axis.rank + step) % axis.degree]
+
+
+@overload
+def get_pipeline_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@overload
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any: ...
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's ``torch.distributed`` group, or with ``as_list`` every pipeline group as global ranks."""
+    return _axis_groups("pp", as_list)
+
+
+@_constant
+def get_context_parallel_size() -> int:
+    """The number of ranks a sequence is spread over."""
+    return current_context().cp.degree
+
+
+@_constant
+def get_context_parallel_rank() -> int:
+    """This rank's place in its context parallel group."""
+    return current_context().cp.rank
+
+
+@_constant
+def get_context_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's context parallel group."""
+    return current_context().cp.ranks[0]
+
+
+# The reference's longer names for the same axis.
+get_context_model_parallel_size = get_context_parallel_size
+get_context_model_parallel_rank = get_context_parallel_rank
+
+
+@overload
+def get_context_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@overload
+def get_context_parallel_group(as_list: bool = False) -> Any: ...
+def get_context_parallel_group(as_list: bool = False) -> Any:
+    """This rank's ``torch.distributed`` group, or with ``as_list`` every context parallel group as global ranks."""
+    return _axis_groups("cp", as_list)
+
+
+def get_world_group(as_list: bool = False) -> Any:
+    """The group of all ranks; with ``as_list``, ``[[0, 1, ...]]``. Raises NotInitializedError without a group."""
+    if as_list:
+        return [list(range(current_context().world_size))]
+    if not _distributed():
+        raise NotInitializedError("the world group needs torch.distributed.init_process_group(); as_list=True does not")
+    return dist.group.WORLD
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move ``model`` in place and return it, keeping what parallel layers attached to their parameters.
+
+    ``Module.to`` makes new parameters on some devices, without the attributes (``tensor_model_parallel``,
+    ``partition_dim``, ``nxd_layout``, ...) and untied; both are restored.
+    """
+    found: dict[int, tuple[nn.Parameter, dict[str, Any], list[tuple[nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                entry = found.setdefault(id(parameter), (parameter, dict(vars(parameter)), []))
+                entry[2].append((module, name))
+    model.to(device)
+    for _, attributes, places in found.values():
+        first, name = places[0]
+        moved = first._parameters[name]
+        for module, other in places[1:]:
+            module._parameters[other] = moved
+        for key, value in attributes.items():
+            setattr(moved, key, value)
+    return model
