@@ -1,0 +1,187 @@
+"""Messages to a prompt, by the model's own chat template, in a sandbox.
+
+Templates come from the model directory only, never from a request, and even so they run in jinja2's immutable
+sandbox: a template can reach no attribute that leads out of its data, and can change nothing it was given.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import RequestError
+from nxd_server.text.tokenizer import check_text, read_config
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens it may name."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, named: Mapping[str, str] | None = None
+    ):
+        """``named`` holds further templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        self._template = compile_template(source)
+        self._tools = compile_template(named["tool_use"]) if named and "tool_use" in named else self._template
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> ChatTemplate | None:
+        """The template of a model or artifact directory; None when it has none."""
+        directory = Path(directory)
+        config = read_config(directory)
+        templates = _read_templates(directory, config)
+        if not templates:
+            return None
+        if "default" not in templates:
+            raise ModelConfigError(f"{directory} names chat templates {sorted(templates)}, but none is the default")
+        special = {}
+        for name in SPECIAL_NAMES:
+            value = config.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special[name] = text
+        return cls(templates["default"], special, templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt as text, special tokens included: encode it with ``add_special_tokens=False``.
+
+        Raises RequestError when the messages are not messages, or when the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        template = self._tools if tools else self._template
+        scope = {
+            **self.special_tokens,
+            **variables,
+            "messages": normalise_messages(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "documents": None,
+        }
+        try:
+            return template.render(scope)
+        except _Refusal as error:
+            raise RequestError("messages", f"the model's chat template refuses them: {error}") from None
+        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+            raise RequestError("messages", f"the model's chat template cannot render them: {error}") from error
+
+
+def normalise_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages with plain text as content; parts of type ``text`` are joined, other parts are refused by name."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages", "must be a list with at least one message")
+    result = []
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(where, f"must be an object with role and content, got {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"{where}.role", f"must be a non-empty string, got {role!r}")
+        check_text(role, f"{where}.role")
+        plain = {key: value for key, value in message.items() if value is not None}
+        plain["content"] = _content(message.get("content"), f"{where}.content", bool(message.get("tool_calls")))
+        result.append(plain)
+    return result
+
+
+def _content(content: Any, where: str, optional: bool) -> str:
+    if isinstance(content, str):
+        return check_text(content, where)
+    if content is None and optional:
+        return ""
+    if isinstance(content, Sequence) and content:
+        texts = []
+        for place, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                raise RequestError(f"{where}[{place}]", f"only parts of type 'text' are supported, got {kind!r}")
+            texts.append(check_text(part.get("text"), f"{where}[{place}].text"))
+        return "".join(texts)
+    raise RequestError(where, "must be a string or a non-empty list of text parts")
+
+
+class _Refusal(Exception):
+    """``raise_exception(...)`` inside a template."""
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # jinja2's own filter escapes HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's words for training; here it only passes them on."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+def compile_template(source: str) -> Any:
+    """Compile a template in the sandbox; ModelConfigError when it is not valid jinja2."""
+    from jinja2 import TemplateError
+
+    try:
+        return _environment().from_string(source)
+    except (TemplateError, RecursionError) as error:
+        raise ModelConfigError(f"the model's chat template is not valid jinja2: {error}") from error
+
+
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name: ``chat_template.jinja``, ``chat_template.json``, or ``tokenizer_config.json``."""
+    templates: dict[str, str] = {}
+    value = config.get("chat_template")
+    if (path := directory / "chat_template.json").is_file():
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")).get("chat_template", value)
+        except (ValueError, AttributeError) as error:
+            raise ModelConfigError(f"{path} is not a chat template file: {error}") from error
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates.update({item["name"]: item["template"] for item in value})
+    if (path := directory / "chat_template.jinja").is_file():
+        templates["default"] = path.read_text(encoding="utf-8")
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates

@@ -1,0 +1,227 @@
+"""Text to token ids and back, over the ``tokenizers`` library alone.
+
+Reads ``tokenizer.json``; without one, a BERT ``vocab.txt`` or a GPT-2 ``vocab.json`` + ``merges.txt``. Which special
+tokens are put around a text is the tokenizer's own post-processor's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import RequestError
+from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
+
+
+def check_text(text: Any, field: str = "prompt") -> str:
+    """``text`` itself, or RequestError: not a string, or one that no UTF-8 text can be (a lone surrogate)."""
+    if not isinstance(text, str):
+        raise RequestError(field, f"must be a string, got {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            field,
+            f"character {error.start} is a lone surrogate (U+{ord(text[error.start]):04X}), which no valid Unicode "
+            "text contains; send the whole pair or leave it out",
+        ) from None
+    return text
+
+
+class Tokenizer:
+    """One model's tokenizer; safe to use from several threads."""
+
+    def __init__(self, raw: Any, config: dict[str, Any] | None = None):
+        """``raw`` is a ``tokenizers.Tokenizer``, ``config`` the content of ``tokenizer_config.json``."""
+        raw.no_truncation()  # a limit is the server's to report, never silently applied
+        raw.no_padding()
+        self.raw = raw
+        self.config = config or {}
+        added = raw.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, spec in added.items() if spec.special)
+        decoder = json.loads(raw.to_str()).get("decoder")
+        self.byte_level = _is_byte_level(decoder)
+        self.bos_token_id = self._config_id("bos_token")
+        self.eos_token_id = self._config_id("eos_token")
+        self.pad_token_id = self._config_id("pad_token")
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model or artifact directory; ModelConfigError when there is none."""
+        directory = Path(directory)
+        config = read_config(directory)
+        if (path := directory / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer as RawTokenizer
+
+            try:
+                return cls(RawTokenizer.from_file(str(path)), config)
+            except Exception as error:  # the library raises a bare Exception for a file it cannot read
+                raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
+        if (path := directory / "vocab.txt").is_file():
+            return cls(_wordpiece(path, config), config)
+        if (path := directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+            return cls(_byte_level_bpe(path, directory / "merges.txt", config), config)
+        hint = ""
+        if (directory / "tokenizer.model").is_file():
+            hint = (
+                " It holds a sentencepiece tokenizer.model: convert it once with transformers' "
+                "AutoTokenizer.from_pretrained(dir).save_pretrained(dir)."
+            )
+        raise ModelConfigError(
+            f"{directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
+        )
+
+    # --- in ---------------------------------------------------------------------------------------------
+
+    def encode(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Token ids of ``text`` (and ``pair``); RequestError naming ``field`` when it is not valid text."""
+        check_text(text, field)
+        if pair is not None:
+            check_text(pair, field)
+        return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
+
+    def encode_with_types(self, text: str, pair: str | None = None, *, field: str = "input") -> tuple[list, list]:
+        """Token ids and token type ids, for encoders."""
+        check_text(text, field)
+        if pair is not None:
+            check_text(pair, field)
+        encoding = self.raw.encode(text, pair)
+        return encoding.ids, encoding.type_ids
+
+    # --- out --------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; bytes that are no valid UTF-8 become U+FFFD. Unknown ids are left out."""
+        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A decoder to feed token by token, with the tokens of ``prompt`` as what stands before."""
+        return Detokenizer(self, skip_special_tokens, prompt)
+
+    def stream(
+        self, stop: Iterable[str] = (), prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """A decoder to feed token by token that also looks for stop strings."""
+        return TextStream(self.detokenizer(prompt, skip_special_tokens=skip_special_tokens), stop)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for on its own (logprobs show them); empty for an unknown id."""
+        piece = self.raw.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self.special_ids:
+            return piece.encode()
+        if self.byte_level:
+            return byte_level_bytes(piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # a sentencepiece byte token
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """:meth:`token_bytes` as text, invalid bytes as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    # --- vocabulary -------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id, added tokens included."""
+        return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.raw.token_to_id(token)
+
+    def id_to_token(self, token: int) -> str | None:
+        return self.raw.id_to_token(token)
+
+    def special_text(self, name: str) -> str | None:
+        """The text of ``bos_token``, ``eos_token``, ... as ``tokenizer_config.json`` names it."""
+        value = self.config.get(name)
+        return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+
+    def _config_id(self, name: str) -> int | None:
+        text = self.special_text(name)
+        return self.raw.token_to_id(text) if text else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json`` filled in; {} without them."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
+        merged.update({key: value for key, value in content.items() if value is not None})
+    return merged
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders", [])
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _special(config: dict[str, Any], name: str, default: str) -> str:
+    value = config.get(name, default)
+    return value.get("content", default) if isinstance(value, dict) else value
+
+
+def _wordpiece(vocab: Path, config: dict[str, Any]) -> Any:
+    """BERT's tokenizer from its ``vocab.txt``: [CLS] text [SEP] (pair [SEP])."""
+    from tokenizers import Tokenizer as RawTokenizer
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+    names = {name: _special(config, f"{name}_token", f"[{name.upper()}]") for name in ("unk", "cls", "sep", "pad")}
+    raw = RawTokenizer(models.WordPiece.from_file(str(vocab), unk_token=names["unk"]))
+    lower = config.get("do_lower_case", True)
+    raw.normalizer = normalizers.BertNormalizer(
+        lowercase=lower,
+        strip_accents=config.get("strip_accents"),
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+    )
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece(prefix="##")
+    mask = _special(config, "mask_token", "[MASK]")
+    raw.add_special_tokens([token for token in (*names.values(), mask) if raw.token_to_id(token) is not None])
+    cls, sep = (raw.token_to_id(names[name]) for name in ("cls", "sep"))
+    if cls is None or sep is None:
+        raise ModelConfigError(f"{vocab} has no {names['cls']} or no {names['sep']} token")
+    raw.post_processor = processors.BertProcessing((names["sep"], sep), (names["cls"], cls))
+    return raw
+
+
+def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> Any:
+    """GPT-2's tokenizer from ``vocab.json`` and ``merges.txt``; RoBERTa's when the configuration has a cls token."""
+    from tokenizers import Tokenizer as RawTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    raw = RawTokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    prefix_space = bool(config.get("add_prefix_space", False))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    raw.decoder = decoders.ByteLevel()
+    present = [
+        text
+        for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+        if (text := _special(config, f"{name}_token", "")) and raw.token_to_id(text) is not None
+    ]
+    raw.add_special_tokens(list(dict.fromkeys(present)))
+    cls, sep = (_special(config, f"{name}_token", "") for name in ("cls", "sep"))
+    cls_id, sep_id = (raw.token_to_id(token) for token in (cls, sep))
+    if cls_id is not None and sep_id is not None:
+        raw.post_processor = processors.RobertaProcessing((sep, sep_id), (cls, cls_id), add_prefix_space=prefix_space)
+    return raw

@@ -1,0 +1,111 @@
+"""Tokenizers from their files: the same ids as transformers gives, limits never applied silently."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_models
+from text_tokenizers import KINDS, byte_level, wordpiece
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import RequestError
+from nxd_server.text.tokenizer import Tokenizer, check_text
+
+SENTENCES = ["Hello, World! Don't stop.", "naïve café 你好 😀", "", "  spaces   and\ttabs\n", "<|end|> in the text"]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "roberta"])
+def test_ids_and_text_equal_those_of_transformers(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = tiny_models.write_tiny(family, tmp_path / family)
+    ours, theirs = Tokenizer.from_dir(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    for text in SENTENCES:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert ours.bos_token_id == theirs.bos_token_id and ours.eos_token_id == theirs.eos_token_id
+    assert ours.special_ids == frozenset(theirs.all_special_ids) | ours.special_ids
+
+
+def test_the_post_processor_decides_about_the_begin_token():
+    tokenizer = byte_level()
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
+    assert tokenizer.eos_token_id == 1
+
+
+def test_a_truncation_in_the_file_is_not_applied_silently(tmp_path):
+    raw = byte_level().raw
+    spec = json.loads(raw.to_str())
+    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    spec["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert len(Tokenizer.from_dir(tmp_path).encode("one two three four five", add_special_tokens=False)) > 4
+
+
+def test_a_vocabulary_file_alone_makes_a_bert_tokenizer(tmp_path):
+    reference = wordpiece()
+    vocab = sorted(reference.raw.get_vocab().items(), key=lambda item: item[1])
+    (tmp_path / "vocab.txt").write_text("\n".join(token for token, _ in vocab))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    ids, types = tokenizer.encode_with_types("the quick fox", "the dog")
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    first, second = (reference.encode(text, add_special_tokens=False) for text in ("the quick fox", "the dog"))
+    assert ids == [cls, *first, sep, *second, sep]
+    assert types == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+
+
+@pytest.mark.parametrize("cls", [False, True])
+def test_vocabulary_and_merges_make_a_byte_level_tokenizer(tmp_path, cls):
+    reference = byte_level()
+    reference.raw.model.save(str(tmp_path))
+    if cls:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"cls_token": "<s>", "sep_token": "</s>"}))
+    ids = reference.encode("quick 你好", add_special_tokens=False)
+    assert Tokenizer.from_dir(tmp_path).encode("quick 你好") == ([0, *ids, 1] if cls else ids)
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": "{}"}, {"tokenizer.json": "not json"}])
+def test_a_directory_without_a_readable_tokenizer_is_refused_by_name(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_sentencepiece_model_says_how_to_convert_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(ModelConfigError, match="save_pretrained"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["\ud83d", "ok \udc00 ok", "a\ud800"])
+def test_a_lone_surrogate_is_a_request_error_that_names_the_field(kind, text):
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        KINDS[kind]().encode(text, field="prompt[2]")
+    assert caught.value.field == "prompt[2]"
+
+
+@pytest.mark.parametrize("value", [None, 3, b"bytes", ["list"]])
+def test_what_is_no_string_is_a_request_error(value):
+    with pytest.raises(RequestError):
+        check_text(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_join_to_the_text(kind):
+    tokenizer = KINDS[kind]()
+    if kind == "wordpiece":
+        assert tokenizer.token_text(tokenizer.token_to_id("[CLS]")) == "[CLS]"
+        return
+    text = "go 你好 😀"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids).decode().lstrip() == text
+    assert tokenizer.token_bytes(10**6) == b""
