@@ -31,6 +31,23 @@ class CheckpointError(NxdError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another model or degree."""
 
 
+class WeightMismatchError(CheckpointError):
+    """Weights that do not belong to a model; ``missing``, ``unexpected`` and ``mismatched`` list what differs."""
+
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
+    ):
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = mismatched
+        """``(name, shape found, shape wanted)``."""
+
+
 class ModelConfigError(NxdError, ValueError):
     """A model directory or configuration this package cannot run; names the field."""
 

@@ -4,22 +4,58 @@ It serves loading, saving, resharding, merging, padding and tracing; nothing els
 """
 
 from nxd_infer.layout.gqa import GQAPlan, gqa_plan
+from nxd_infer.layout.merge import (
+    Holding,
+    MergedSource,
+    duplicates,
+    holdings,
+    merge_state_dicts,
+    owned_blocks,
+    sum_duplicates,
+)
 from nxd_infer.layout.params import ParamLayout, attach_layout, layout_of, restore_attributes, weight_layout
 from nxd_infer.layout.plans import AxisPlan
 from nxd_infer.layout.runs import AxisLayout, Block, Fill, Run, TensorLayout
+from nxd_infer.layout.shard import (
+    check_weights,
+    fill_tensor,
+    iter_shards,
+    load_weights,
+    shard_state_dict,
+    shard_tensor,
+)
+from nxd_infer.layout.sources import DictSource, RemappedSource, SafetensorsSource, WeightSource, as_source
 
 __all__ = [
     "AxisLayout",
     "AxisPlan",
     "Block",
+    "DictSource",
     "Fill",
     "GQAPlan",
+    "Holding",
+    "MergedSource",
     "ParamLayout",
+    "RemappedSource",
     "Run",
+    "SafetensorsSource",
     "TensorLayout",
+    "WeightSource",
+    "as_source",
     "attach_layout",
+    "check_weights",
+    "duplicates",
+    "fill_tensor",
     "gqa_plan",
+    "holdings",
+    "iter_shards",
     "layout_of",
+    "load_weights",
+    "merge_state_dicts",
+    "owned_blocks",
     "restore_attributes",
+    "shard_state_dict",
+    "shard_tensor",
+    "sum_duplicates",
     "weight_layout",
 ]

@@ -159,11 +159,12 @@ class TensorLayout:
         """The rectangles that come from logical tensors, in the order of the rank's tensor."""
         spans = [list(_spans(axis)) for axis in self.axes]
         for combination in itertools.product(*spans):
-            if any(isinstance(piece, Fill) for _, piece in combination):
+            runs = [(at, piece) for at, piece in combination if isinstance(piece, Run)]
+            if len(runs) < len(combination):
                 continue
-            name = next((piece.name for _, piece in combination if piece.name), self.source)
-            logical = tuple((piece.start, piece.stop) for _, piece in combination)
-            local = tuple((at, at + len(piece)) for at, piece in combination)
+            name = next((piece.name for _, piece in runs if piece.name), self.source)
+            logical = tuple((piece.start, piece.stop) for _, piece in runs)
+            local = tuple((at, at + len(piece)) for at, piece in runs)
             yield Block(name, logical, local)
 
     def fills(self) -> Iterator[tuple[tuple[slice, ...], float]]:

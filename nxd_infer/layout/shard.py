@@ -1,0 +1,203 @@
+"""Logical tensors to one rank's, by slices: exact, and no step holds more than one tensor."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import WeightMismatchError
+from nxd_infer.layout.params import ParamLayout, weight_layout
+from nxd_infer.layout.runs import Block, TensorLayout
+from nxd_infer.layout.sources import Weights, as_source
+
+
+def shard_tensor(
+    source: Weights,
+    layout: TensorLayout,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The rank's tensor that ``layout`` describes, a new one of ``dtype`` (default: the source's).
+
+    Reads the slices the rank holds and nothing else.
+    """
+    source = as_source(source)
+    blocks = list(layout.blocks())
+    if dtype is None:
+        names = [block.name for block in blocks] or [layout.source]
+        dtype = source.dtype(names[0]) if names[0] else torch.get_default_dtype()
+    out = torch.empty(layout.shape, dtype=dtype, device=device)
+    fill_tensor(out, source, layout, blocks)
+    return out
+
+
+def fill_tensor(out: Tensor, source: Weights, layout: TensorLayout, blocks: Sequence[Block] | None = None) -> None:
+    """:func:`shard_tensor` into a tensor that is there. Raises WeightMismatchError when its shape is another."""
+    source = as_source(source)
+    if tuple(out.shape) != layout.shape:
+        name = layout.source or ", ".join(layout.names)
+        raise WeightMismatchError(
+            f"{name}: a tensor of shape {tuple(out.shape)} cannot take a layout of shape {layout.shape}",
+            mismatched=((name, tuple(out.shape), layout.shape),),
+        )
+    with torch.no_grad():
+        # The first axis that fills wins where two do, so it is written last.
+        for slices, value in reversed(list(layout.fills())):
+            out[slices].fill_(_representable(value, out.dtype))
+        for block in blocks if blocks is not None else layout.blocks():
+            out[block.local_slices].copy_(source.read(block.name, block.logical_slices))
+
+
+def _representable(value: float, dtype: torch.dtype) -> float:
+    """``value``, or the limit of ``dtype`` nearest to it: a filling of the lowest float32 must not become -inf."""
+    if not dtype.is_floating_point or value in (float("inf"), float("-inf")):
+        return value
+    limits = torch.finfo(dtype)
+    return min(max(value, limits.min), limits.max)
+
+
+def iter_shards(
+    layouts: Mapping[str, ParamLayout],
+    source: Weights,
+    rank: int,
+    degree: int,
+    dtypes: Mapping[str, torch.dtype] | torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """``(parameter name, this rank's tensor)`` one after the other, so that no more than one is held here.
+
+    A tied parameter is the tensor of its first name again. Names and shapes are the caller's to check
+    (:func:`check_weights`).
+    """
+    source = as_source(source)
+    names = set(source.keys())
+    shared = {layout.alias_of for layout in layouts.values() if layout.alias_of}
+    kept: dict[str, Tensor] = {}
+    for name, layout in layouts.items():
+        if layout.alias_of:
+            yield name, kept[layout.alias_of]
+            continue
+        readable = _present(name, layout, layouts, names)
+        dtype = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
+        dtype = dtype or source.dtype(readable.logical_names[0])
+        tensor = shard_tensor(source, readable.rank_layout(degree, rank), dtype)
+        if name in shared:
+            kept[name] = tensor
+        yield name, tensor
+
+
+def shard_state_dict(
+    module: nn.Module,
+    source: Weights,
+    rank: int,
+    degree: int,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """The state dict of ``rank`` for ``module``, from logical weights.
+
+    ``dtype`` None is the dtype of each parameter of the module. Every parameter must be there with its logical
+    shape; with ``strict`` nothing else may be, except names that match a pattern of ``ignore``.
+    Raises WeightMismatchError, which lists all that is missing, unexpected or of another shape.
+    """
+    source = as_source(source)
+    layouts = weight_layout(module)
+    check_weights(layouts, source, strict=strict, ignore=ignore)
+    dtypes = dtype or {name: tensor.dtype for name, tensor in _tensors(module).items()}
+    return dict(iter_shards(layouts, source, rank, degree, dtypes))
+
+
+def load_weights(
+    module: nn.Module,
+    source: Weights,
+    *,
+    rank: int,
+    degree: int,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+) -> None:
+    """Copy logical weights into the parameters and buffers of ``rank``, one tensor at a time.
+
+    Everything is checked before anything is written. Raises WeightMismatchError as :func:`shard_state_dict` does, and
+    when the module was not built for ``degree``.
+    """
+    source = as_source(source)
+    layouts = weight_layout(module)
+    check_weights(layouts, source, strict=strict, ignore=ignore)
+    tensors = _tensors(module)
+    wrong = tuple(
+        (name, tuple(tensors[name].shape), layout.rank_shape(degree))
+        for name, layout in layouts.items()
+        if tuple(tensors[name].shape) != layout.rank_shape(degree)
+    )
+    if wrong:
+        raise WeightMismatchError(f"the module was not built for {degree} ranks: {_shapes(wrong)}", mismatched=wrong)
+    names = set(source.keys())
+    for name, layout in layouts.items():
+        if not layout.alias_of:
+            readable = _present(name, layout, layouts, names)
+            fill_tensor(tensors[name], source, readable.rank_layout(degree, rank))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+
+
+def _present(name: str, layout: ParamLayout, layouts: Mapping[str, ParamLayout], names: set[str]) -> ParamLayout:
+    """The layout to read by: a tied parameter's other name where only that is stored."""
+    if not set(layout.logical_names) - names:
+        return layout
+    for other in layouts.values():
+        if other.alias_of == name and not set(other.logical_names) - names:
+            return other
+    return layout
+
+
+def check_weights(
+    layouts: Mapping[str, ParamLayout], source: Weights, *, strict: bool = True, ignore: Sequence[str] = ()
+) -> None:
+    """Raise WeightMismatchError unless ``source`` holds the logical tensors of ``layouts`` with their shapes."""
+    source = as_source(source)
+    names = set(source.keys())
+    missing: list[str] = []
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    known = {logical for layout in layouts.values() for logical in layout.logical_names}
+    for name, layout in layouts.items():
+        if layout.alias_of:
+            continue
+        for logical, shape in _present(name, layout, layouts, names).logical_shapes.items():
+            if logical not in names:
+                missing.append(logical)
+            elif source.shape(logical) != shape:
+                mismatched.append((logical, source.shape(logical), shape))
+    unexpected = [
+        name for name in sorted(names - known) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+    unexpected = unexpected if strict else []
+    if not (missing or unexpected or mismatched):
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing: {_listed(missing)}")
+    if mismatched:
+        parts.append(f"of another shape: {_shapes(mismatched)}")
+    if unexpected:
+        parts.append(f"unexpected: {_listed([f'{n} {list(source.shape(n))}' for n in unexpected])}")
+    raise WeightMismatchError(
+        "the weights do not belong to this model; " + "; ".join(parts),
+        tuple(missing),
+        tuple(unexpected),
+        tuple(mismatched),
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
+
+
+def _shapes(wrong: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> str:
+    return _listed([f"{name} is {list(found)}, wanted {list(wanted)}" for name, found, wanted in wrong])

@@ -1,0 +1,244 @@
+"""Where logical tensors come from: a small protocol that reads by slices, and its adapters.
+
+Nothing here unpickles. A source is asked for the slice a rank needs, so that no step holds more than one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError, ShardingError
+
+Slices = Sequence[slice]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""The safetensors names of the types it stores."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Logical tensors by name. Unknown names raise CheckpointError."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The tensor, or ``tensor[slices]`` (one slice a dimension, step 1). The caller must not change the result."""
+        ...
+
+
+class DictSource:
+    """Tensors in memory, by reference."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def _find(self, name: str) -> Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise unknown_name(name, self._tensors) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._find(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._find(name).dtype
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        tensor = self._find(name).detach()
+        return tensor if slices is None else tensor[tuple(slices)]
+
+
+class SafetensorsSource:
+    """A safetensors file, or a directory of them with or without an ``*.safetensors.index.json``.
+
+    Files are memory-mapped and opened when first needed. Damage is reported as CheckpointError with the file's name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
+        self._slices: dict[str, Any] = {}
+        self._files = _locate(self.path)
+
+    def keys(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._slices:
+            if name not in self._files:
+                raise unknown_name(name, self._files, str(self.path))
+            file = self._files[name]
+            if file not in self._open:
+                self._open[file] = open_safetensors(file)
+            try:
+                self._slices[name] = self._open[file].get_slice(name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} has no tensor {name!r}, though the index says so: {error}") from error
+        return self._slices[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise CheckpointError(f"{self._files[name]}: {name!r} has the type {stored}, which cannot be read here")
+        return DTYPES[stored]
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        found = self._slice(name)
+        if not found.get_shape():
+            return self._open[self._files[name]].get_tensor(name)
+        return found[tuple(slices)] if slices is not None else found[:]
+
+    def close(self) -> None:
+        """Forget the mappings; the source opens them again when asked."""
+        self._slices.clear()
+        self._open.clear()
+
+
+class RemappedSource:
+    """Another source under other names: ``{new: old}``, or ``{new: (old, dim, start, stop)}`` for a piece of it.
+
+    What a state-dict adapter needs: renaming, dropping, and splitting tensors that a checkpoint stores joined.
+    """
+
+    def __init__(self, source: WeightSource, table: Mapping[str, str | tuple[str, int, int, int]]):
+        self._source = source
+        self._table = {new: old if isinstance(old, tuple) else (old, -1, 0, 0) for new, old in table.items()}
+
+    def keys(self) -> Iterable[str]:
+        return self._table.keys()
+
+    def _find(self, name: str) -> tuple[str, int, int, int]:
+        try:
+            return self._table[name]
+        except KeyError:
+            raise unknown_name(name, self._table) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        old, dim, start, stop = self._find(name)
+        shape = list(self._source.shape(old))
+        if dim >= 0:
+            if not 0 <= start <= stop <= shape[dim]:
+                raise ShardingError(f"{name!r} is {start}..{stop} of dimension {dim} of {old!r}, shape {tuple(shape)}")
+            shape[dim] = stop - start
+        return tuple(shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._find(name)[0])
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        old, dim, start, _ = self._find(name)
+        if dim < 0:
+            return self._source.read(old, slices)
+        shape = self.shape(name)
+        bounds = [s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True)]
+        bounds[dim] = (bounds[dim][0] + start, bounds[dim][1] + start)
+        return self._source.read(old, [slice(*b) for b in bounds])
+
+
+Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]
+
+
+def as_source(weights: Weights) -> WeightSource:
+    """A source for what callers have: a source, a state dict, or the path of safetensors."""
+    if isinstance(weights, Mapping):
+        return DictSource(weights)
+    if isinstance(weights, str | os.PathLike):
+        return SafetensorsSource(weights)
+    return weights
+
+
+def open_safetensors(file: Path) -> Any:
+    """``safe_open`` whose failures are CheckpointErrors that name the file. Nothing is unpickled."""
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is not a readable safetensors file ({error}); it is truncated, damaged or of another format. "
+            "Pickled checkpoints are never loaded: convert them to safetensors first"
+        ) from error
+
+
+def _names(file: Path) -> list[str]:
+    return list(open_safetensors(file).keys())
+
+
+def unknown_name(name: str, known: Iterable[str], where: str = "the weights") -> CheckpointError:
+    names = sorted(known)
+    shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    return CheckpointError(f"{where}: no tensor {name!r}; there are {shown or 'none'}")
+
+
+def _locate(path: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    if path.is_file():
+        return dict.fromkeys(open_safetensors(path).keys(), path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a safetensors file nor a directory")
+    whole = path / "model.safetensors"
+    if whole.is_file():
+        return dict.fromkeys(open_safetensors(whole).keys(), whole)
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise CheckpointError(f"{path} has several indexes, {[i.name for i in indexes]}: keep one")
+    if indexes:
+        return dict(_indexed(indexes[0]))
+    out: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name in _names(file):
+            if name in out:
+                raise CheckpointError(f"{name!r} is in both {out[name].name} and {file.name} of {path}")
+            out[name] = file
+    if not out:
+        pickles = sorted(f.name for suffix in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(suffix))
+        hint = f"; it has {pickles}, which are pickles and never loaded: convert them first" if pickles else ""
+        raise CheckpointError(f"{path} has no safetensors file{hint}")
+    return out
+
+
+def _indexed(index: Path) -> Iterator[tuple[str, Path]]:
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        items = list(table.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+    for name, file in items:
+        # A name with a directory in it could point outside the checkpoint.
+        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            raise CheckpointError(f"{index}: {name!r} must lie in a file beside the index, not in {file!r}")
+        yield name, index.parent / file
