@@ -1,0 +1,197 @@
+"""An embedding whose table is split over the tensor-parallel ranks, by vocabulary or by embedding dimension.
+
+Source: API guide, "Parallel Embedding"; the options after ``device`` are those of ``nn.Embedding`` and the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import init
+
+from nxd_infer import comm
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import AxisPlan
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan
+
+
+class ParallelEmbedding(ParallelLayer):
+    """``nn.Embedding`` with its table split over the ranks.
+
+    Args:
+        num_embeddings, embedding_dim: logical sizes of the table.
+        init_method: fills the *logical* ``[num_embeddings, embedding_dim]`` table in place.
+        dtype, device: of the table. The output has the same dtype at every degree.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``nn.Embedding``.
+        shard_across_embedding: split the embedding dimension instead of the vocabulary.
+        pad: fill the split dimension up to a multiple of the degree.
+        sequence_parallel_enabled: return this rank's piece of the sequence.
+        sequence_dimension: where the sequence is; None is 0, as in the reference.
+        collect_output: False returns this rank's part: a partial sum, or its slice of the embedding dimension.
+        tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
+        use_spmd_rank: accepted; the rank is always data here, so every rank's exported graph is the same.
+
+    Ids are ``[...]`` int64 or int32, the result is ``[..., embedding_dim]``. An id outside the vocabulary raises
+    IndexError at every degree (on CUDA a device-side assertion; an exported graph does not check).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: Callable[[Tensor], object] = init.normal_,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        collect_output: bool = True,
+        tensor_model_parallel_group: object = None,
+        use_spmd_rank: bool = False,
+    ):
+        super().__init__(tensor_model_parallel_group)
+        if not callable(init_method):
+            raise ParallelConfigError(
+                f"ParallelEmbedding: init_method must be callable, got {init_method!r}; "
+                "the third argument is init_method, and padding_idx is a keyword"
+            )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ParallelConfigError(
+                f"ParallelEmbedding: padding_idx {padding_idx} is outside the vocabulary of {num_embeddings}"
+            )
+        if sequence_parallel_enabled and not collect_output:
+            raise ParallelConfigError(
+                "ParallelEmbedding: sequence_parallel_enabled=True returns a collected piece of the sequence; "
+                "pass collect_output=True"
+            )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.init_method = init_method
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, float(norm_type)
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.shard_across_embedding = shard_across_embedding
+        self.pad = pad
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.collect_output = collect_output
+        self.weight_partition_dim = 1 if shard_across_embedding else 0
+        self.plan = size_plan(embedding_dim if shard_across_embedding else num_embeddings, pad=pad)
+        self.plans_changed()
+        self.new_parameter("weight", dtype, device_of(device))
+        self.reset_parameters()
+
+    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
+        return (self.num_embeddings, self.plan) if self.shard_across_embedding else (self.plan, self.embedding_dim)
+
+    def plans_changed(self) -> None:
+        local = self.plan.local_size(self.degree)
+        self.pad_size = self.plan.padded_size(self.degree) - self.plan.size
+        self.num_embeddings_per_partition = self.num_embeddings if self.shard_across_embedding else local
+        self.embedding_dim_per_partition = local if self.shard_across_embedding else self.embedding_dim
+        self.use_index("output_index", self.gather_index_of(self.plan) if self.shard_across_embedding else None)
+        if not self.shard_across_embedding and not self._in_order(self.plan):
+            raise ParallelConfigError("ParallelEmbedding: a split vocabulary lies on the ranks in order")
+
+    def reset_parameters(self) -> None:
+        """Give the table the logical values that ``nn.Embedding`` would have after the same seed."""
+
+        def fill(table: Tensor) -> None:
+            self.init_method(table)
+            if self.padding_idx is not None:
+                table[self.padding_idx].zero_()
+
+        self.init_parameter("weight", fill)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids ``[...]`` -> ``[..., embedding_dim]``; see the class."""
+        what = "embedding_dim" if self.shard_across_embedding else "num_embeddings"
+        self.require_divisible(what, self.plan)
+        here = {"process_group": self.axis, "context": self.context}
+        if self.degree == 1 or self.shard_across_embedding:
+            y = self._look_up(input, self.padding_idx)
+            if self.shard_across_embedding and self.collect_output:
+                y = self.gather_output_features(y, self.plan, "output_index")
+            if self.sequence_parallel_enabled:
+                y = mappings.scatter_to_sequence_parallel_region(y, self.sequence_dimension, **here)
+            return y
+        y = self._look_up_own(input)
+        if self.sequence_parallel_enabled:
+            return mappings.reduce_scatter_to_sequence_parallel_region(y, self.sequence_dimension, **here)
+        # A sum of one value and zeros is exact in every type, so it is taken in the type of the table.
+        return mappings.reduce_from_tensor_model_parallel_region(y, **here) if self.collect_output else y
+
+    def _look_up(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        """A plain lookup in this rank's table; ids count from its first row."""
+        if self.max_norm is None or self.degree == 1 or not self.shard_across_embedding:
+            return F.embedding(
+                ids, self.weight, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            )
+        self._renormalise_split_rows(ids)
+        return F.embedding(
+            ids, self.weight, padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
+        )
+
+    @torch.no_grad()
+    def _renormalise_split_rows(self, ids: Tensor) -> None:
+        """``max_norm`` where every rank holds a slice of each row: the norm is taken over all ranks."""
+        rows = torch.unique(ids)
+        values = self.weight.detach()[rows]
+        power = values.abs().float().pow(self.norm_type).sum(-1, keepdim=True)
+        norm = comm.all_reduce(power, self.context, self.axis).pow(1 / self.norm_type)
+        scale = torch.where(norm > self.max_norm, self.max_norm / (norm + 1e-7), torch.ones_like(norm))
+        self.weight.detach()[rows] = (values * scale).to(values.dtype)
+
+    def _look_up_own(self, ids: Tensor) -> Tensor:
+        """This rank's rows of the table, zeros for ids that other ranks hold."""
+        rows = self.num_embeddings_per_partition
+        first = comm.axis_rank(self.context, self.axis, ids.device) * rows
+        local = ids - first
+        own = (local >= 0) & (local < rows)
+        if torch.compiler.is_exporting():
+            y = F.embedding(local.masked_fill(~own, 0), self.weight)
+            if self.max_norm is not None:
+                y = _shortened(y, self.max_norm, self.norm_type)
+            return y.masked_fill(~own.unsqueeze(-1), 0)
+        self._check_range(ids)
+        padding_idx = None
+        if self.padding_idx is not None and 0 <= self.padding_idx - self.rank * rows < rows:
+            padding_idx = self.padding_idx - self.rank * rows
+        if self.max_norm is None and not self.scale_grad_by_freq and not self.sparse:
+            y = F.embedding(local.masked_fill(~own, 0), self.weight, padding_idx)
+            return y.masked_fill(~own.unsqueeze(-1), 0)
+        # These options count or change the rows that are looked up, so only the own ones may be.
+        y = self._look_up(local[own], padding_idx)
+        return y.new_zeros((*ids.shape, self.embedding_dim)).index_put((own,), y)
+
+    def _check_range(self, ids: Tensor) -> None:
+        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.device.type not in ("cpu", "cuda"):
+            return
+        if ids.device.type == "cuda":
+            inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+            torch._assert_async(inside, f"an id is outside the vocabulary of {self.num_embeddings}")
+            return
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= self.num_embeddings:
+            bad, last = (low if low < 0 else high), self.num_embeddings - 1
+            raise IndexError(f"index {bad} is outside the vocabulary: ids must be 0 to {last}")
+
+    def extra_repr(self) -> str:
+        how = "embedding" if self.shard_across_embedding else "vocabulary"
+        return f"{self.num_embeddings}, {self.embedding_dim}, split={how}, {self.axis}={self.degree}"
+
+
+def _shortened(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Rows longer than ``max_norm`` cut down to it: what a renormalised table gives, without changing the table."""
+    norm = rows.norm(norm_type, -1, keepdim=True)
+    return rows * torch.where(norm > max_norm, max_norm / (norm + 1e-7), torch.ones_like(norm))

@@ -1,0 +1,45 @@
+"""Which axis a ``process_group`` argument means.
+
+The reference's layers take a process group; ours keep an axis name, since a module that holds a group can be neither
+copied nor pickled, and a group's name differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import ParallelConfigError
+
+
+def axis_of(process_group: object, context: ParallelContext) -> str:
+    """``None`` is the tensor-parallel axis; an axis name is itself; a group is the axis whose ranks it has.
+
+    Raises ParallelConfigError for a name that is no axis and for a group that is none of this rank's.
+    """
+    if process_group is None:
+        return "tp"
+    if isinstance(process_group, str):
+        if process_group in AXES:
+            return process_group
+        raise ParallelConfigError(f"there is no parallel axis {process_group!r}; the axes are {', '.join(AXES)}")
+    ranks = _ranks_of(process_group)
+    for axis in ("tp", "cp", "dp", "pp"):
+        if context.axis(axis).ranks == ranks:
+            return axis
+    raise ParallelConfigError(
+        f"the process group {process_group!r} with ranks {list(ranks)} is no parallel group of rank {context.rank}; "
+        f"pass None or one of the axis names {', '.join(AXES)}"
+    )
+
+
+def _ranks_of(process_group: object) -> tuple[int, ...]:
+    """Global ranks of a torch.distributed group, or of a list of ranks or of lists of ranks (``as_list=True``)."""
+    import torch.distributed as dist
+
+    if dist.is_available() and isinstance(process_group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(process_group))
+    ranks = getattr(process_group, "ranks", None)
+    if ranks is not None:
+        return tuple(ranks)
+    raise ParallelConfigError(
+        f"a process group is None, an axis name or a group of parallel_state, not {type(process_group).__name__}"
+    )

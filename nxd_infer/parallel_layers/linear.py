@@ -1,0 +1,262 @@
+"""Linear layers whose weight is split over the tensor-parallel ranks, by rows (column parallel) or by columns.
+
+Weights are ``[out, in]`` as in ``nn.Linear``. The pair of them makes a block with one collective each way::
+
+    x (replicated) -> ColumnParallelLinear(gather_output=False) -> RowParallelLinear(input_is_parallel=True) -> y
+
+Source: API guide, "ColumnParallel Linear Layer" and "RowParallel Linear Layer".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxd_infer.errors import ParallelConfigError, ShardingError
+from nxd_infer.layout import AxisPlan
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan
+from nxd_infer.parallel_layers.initialization import init_linear_bias, init_linear_weight
+
+
+class ColumnParallelLinear(ParallelLayer):
+    """``y = x A^T + b`` with the rows of ``A`` (the outputs) split over the ranks.
+
+    Args:
+        input_size, output_size: logical sizes, as in ``nn.Linear``.
+        bias: add a bias. It is whole on every rank with ``gather_output``, else split like the outputs.
+        gather_output: return all ``output_size`` outputs on every rank, else this rank's.
+        sequence_parallel_enabled: ``x`` holds this rank's piece of the sequence and is gathered first; the gradient
+            goes back by reduce-scatter.
+        dtype, device: of the parameters. Device None is PyTorch's default device.
+        stride: the outputs are ``stride`` blocks (gate and up, say), and each rank holds a piece of every block.
+        init_method: fills the *logical* ``[output_size, input_size]`` weight in place; default as in ``nn.Linear``.
+        sequence_dimension: where the sequence is; None is 0, as in the reference.
+        keep_master_weight: keep the whole initial weight in float32 (or wider) as ``master_weight``.
+        skip_bias_add: return ``(y, bias)`` and leave the addition to the caller.
+        pad: pad the outputs to the next multiple of the degree (times ``pad_alignment_size_per_rank``) with zero rows.
+        keep_padded_output: with ``pad`` and ``gather_output``, return the padded columns too, filled with the lowest
+            finite value so that they never win an argmax.
+        tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
+        reduce_dtype: gradients of the input are summed over ranks in this type (float64 stays float64).
+        output_plan: how the outputs lie on the ranks, for heads and vocabularies; default: equal pieces.
+
+    ``x`` is ``[..., input_size]`` with any number of leading dimensions. An ``output_size`` that does not divide over
+    the ranks raises ShardingError at the first call, so that ``pad_model`` can be applied before.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        *,
+        stride: int = 1,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
+        tensor_model_parallel_group: object = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        output_plan: AxisPlan | None = None,
+    ):
+        super().__init__(tensor_model_parallel_group)
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.stride = stride
+        self.init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.skip_bias_add = skip_bias_add
+        self.pad = pad
+        self.keep_padded_output = keep_padded_output
+        self.reduce_dtype = reduce_dtype
+        self.weight_partition_dim = 0
+        self.output_plan = output_plan or size_plan(output_size, stride, pad, pad_alignment_size_per_rank)
+        self.plans_changed()
+        device = device_of(device)
+        self.new_parameter("weight", dtype, device, stride=stride)
+        if bias:
+            self.new_parameter("bias", dtype, device, stride=stride)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
+        if name == "weight":
+            return (self.output_plan, self.input_size)
+        return (self.output_size,) if self.gather_output else (self.output_plan,)
+
+    def plans_changed(self) -> None:
+        plan = self.output_plan
+        self.output_size_per_partition = plan.local_size(self.degree)
+        self.pad_size = plan.padded_size(self.degree) - plan.size
+        self.use_index("output_index", self.gather_index_of(plan) if self.gather_output else None)
+        self.replicas = self.replicas_of(plan)
+
+    def reset_parameters(self) -> None:
+        """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
+        self.master_weight = self.init_parameter(
+            "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
+        )
+        if self.bias is not None:
+            self.init_parameter("bias", init_linear_bias(self.input_size))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """``[..., input_size]`` -> ``[..., output_size]`` (gathered) or this rank's outputs; see the class."""
+        plan, here = self.output_plan, {"process_group": self.axis, "context": self.context}
+        self.require_divisible("output_size", plan)
+        if self.sequence_parallel_enabled:
+            x = mappings.gather_from_sequence_parallel_region(
+                x, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
+            )
+        else:
+            x = mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=self.reduce_dtype, **here)
+        gathers = self.gather_output and (self.degree > 1 or self.pad_size > 0)
+        weight, bias = self.shared(self.weight, self.replicas, plan.size), self.bias
+        if not self.gather_output:
+            bias = self.shared(bias, self.replicas, plan.size)
+        y = F.linear(x, weight, None if gathers or self.skip_bias_add else bias)
+        if gathers:
+            y = self.gather_output_features(y, plan, "output_index")
+            if bias is not None and not self.skip_bias_add:
+                y = y + bias.to(y.dtype)
+            if self.keep_padded_output and self.pad_size > 0:
+                y = F.pad(y, (0, self.pad_size), value=torch.finfo(y.dtype).min)
+        return (y, bias) if self.skip_bias_add else y
+
+    def extra_repr(self) -> str:
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"gather_output={self.gather_output}, {self.axis}={self.degree}"
+        )
+
+
+class RowParallelLinear(ParallelLayer):
+    """``y = x A^T + b`` with the columns of ``A`` (the inputs) split over the ranks; the ranks' results are summed.
+
+    Args:
+        input_size, output_size, bias, dtype, device, stride, init_method, sequence_dimension, keep_master_weight,
+            skip_bias_add, pad, tensor_model_parallel_group: as for ColumnParallelLinear. The bias is whole.
+        input_is_parallel: ``x`` is already this rank's piece, as a column-parallel layer leaves it.
+        sequence_parallel_enabled: return this rank's piece of the sequence (a reduce-scatter instead of an
+            all-reduce). Needs ``input_is_parallel=True``.
+        reduce_output: False returns this rank's partial sum; then there must be no bias to add.
+        reduce_dtype: the results are summed over ranks in this type and cast back (float64 stays float64).
+        input_plan: how the inputs lie on the ranks; the ``output_plan`` of the layer before.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        *,
+        stride: int = 1,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: object = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        input_plan: AxisPlan | None = None,
+    ):
+        super().__init__(tensor_model_parallel_group)
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ParallelConfigError(
+                "RowParallelLinear with sequence_parallel_enabled=True takes an input that is split over the ranks: "
+                "pass input_is_parallel=True, and gather_output=False to the layer before it"
+            )
+        if not reduce_output and bias and not skip_bias_add:
+            raise ParallelConfigError(
+                "RowParallelLinear with reduce_output=False returns partial sums, to which no bias can be added: "
+                "pass bias=False or skip_bias_add=True"
+            )
+        self.input_size, self.output_size = input_size, output_size
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.stride = stride
+        self.init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.skip_bias_add = skip_bias_add
+        self.pad = pad
+        self.reduce_output = reduce_output
+        self.reduce_dtype = reduce_dtype
+        self.weight_partition_dim = 1
+        self.input_plan = input_plan or size_plan(input_size, stride, pad)
+        self.plans_changed()
+        device = device_of(device)
+        self.new_parameter("weight", dtype, device, stride=stride)
+        if bias:
+            self.new_parameter("bias", dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
+        return (self.output_size, self.input_plan) if name == "weight" else (self.output_size,)
+
+    def plans_changed(self) -> None:
+        plan = self.input_plan
+        if plan.duplicated(self.degree):
+            raise ShardingError(
+                "RowParallelLinear sums the ranks' results, so an input must not lie on two of them: "
+                f"the plan of its {plan.size} inputs repeats some at degree {self.degree}"
+            )
+        self.input_size_per_partition = plan.local_size(self.degree)
+        self.pad_size = plan.padded_size(self.degree) - plan.size
+        self.use_index("input_index", None if self.input_is_parallel else self.scatter_index_of(plan))
+
+    def reset_parameters(self) -> None:
+        """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
+        self.master_weight = self.init_parameter(
+            "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
+        )
+        if self.bias is not None:
+            self.init_parameter("bias", init_linear_bias(self.input_size))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """``[..., input_size]``, or this rank's part of it, -> ``[..., output_size]``; see the class."""
+        here = {"process_group": self.axis, "context": self.context}
+        self.require_divisible("input_size", self.input_plan)
+        if not self.input_is_parallel:
+            x = self.scatter_input_features(x, self.input_plan, "input_index")
+        if self.degree == 1:
+            y = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+            return (y, self.bias) if self.skip_bias_add else y
+        y, bias = F.linear(x, self.weight), self.bias
+        if self.sequence_parallel_enabled:
+            y = mappings.reduce_scatter_to_sequence_parallel_region(
+                y, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
+            )
+            if bias is not None:  # each rank adds it to its own positions only, so its gradients must be summed
+                bias = mappings.copy_to_tensor_model_parallel_region(bias, reduce_dtype=self.reduce_dtype, **here)
+        elif self.reduce_output:
+            y = mappings.reduce_from_tensor_model_parallel_region(y, reduce_dtype=self.reduce_dtype, **here)
+        if self.skip_bias_add:
+            return y, bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"input_is_parallel={self.input_is_parallel}, {self.axis}={self.degree}"
+        )

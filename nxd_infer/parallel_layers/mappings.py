@@ -1,0 +1,252 @@
+"""Moves between the parallel regions, each with its backward. The names are those of the reference (and of Apex).
+
+A tensor is *replicated* (equal on every rank of the axis), *split* along a dimension (rank r holds the r-th piece), or
+*partial* (the wanted value is the sum over the ranks). Each function is a conjugate pair of collectives:
+
+======================================================  =================  ==================
+function                                                forward            backward
+======================================================  =================  ==================
+``copy_to_tensor_model_parallel_region``                nothing            all-reduce
+``reduce_from_tensor_model_parallel_region``            all-reduce         nothing
+``scatter_to_tensor_model_parallel_region``             own piece          all-gather
+``gather_from_tensor_model_parallel_region``            all-gather         own piece
+``reduce_scatter_to_tensor_model_parallel_region...``   reduce-scatter     all-gather
+``scatter_to_sequence_parallel_region``                 own piece          all-gather
+``gather_from_sequence_parallel_region``                all-gather         reduce-scatter (1)
+``reduce_scatter_to_sequence_parallel_region``          reduce-scatter     all-gather
+======================================================  =================  ==================
+
+(1) with ``to_model_parallel=False``: own piece, for a gathered value that every rank then uses in the same way.
+
+All take ``process_group`` (None, an axis name, or a group of ``parallel_state``) and ``context`` (default: the current
+one). The context is captured, so the backward runs in the groups of the forward whatever thread it runs in. While
+a model is exported only the forward operator is recorded. At degree 1 every function returns its input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.parallel_layers.groups import axis_of
+
+__all__ = [
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region_with_dim",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
+    "scatter_input_channels_to_tensor_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region_with_dim",
+    "sum_gradients_of_replicas",
+]
+
+_IDENTITY, _REDUCE, _SHARD, _GATHER, _REDUCE_SCATTER = "identity", "all_reduce", "shard", "all_gather", "reduce_scatter"
+
+
+def reduction_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which ``x`` is summed over ranks: ``reduce_dtype``, but float64 is never summed in less."""
+    if reduce_dtype is None or x.dtype == torch.float64 or not x.dtype.is_floating_point:
+        return x.dtype
+    return reduce_dtype
+
+
+def _apply(kind: str, x: Tensor, context: ParallelContext, axis: str, dim: int, dtype: torch.dtype | None) -> Tensor:
+    if kind == _IDENTITY:
+        return x
+    if kind == _SHARD:
+        return comm.shard(x, context, axis, dim)
+    if kind == _GATHER:
+        return comm.all_gather(x.contiguous(), context, axis, dim)
+    wide = x.to(reduction_dtype(x, dtype)).contiguous()
+    if kind == _REDUCE:
+        return comm.all_reduce(wide, context, axis).to(x.dtype)
+    return comm.reduce_scatter(wide, context, axis, dim).to(x.dtype)
+
+
+class _Move(torch.autograd.Function):
+    """One collective forward, its conjugate backward, both in the context given."""
+
+    @staticmethod
+    def forward(ctx, x, forward_kind, backward_kind, context, axis, dim, dtype):
+        ctx.arguments = (backward_kind, context, axis, dim, dtype)
+        result = _apply(forward_kind, x, context, axis, dim, dtype)
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _apply(ctx.arguments[0], grads[0], *ctx.arguments[1:]), None, None, None, None, None, None
+
+
+def _move(
+    x: Tensor,
+    forward_kind: str,
+    backward_kind: str,
+    process_group: object,
+    context: ParallelContext | None,
+    dim: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    context = current_context() if context is None else context
+    axis = axis_of(process_group, context)
+    if context.axis(axis).degree == 1:
+        return x
+    if torch.compiler.is_exporting() or not (torch.is_grad_enabled() and x.requires_grad):
+        return _apply(forward_kind, x, context, axis, dim, dtype)
+    return _Move.apply(x, forward_kind, backward_kind, context, axis, dim, dtype)  # pyright: ignore[reportReturnType]
+
+
+class _SumReplicas(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, size, context, axis, dtype):
+        ctx.arguments = (index, size, context, axis, dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        index, size, context, axis, dtype = ctx.arguments
+        grad = grads[0]
+        index = index.to(grad.device)
+        # One row more than there are elements: it takes what belongs to filling, and is dropped.
+        whole = grad.new_zeros((size + 1, *grad.shape[1:]), dtype=reduction_dtype(grad, dtype))
+        whole.index_add_(0, index, grad.to(whole.dtype))
+        whole = comm.all_reduce(whole, context, axis)
+        whole[size] = 0
+        return whole.index_select(0, index).to(grad.dtype), None, None, None, None, None
+
+
+def sum_gradients_of_replicas(
+    x: Tensor,
+    index: Tensor,
+    size: int,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+) -> Tensor:
+    """``x`` itself; its gradient becomes the sum over every copy of each element, on this rank and on the others.
+
+    ``index`` int64 [x.shape[0]] says which of the ``size`` logical rows each row is; ``size`` itself is filling, whose
+    gradient becomes zero. For weights that several ranks hold, such as replicated key and value heads.
+    """
+    context = current_context() if context is None else context
+    axis = axis_of(process_group, context)
+    if torch.compiler.is_exporting() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _SumReplicas.apply(x, index, size, context, axis, reduce_dtype)  # pyright: ignore[reportReturnType]
+
+
+def copy_to_tensor_model_parallel_region(
+    x: Tensor,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Replicated -> replicated; the gradients of the ranks are summed (in ``reduce_dtype`` where given)."""
+    return _move(x, _IDENTITY, _REDUCE, process_group, context, 0, reduce_dtype)
+
+
+def reduce_from_tensor_model_parallel_region(
+    x: Tensor,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial -> replicated: the sum over the ranks, in ``reduce_dtype`` where given, returned in x's dtype."""
+    return _move(x, _REDUCE, _IDENTITY, process_group, context, 0, reduce_dtype)
+
+
+def scatter_to_tensor_model_parallel_region(
+    x: Tensor, process_group: object = None, *, context: ParallelContext | None = None
+) -> Tensor:
+    """Replicated -> split along the last dimension."""
+    return _move(x, _SHARD, _GATHER, process_group, context, -1)
+
+
+def scatter_to_tensor_model_parallel_region_with_dim(
+    x: Tensor, partition_dim: int, process_group: object = None, *, context: ParallelContext | None = None
+) -> Tensor:
+    """Replicated -> split along ``partition_dim``."""
+    return _move(x, _SHARD, _GATHER, process_group, context, partition_dim)
+
+
+def scatter_input_channels_to_tensor_model_parallel_region(
+    x: Tensor, process_group: object = None, *, context: ParallelContext | None = None
+) -> Tensor:
+    """Replicated [N, C, H, W] -> split along the channels (dimension 1)."""
+    return _move(x, _SHARD, _GATHER, process_group, context, -3)
+
+
+def gather_from_tensor_model_parallel_region(
+    x: Tensor, process_group: object = None, *, context: ParallelContext | None = None
+) -> Tensor:
+    """Split along the last dimension -> replicated."""
+    return _move(x, _GATHER, _SHARD, process_group, context, -1)
+
+
+def gather_from_tensor_model_parallel_region_with_dim(
+    x: Tensor, gather_dim: int, process_group: object = None, *, context: ParallelContext | None = None
+) -> Tensor:
+    """Split along ``gather_dim`` -> replicated."""
+    return _move(x, _GATHER, _SHARD, process_group, context, gather_dim)
+
+
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    x: Tensor,
+    partition_dim: int,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial -> split along ``partition_dim``."""
+    return _move(x, _REDUCE_SCATTER, _GATHER, process_group, context, partition_dim, reduce_dtype)
+
+
+def scatter_to_sequence_parallel_region(
+    x: Tensor,
+    sequence_dimension: int | None = 0,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """Replicated -> split along the sequence."""
+    return _move(x, _SHARD, _GATHER, process_group, context, sequence_dimension or 0)
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor,
+    sequence_dimension: int | None = 0,
+    to_model_parallel: bool = True,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Split along the sequence -> replicated.
+
+    ``to_model_parallel=True``: each rank goes on with its own weights, so its gradient is partial and the backward
+    is a reduce-scatter. False: every rank does the same with the value, and the backward takes the own piece.
+    """
+    backward = _REDUCE_SCATTER if to_model_parallel else _SHARD
+    return _move(x, _GATHER, backward, process_group, context, sequence_dimension or 0, reduce_dtype)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor,
+    sequence_dimension: int | None = 0,
+    process_group: object = None,
+    *,
+    context: ParallelContext | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial -> split along the sequence."""
+    return _move(x, _REDUCE_SCATTER, _GATHER, process_group, context, sequence_dimension or 0, reduce_dtype)

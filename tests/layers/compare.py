@@ -1,0 +1,42 @@
+"""Helpers of the layer tests: relative errors, and this rank's part of a plain tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.layout import layout_of
+from nxd_infer.parallel_layers.initialization import keep_own_part
+
+LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """max|a-b| / max|b|; infinite when shapes or types differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    scale = b.abs().max().item() or 1.0
+    return ((a.double() - b.double()).abs().max().item()) / scale
+
+
+def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """What this rank's ``module.<name>`` holds of the plain tensor ``whole``; all of it without a layout."""
+    layout = layout_of(module, name)
+    if layout is None:
+        return whole
+    tp = current_context().tp
+    part = torch.empty(layout.rank_shape(tp.degree), dtype=whole.dtype)
+    keep_own_part(part, layout.rank_layout(tp.degree, tp.rank), {"": whole})
+    return part
+
+
+def piece(x: Tensor, dim: int) -> Tensor:
+    """This rank's equal piece of ``x``."""
+    tp = current_context().tp
+    return x.chunk(tp.degree, dim)[tp.rank]
+
+
+def failures(found: dict[str, float], limit: float) -> list[str]:
+    """The cases past the limit, readable; NaN counts."""
+    return [f"{name}: {value:.2e} > {limit:.0e}" for name, value in found.items() if not value < limit]
