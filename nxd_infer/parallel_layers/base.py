@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout, layout_of, restore_attributes
+from nxd_infer.layout.runs import Fill as Filling
 from nxd_infer.layout.runs import Run, coalesce
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.groups import axis_of
@@ -43,7 +44,7 @@ def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) 
 
 
 @contextlib.contextmanager
-def _real_cpu_tensors() -> Iterator[None]:
+def real_cpu_tensors() -> Iterator[None]:
     """Inside, tensors have values, even while a model is built on the meta device or out of fake tensors."""
     with unset_fake_temporarily(), torch.device("cpu"):
         yield
@@ -168,14 +169,14 @@ class ParallelLayer(nn.Module):
         """The index that :meth:`gather_output_features` needs; None when cutting the end off is enough."""
         if self._in_order(plan):
             return None
-        with _real_cpu_tensors():
+        with real_cpu_tensors():
             return plan.gather_index(self.degree)
 
     def scatter_index_of(self, plan: AxisPlan) -> Tensor | None:
         """The index that :meth:`scatter_input_features` needs; None when zeros at the end are enough."""
         if self._in_order(plan):
             return None
-        with _real_cpu_tensors():
+        with real_cpu_tensors():
             return plan.scatter_index(self.degree)
 
     def _in_order(self, plan: AxisPlan) -> bool:
@@ -183,20 +184,19 @@ class ParallelLayer(nn.Module):
         pieces = coalesce(piece for rank in range(self.degree) for piece in plan.runs(self.degree, rank))
         return not plan.sharded or pieces[:1] == (Run("", 0, plan.size),)
 
-    # --- replicas: elements that several ranks hold, whose gradients are parts of one sum -----------------
+    # --- gradients of weights whose axis repeats elements or holds filling -------------------------------
 
-    def replicas_of(self, plan: AxisPlan) -> Tensor | None:
-        """The logical index of each of this rank's elements when the plan repeats some, else None."""
-        if not plan.duplicated(self.degree):
+    def elements_of(self, plan: AxisPlan) -> mappings.Elements | None:
+        """What :meth:`logical` needs to know of an axis; None when each local element is one logical element."""
+        repeated = plan.duplicated(self.degree)
+        if not repeated and not any(isinstance(piece, Filling) for piece in plan.runs(self.degree, self.rank)):
             return None
-        with _real_cpu_tensors():
-            return plan.rank_index(self.degree, self.rank)
+        with real_cpu_tensors():
+            return mappings.Elements(plan.rank_index(self.degree, self.rank), plan.size, repeated)
 
-    def shared(self, param: Tensor | None, replicas: Tensor | None, size: int) -> Tensor | None:
-        """``param`` itself; in the backward, the gradients of equal elements on all ranks are summed."""
-        if param is None or replicas is None:
-            return param
-        return mappings.sum_gradients_of_replicas(param, replicas, size, self.axis, context=self.context)
+    def logical(self, param: Tensor, elements: mappings.Elements | None, dim: int = 0) -> Tensor:
+        """``param`` itself; copies of an element share one gradient, and filling gets none."""
+        return mappings.with_logical_gradient(param, elements, dim, self.axis, context=self.context)
 
     # --- the layout survives whatever replaces the parameters -------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.layout import TensorLayout
+from nxd_infer.layout.shard import fill_tensor
 
 Fill = Callable[[Tensor], object]
 """Fills a tensor in place."""
@@ -39,11 +40,6 @@ def logical_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     return whole
 
 
-@torch.no_grad()
 def keep_own_part(param: Tensor, layout: TensorLayout, logical: Mapping[str, Tensor]) -> None:
     """Copy into ``param`` what ``layout`` says it holds of the ``logical`` tensors, and its filling."""
-    target = param.detach()
-    for where, value in layout.fills():
-        target[where] = value
-    for block in layout.blocks():
-        target[block.local_slices] = logical[block.name][block.logical_slices].to(target)
+    fill_tensor(param.detach(), logical, layout)

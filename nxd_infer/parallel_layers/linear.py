@@ -103,7 +103,7 @@ class ColumnParallelLinear(ParallelLayer):
         self.output_size_per_partition = plan.local_size(self.degree)
         self.pad_size = plan.padded_size(self.degree) - plan.size
         self.use_index("output_index", self.gather_index_of(plan) if self.gather_output else None)
-        self.replicas = self.replicas_of(plan)
+        self.elements = self.elements_of(plan)
 
     def reset_parameters(self) -> None:
         """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
@@ -124,9 +124,9 @@ class ColumnParallelLinear(ParallelLayer):
         else:
             x = mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=self.reduce_dtype, **here)
         gathers = self.gather_output and (self.degree > 1 or self.pad_size > 0)
-        weight, bias = self.shared(self.weight, self.replicas, plan.size), self.bias
-        if not self.gather_output:
-            bias = self.shared(bias, self.replicas, plan.size)
+        weight, bias = self.logical(self.weight, self.elements), self.bias
+        if bias is not None and not self.gather_output:
+            bias = self.logical(bias, self.elements)
         y = F.linear(x, weight, None if gathers or self.skip_bias_add else bias)
         if gathers:
             y = self.gather_output_features(y, plan, "output_index")
@@ -224,6 +224,7 @@ class RowParallelLinear(ParallelLayer):
         self.input_size_per_partition = plan.local_size(self.degree)
         self.pad_size = plan.padded_size(self.degree) - plan.size
         self.use_index("input_index", None if self.input_is_parallel else self.scatter_index_of(plan))
+        self.elements = self.elements_of(plan)
 
     def reset_parameters(self) -> None:
         """Give the layer the logical weights that ``nn.Linear`` would have after the same seed."""
@@ -239,10 +240,11 @@ class RowParallelLinear(ParallelLayer):
         self.require_divisible("input_size", self.input_plan)
         if not self.input_is_parallel:
             x = self.scatter_input_features(x, self.input_plan, "input_index")
+        weight = self.logical(self.weight, self.elements, dim=1)
         if self.degree == 1:
-            y = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+            y = F.linear(x, weight, None if self.skip_bias_add else self.bias)
             return (y, self.bias) if self.skip_bias_add else y
-        y, bias = F.linear(x, self.weight), self.bias
+        y, bias = F.linear(x, weight), self.bias
         if self.sequence_parallel_enabled:
             y = mappings.reduce_scatter_to_sequence_parallel_region(
                 y, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here

@@ -25,6 +25,8 @@ a model is exported only the forward operator is recorded. At degree 1 every fun
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region_with_dim",
-    "sum_gradients_of_replicas",
+    "with_logical_gradient",
 ]
 
 _IDENTITY, _REDUCE, _SHARD, _GATHER, _REDUCE_SCATTER = "identity", "all_reduce", "shard", "all_gather", "reduce_scatter"
@@ -102,44 +104,56 @@ def _move(
     return _Move.apply(x, forward_kind, backward_kind, context, axis, dim, dtype)  # pyright: ignore[reportReturnType]
 
 
-class _SumReplicas(torch.autograd.Function):
+@dataclass(frozen=True)
+class Elements:
+    """Which logical element of an axis each local one is, where some are filling or lie in several places."""
+
+    index: Tensor
+    """int64 [local size]; ``size`` marks filling."""
+    size: int
+    repeated: bool
+    """Whether an element of the axis, on whatever rank, lies in several places."""
+
+
+class _LogicalGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, index, size, context, axis, dtype):
-        ctx.arguments = (index, size, context, axis, dtype)
+    def forward(ctx, x, elements, dim, context, axis, dtype):
+        ctx.arguments = (elements, dim, context, axis, dtype)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, *grads):
-        index, size, context, axis, dtype = ctx.arguments
-        grad = grads[0]
-        index = index.to(grad.device)
-        # One row more than there are elements: it takes what belongs to filling, and is dropped.
-        whole = grad.new_zeros((size + 1, *grad.shape[1:]), dtype=reduction_dtype(grad, dtype))
-        whole.index_add_(0, index, grad.to(whole.dtype))
-        whole = comm.all_reduce(whole, context, axis)
-        whole[size] = 0
-        return whole.index_select(0, index).to(grad.dtype), None, None, None, None, None
+        elements, dim, context, axis, dtype = ctx.arguments
+        grad = grads[0].movedim(dim, 0)
+        index = elements.index.to(grad.device)
+        if elements.repeated:
+            # One row more than there are elements takes what belongs to filling.
+            whole = grad.new_zeros((elements.size + 1, *grad.shape[1:]), dtype=reduction_dtype(grad, dtype))
+            whole = whole.index_add(0, index, grad.to(whole.dtype))
+            grad = comm.all_reduce(whole, context, axis).index_select(0, index).to(grad.dtype)
+        filling = (index == elements.size).reshape(-1, *[1] * (grad.dim() - 1))
+        return grad.masked_fill(filling, 0).movedim(0, dim), None, None, None, None, None
 
 
-def sum_gradients_of_replicas(
+def with_logical_gradient(
     x: Tensor,
-    index: Tensor,
-    size: int,
+    elements: Elements | None,
+    dim: int = 0,
     process_group: object = None,
     *,
     context: ParallelContext | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """``x`` itself; its gradient becomes the sum over every copy of each element, on this rank and on the others.
+    """``x`` itself, a weight whose dimension ``dim`` is laid out as ``elements`` say.
 
-    ``index`` int64 [x.shape[0]] says which of the ``size`` logical rows each row is; ``size`` itself is filling, whose
-    gradient becomes zero. For weights that several ranks hold, such as replicated key and value heads.
+    Its gradient becomes that of the logical weight: equal elements, on this rank and on the others, get the sum of
+    their gradients, and filling gets none, so that it stays what it is when the weight is trained.
     """
+    if elements is None or torch.compiler.is_exporting() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
     context = current_context() if context is None else context
     axis = axis_of(process_group, context)
-    if torch.compiler.is_exporting() or not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    return _SumReplicas.apply(x, index, size, context, axis, reduce_dtype)  # pyright: ignore[reportReturnType]
+    return _LogicalGradient.apply(x, elements, dim, context, axis, reduce_dtype)  # pyright: ignore[reportReturnType]
 
 
 def copy_to_tensor_model_parallel_region(

@@ -1,0 +1,226 @@
+"""Query, key and value projections as one module, with grouped key/value heads replicated over ranks where needed.
+
+Source: NxD Core training API, "GQA-QKV Linear Module".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, real_cpu_tensors
+from nxd_infer.parallel_layers.initialization import (
+    init_linear_bias,
+    init_linear_weight,
+    keep_own_part,
+    logical_tensor,
+)
+
+PARTS = ("q", "k", "v")
+
+
+class GQAQKVColumnParallelLinear(ParallelLayer):
+    """``q, k, v = module(x)``: three column-parallel projections of one input.
+
+    Args:
+        input_size: features of ``x``.
+        output_size: ``[q_size, kv_size]``, or one int for both; also as ``output_sizes=``.
+        bias, gather_output, sequence_parallel_enabled, dtype, device, init_method, sequence_dimension,
+            tensor_model_parallel_group, reduce_dtype: as for ColumnParallelLinear. A bias is split like its weight.
+        kv_size_multiplier: copies of every key/value head over all ranks, so that the degree may exceed their number.
+        fuse_qkv: one parameter ``weight_qkv`` (and ``bias_qkv``), a rank's rows of q, k and v in that order; else
+            ``weight_q``, ``weight_k``, ``weight_v``. The logical tensors are the same three.
+        head_dim: rows of one head. With it any degree works: heads are kept whole, padded and replicated as needed.
+            Without it each rank takes equal pieces, and with ``kv_size_multiplier`` one key/value head.
+        logical_names: what q, k and v are called in a checkpoint, as prefixes relative to this module, such as
+            ``{"q": "../q_proj", "k": "../k_proj", "v": "../v_proj"}``.
+
+    Copies of a head lie side by side (K0, K0, K1, K1), so the j-th key/value head of a rank serves its j-th run of
+    query heads, as grouped-query attention expects. The copies are one weight: their gradients are summed. With
+    ``gather_output`` k and v are ``kv_size * kv_size_multiplier`` wide, in that same order. The initial values are
+    those of three ``nn.Linear`` made one after the other.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int | Sequence[int] | None = None,
+        bias: bool = True,
+        gather_output: bool = True,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        kv_size_multiplier: int = 1,
+        fuse_qkv: bool = True,
+        *,
+        output_sizes: int | Sequence[int] | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        head_dim: int | None = None,
+        logical_names: Mapping[str, str] | None = None,
+        tensor_model_parallel_group: object = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+    ):
+        super().__init__(tensor_model_parallel_group)
+        if (output_size is None) == (output_sizes is None):
+            raise ParallelConfigError("GQAQKVColumnParallelLinear takes output_size or output_sizes, and not both")
+        self.input_size = input_size
+        self.q_size, self.kv_size = _sizes(output_size if output_sizes is None else output_sizes)
+        self.output_sizes = [self.q_size, self.kv_size]
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.kv_size_multiplier = kv_size_multiplier
+        self.fuse_qkv = fuse_qkv
+        self.init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.reduce_dtype = reduce_dtype
+        self.use_bias = bias
+        self.head_dim = head_dim or self._head_dim_of_one_head_a_rank()
+        self.names = dict(logical_names or {})
+        if self.names and set(self.names) != set(PARTS):
+            raise ParallelConfigError(f"logical_names must name q, k and v, got {sorted(self.names)}")
+        self.q_plan, self.kv_plan = self._plans()
+        self.plans_changed()
+        device = device_of(device)
+        kinds = ("weight", "bias") if bias else ("weight",)
+        for kind in kinds:
+            for name in self._parameter_names(kind):
+                self.new_parameter(name, dtype, device, self._sources(name))
+        self.reset_parameters()
+
+    # --- layout ---------------------------------------------------------------------------------------
+
+    def _head_dim_of_one_head_a_rank(self) -> int | None:
+        m = self.kv_size_multiplier
+        if not isinstance(m, int) or m < 1:
+            raise ParallelConfigError(f"kv_size_multiplier must be a whole number of at least 1, got {m!r}")
+        if m == 1:
+            return None
+        if self.degree % m or self.kv_size * m % self.degree:
+            raise ParallelConfigError(
+                f"kv_size_multiplier={m} with kv_size={self.kv_size} puts no whole key/value head on each of "
+                f"{self.degree} ranks; pass head_dim=, which makes every combination work"
+            )
+        return self.kv_size * m // self.degree
+
+    def _plans(self) -> tuple[AxisPlan, AxisPlan]:
+        d = self.head_dim
+        if d is None:
+            return AxisPlan.even(self.q_size), AxisPlan.even(self.kv_size)
+        if self.q_size % d or self.kv_size % d:
+            raise ParallelConfigError(
+                f"output sizes {self.q_size} and {self.kv_size} are not whole heads of {d}; check head_dim"
+            )
+        multiplier = self.kv_size_multiplier if self.kv_size_multiplier > 1 else 0
+        plan = gqa_plan(self.q_size // d, self.kv_size // d, self.degree, kv_size_multiplier=multiplier)
+        return plan.q_axis(d), plan.kv_axis(d)
+
+    def _parameter_names(self, kind: str) -> list[str]:
+        return [f"{kind}_qkv"] if self.fuse_qkv else [f"{kind}_{part}" for part in PARTS]
+
+    def _plan(self, part: str) -> AxisPlan:
+        return self.q_plan if part == "q" else self.kv_plan
+
+    def _rows(self, parts: str) -> AxisPlan:
+        if parts != "qkv":
+            return self._plan(parts)
+        return AxisPlan.fused({part: self._plan(part) for part in PARTS})
+
+    def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
+        rows = self._rows(name.partition("_")[2])
+        return (rows, self.input_size) if name.startswith("weight") else (rows,)
+
+    def _sources(self, name: str) -> Mapping[str, str] | str | None:
+        kind, _, parts = name.partition("_")
+        logical = {part: f"{self.names[part]}.{kind}" if self.names else f"{kind}_{part}" for part in PARTS}
+        return logical if parts == "qkv" else logical[parts]
+
+    def plans_changed(self) -> None:
+        self.q_output_size_per_partition = self.q_plan.local_size(self.degree)
+        self.kv_output_size_per_partition = self.kv_plan.local_size(self.degree)
+        self.use_index("q_index", self.gather_index_of(self.q_plan) if self.gather_output else None)
+        index = self.gather_index_of(self.kv_plan) if self.gather_output else None
+        if self.gather_output and self.kv_size_multiplier > 1 and self.head_dim:
+            with real_cpu_tensors():
+                index = torch.arange(self.kv_size) if index is None else index
+                index = index.reshape(-1, self.head_dim).repeat_interleave(self.kv_size_multiplier, 0).flatten()
+        self.use_index("kv_index", index)
+        self.elements = {parts: self.elements_of(self._rows(parts)) for parts in (*PARTS, "qkv")}
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Give the module the logical weights of three ``nn.Linear`` made after the same seed: q, then k, then v."""
+        first = getattr(self, self._parameter_names("weight")[0])
+        if first.is_meta:
+            return
+        dtype = torch.promote_types(first.dtype, torch.float32) if self.keep_master_weight else first.dtype
+        masters: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+        fill = self.init_method or init_linear_weight
+        for part in PARTS:
+            size = self._plan(part).size
+            masters["weight"][part] = logical_tensor((size, self.input_size), dtype, first.device, fill)
+            if self.use_bias:
+                bias_fill = init_linear_bias(self.input_size)
+                masters["bias"][part] = logical_tensor((size,), dtype, first.device, bias_fill)
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            for name in self._parameter_names(kind):
+                layout = ParamLayout.of(self.axes_of(name)).rank_layout(self.degree, self.rank)
+                part = name.partition("_")[2]
+                keep_own_part(getattr(self, name), layout, masters[kind] | {"": masters[kind].get(part, Tensor())})
+        self.master_weight = torch.cat(list(masters["weight"].values())) if self.keep_master_weight else None
+
+    # --- computation ----------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[..., input_size]`` -> q, k, v, this rank's columns or all of them; see the class."""
+        self.require_divisible("the query size", self.q_plan)
+        self.require_divisible("the key/value size", self.kv_plan)
+        here = {"process_group": self.axis, "context": self.context}
+        if self.sequence_parallel_enabled:
+            x = mappings.gather_from_sequence_parallel_region(
+                x, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
+            )
+        else:
+            x = mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=self.reduce_dtype, **here)
+        q_size, kv_size = self.q_output_size_per_partition, self.kv_output_size_per_partition
+        if self.fuse_qkv:
+            y = self._linear(x, "qkv")
+            q, k, v = y.split([q_size, kv_size, kv_size], -1)
+        else:
+            q, k, v = (self._linear(x, part) for part in PARTS)
+        if not self.gather_output:
+            return q, k, v
+        return (
+            self.gather_output_features(q, self.q_plan, "q_index"),
+            self.gather_output_features(k, self.kv_plan, "kv_index"),
+            self.gather_output_features(v, self.kv_plan, "kv_index"),
+        )
+
+    def _linear(self, x: Tensor, parts: str) -> Tensor:
+        weight, bias = self._parameters[f"weight_{parts}"], self._parameters.get(f"bias_{parts}")
+        elements = self.elements[parts]
+        return F.linear(x, self.logical(weight, elements), None if bias is None else self.logical(bias, elements))
+
+    def extra_repr(self) -> str:
+        return (
+            f"input_size={self.input_size}, output_sizes={self.output_sizes}, bias={self.use_bias}, "
+            f"kv_size_multiplier={self.kv_size_multiplier}, fuse_qkv={self.fuse_qkv}, {self.axis}={self.degree}"
+        )
+
+
+def _sizes(output_size: int | Sequence[int] | None) -> tuple[int, int]:
+    sizes = [output_size, output_size] if isinstance(output_size, int) else list(output_size or ())
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ParallelConfigError(
+            f"output_size is [query size, key/value size] or one int for both, got {output_size!r}"
+        )
+    return sizes[0], sizes[1]
