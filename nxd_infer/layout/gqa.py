@@ -8,6 +8,7 @@ sum over ranks is the plain computation.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from nxd_infer.errors import ShardingError
@@ -76,6 +77,11 @@ def gqa_plan(heads: int, kv_heads: int, degree: int, *, kv_size_multiplier: int 
 
     Raises ShardingError unless ``kv_heads`` divides ``heads``.
     """
+    return _search(heads, kv_heads, degree, kv_size_multiplier)
+
+
+@functools.lru_cache(maxsize=1024)
+def _search(heads: int, kv_heads: int, degree: int, kv_size_multiplier: int) -> GQAPlan:
     check_place(degree)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         divisors = [n for n in range(1, max(heads, 0) + 1) if heads % n == 0]

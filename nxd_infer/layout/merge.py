@@ -154,6 +154,7 @@ class MergedSource:
         shape, wanted = self.shape(name), layout.rank_shape(len(self._ranks))
         bounds = [s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True)]
         out = torch.empty([stop - start for start, stop in bounds], dtype=self.dtype(name))
+        covered = 0
         for holding in self._of(name):
             overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(holding.logical, bounds, strict=True)]
             if any(a >= b for a, b in overlap):
@@ -168,6 +169,9 @@ class MergedSource:
             read = [slice(a - start + at, b - start + at) for (a, b), (start, _), (at, _) in moved]
             write = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, bounds, strict=True))
             out[write] = self._ranks[rank].read(param, read)
+            covered += out[write].numel()
+        if covered != out.numel():
+            raise CheckpointError(f"{name!r}: the ranks hold {covered} of the {out.numel()} elements asked for")
         return out
 
 

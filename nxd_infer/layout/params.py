@@ -38,6 +38,11 @@ class ParamLayout:
     def __post_init__(self) -> None:
         if len(self._fused()) > 1:
             raise ShardingError(f"only one axis may be fused, but axes {self._fused()} are")
+        split = [dim for dim, plan in enumerate(self.axes) if plan.sharded]
+        if len(split) > 1:
+            raise ShardingError(
+                f"one group of ranks cannot split two axes of a parameter, but axes {split} are sharded"
+            )
         if self.sources and set(dict(self.sources)) != set(self.parts):
             raise ShardingError(f"the layout has parts {list(self.parts)} but sources for {list(dict(self.sources))}")
 

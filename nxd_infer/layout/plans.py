@@ -7,6 +7,7 @@ piece. Every rank's piece has the same length, so that all ranks run one program
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,13 @@ def check_place(degree: int, rank: int = 0) -> None:
         raise ParallelConfigError(f"a parallel degree must be a whole number of at least 1, got {degree!r}")
     if not 0 <= rank < degree:
         raise ParallelConfigError(f"rank {rank} is outside a group of {degree}")
+
+
+@functools.lru_cache(maxsize=8192)
+def _runs_of(plan: AxisPlan, degree: int, rank: int) -> AxisLayout:
+    """Plans are values, and the same few are asked for again by every layer of a model."""
+    check_place(degree, rank)
+    return coalesce(plan._runs(degree, rank))
 
 
 class AxisPlan(abc.ABC):
@@ -52,8 +60,7 @@ class AxisPlan(abc.ABC):
 
     def runs(self, degree: int, rank: int) -> AxisLayout:
         """The piece of ``rank``; runs are named "" or, on a fused axis, by the part."""
-        check_place(degree, rank)
-        return coalesce(self._runs(degree, rank))
+        return _runs_of(self, degree, rank)
 
     def local_size(self, degree: int) -> int:
         """Elements a rank holds, filling included; the same on every rank."""
