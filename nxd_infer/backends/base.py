@@ -68,17 +68,21 @@ class GraphFile(BaseModel):
 
 @dataclass
 class Lowered:
-    """One bucket of one rank, ready to compile: an exported program whose states are inputs, and what it takes.
+    """One bucket of one rank, ready to compile.
 
-    ``program`` takes ``states..., inputs...`` positionally (the mutating form) and returns the outputs; its parameters,
-    buffers and constants are lifted, and ``graph.weights`` names them in the graph's order.
+    The graph takes states, inputs and weights as placeholders, in that order, and no constant of its own: a compiler
+    never sees a value of a weight, so it cannot bake one in.
     """
 
-    program: Any
-    """``torch.export.ExportedProgram``"""
+    ir: dict[str, Any]
+    """The graph as data; see :mod:`nxd_infer.backends.ir`."""
     graph: GraphFile
     text: str
     """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    """Values of the weights that are neither parameters nor buffers of the module, by name."""
+    structure: Any = None
+    """How the outputs go together: names in nested lists and dictionaries."""
 
     @property
     def digest(self) -> str:
@@ -156,13 +160,15 @@ class Backend(Protocol):
 
     def compile(
         self,
-        lowered: Lowered,
-        weights: Mapping[str, Tensor],
+        graph_dir: str | os.PathLike[str],
         options: Mapping[str, Any],
-        out_dir: str | os.PathLike[str],
         workdir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write the graph directory. ``weights`` holds real tensors (memory-mapped) for every name the graph reads."""
+        """Add the compiled code to a directory that holds ``graph.json`` and ``ir.json``; needs no weight.
+
+        Whatever else it writes goes below ``workdir`` (a private directory that is removed, when None). Raises
+        TraceError with the compiler's own words.
+        """
         ...
 
     def load(

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _NAMES = {
-    "parallel_model_trace": "nxd_infer.trace.parallel_model_trace",
-    "bucket_model_trace": "nxd_infer.trace.parallel_model_trace",
+    "parallel_model_trace": "nxd_infer.trace.trace",
+    "bucket_model_trace": "nxd_infer.trace.trace",
     "parallel_model_save": "nxd_infer.trace.model",
     "parallel_model_load": "nxd_infer.trace.model",
     "BucketModelConfig": "nxd_infer.trace.buckets",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         parallel_model_load,
         parallel_model_save,
     )
-    from nxd_infer.trace.parallel_model_trace import bucket_model_trace, parallel_model_trace
+    from nxd_infer.trace.trace import bucket_model_trace, parallel_model_trace
     from nxd_infer.trace.plan import TracePlan
     from nxd_infer.trace.progress import Progress
 

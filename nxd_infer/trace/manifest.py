@@ -101,6 +101,9 @@ class BucketSpec(_Model):
     inputs: list[InputSpec]
     outputs: list[OutputSpec]
     graphs: list[str]
+    structure: Any = None
+    """What the model returns: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0", "output_1"]``
+    for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -1,0 +1,68 @@
+"""The eager backend: runs the stored graph node by node. No compiler, the reference for the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.backends.base import Availability, Executable, RankRuntime
+from nxd_infer.backends.executable import CpuExecutable, check_spec
+from nxd_infer.backends.ir import Program
+from nxd_infer.backends.lower import read_graph, read_ir
+from nxd_infer.errors import TraceConfigError
+from nxd_infer.trace.manifest import GraphSpec
+
+
+class EagerBackend:
+    """``backend="eager"``: compiles nothing and takes no options."""
+
+    name = "eager"
+
+    def probe(self) -> Availability:
+        return Availability(True, versions={"torch": torch.__version__})
+
+    def options(self, compiler_args: Any) -> dict[str, Any]:
+        if compiler_args:
+            raise TraceConfigError(
+                f"the eager backend compiles nothing and takes no compiler_args, got {compiler_args!r}; "
+                "leave them out, or trace with backend='inductor'"
+            )
+        return {}
+
+    def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        from nxd_infer.trace.target import describe_target
+
+        return describe_target()
+
+    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        """Nothing beyond what every artifact is checked for."""
+
+    def compile(
+        self,
+        graph_dir: str | os.PathLike[str],
+        options: Mapping[str, Any],
+        workdir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        read_graph(graph_dir)
+
+    def load(
+        self,
+        graph_dir: str | os.PathLike[str],
+        spec: GraphSpec,
+        states: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        runtime: RankRuntime,
+    ) -> Executable:
+        import nxd_infer.comm.ops  # noqa: F401  (torch.ops.nxd.*, for graphs without native collectives)
+
+        graph = read_graph(graph_dir, spec.digest)
+        check_spec(graph, spec, runtime)
+        program = Program(read_ir(graph_dir))
+        return CpuExecutable(graph, states, weights, lambda values: program(*values))
+
+
+BACKEND = EagerBackend()

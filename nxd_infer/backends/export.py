@@ -1,0 +1,439 @@
+"""Export one rank's module for one bucket: ``(states, inputs, weights) -> outputs``, states changed in place.
+
+Every state is lifted to an input under its qualified name; each aliased output is copied into its state and dropped.
+Whatever else the module changes while it runs is found in the graph: a registered buffer or parameter becomes a state,
+a plain tensor attribute is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from nxd_infer.backends import lowering
+from nxd_infer.errors import NxdError, TraceConfigError, TraceError
+
+_PREFIX = "module."
+
+
+@dataclass
+class Step:
+    """What to export: a module, named example inputs in order, and what stays with the rank."""
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    keyword: bool = False
+    """Whether forward takes the inputs by name."""
+    states: list[str] = field(default_factory=list)
+    """Qualified names of buffers and parameters that are changed in place."""
+    aliases: dict[int, str] = field(default_factory=dict)
+    """Number of an output (flattened) -> the state it becomes."""
+    views: Any = None
+    """``views(list of state tensors) -> list of tensors the module sees``; None where it sees the states."""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """States whose tensor is not the module's own (a shared state buffer), by name."""
+
+
+@dataclass
+class Exported:
+    """A flat graph, and where its placeholders come from."""
+
+    module: fx.GraphModule
+    states: list[str]
+    inputs: list[str]
+    weights: list[str]
+    constants: dict[str, Tensor]
+    """Values of weights that are neither parameters nor buffers, by name."""
+    outputs: list[str]
+    structure: Any
+    """How the outputs are put together again: names in nested lists (tuples) and dictionaries."""
+
+
+# --- names --------------------------------------------------------------------------------------------
+
+
+def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs") -> tuple[dict[str, Tensor], bool]:
+    """``example`` as named contiguous tensors in order, and whether they go by keyword.
+
+    A tensor, a tuple or list of tensors (positional), or a dictionary (by name). Nested lists are flattened, their
+    entries named ``past.0``. Raises TraceConfigError naming what is no tensor or has no such parameter.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    kinds = inspect.Parameter
+    if isinstance(example, Mapping):
+        anything = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+        unknown = [] if anything else [name for name in example if name not in parameters]
+        if unknown:
+            raise TraceConfigError(
+                f"{where} names {', '.join(map(repr, unknown))}, but {type(module).__name__}.forward takes "
+                f"{', '.join(parameters)}"
+            )
+        pairs = list(example.items())
+    else:
+        values = [example] if isinstance(example, Tensor) else list(example)
+        positional = [
+            p.name for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
+        star = next((p.name for p in parameters.values() if p.kind is kinds.VAR_POSITIONAL), None)
+        if len(values) > len(positional) and star is None:
+            raise TraceConfigError(
+                f"{where} holds {len(values)} inputs, but {type(module).__name__}.forward takes {len(positional)} "
+                f"({', '.join(positional)})"
+            )
+        names = positional + [f"{star}_{i}" for i in range(len(values) - len(positional))]
+        pairs = list(zip(names, values, strict=False))
+    flat: dict[str, Tensor] = {}
+    for name, value in pairs:
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            key = ".".join([name, *(_key_text(part) for part in path)])
+            if not isinstance(leaf, Tensor):
+                raise TraceConfigError(
+                    f"{where}: {key!r} is {type(leaf).__name__}; only tensors are inputs of a traced model: "
+                    "give the model its other arguments inside func, or give the inputs by name and leave it out"
+                )
+            flat[key] = leaf.detach().clone(memory_format=torch.contiguous_format)
+    return flat, isinstance(example, Mapping)
+
+
+def _key_text(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every qualified name they have."""
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    found.update(module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def state_name(module: nn.Module, key: Any) -> str:
+    """The qualified name of a state given by name or as the tensor itself. Raises TraceConfigError when it has none."""
+    tensors = named_tensors(module)
+    if isinstance(key, str):
+        if key in tensors:
+            return key
+        raise TraceConfigError(
+            f"the state {key!r} is no buffer or parameter of {type(module).__name__}; it has "
+            f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"
+        )
+    for name, tensor in tensors.items():
+        if tensor is key:
+            return name
+    kind = f"a {type(key).__name__}" if not isinstance(key, Tensor) else f"a tensor of shape {tuple(key.shape)}"
+    raise TraceConfigError(
+        f"{kind} is given as a state but is no buffer or parameter of {type(module).__name__}: "
+        "register it with register_buffer, so that it stays with the rank"
+    )
+
+
+# --- the wrapper that is exported ---------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """What the wrapper learns while it runs. An object of its own: export undoes assignments to the module."""
+
+    outputs: list[str] = field(default_factory=list)
+    structure: Any = None
+    reassigned: list[str] = field(default_factory=list)
+
+
+class _Traced(nn.Module):
+    """Calls the user's module on lifted states; flattens its outputs and copies the aliased ones into their states."""
+
+    def __init__(self, step: Step, clone_inputs: set[str]):
+        super().__init__()
+        self.module = step.module
+        self.step = step
+        self.clone_inputs = clone_inputs
+        self.seen = _Seen()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        step = self.step
+        count = len(step.states)
+        states = dict(zip(step.states, tensors[:count], strict=True))
+        values = [
+            value.clone() if name in self.clone_inputs else value
+            for name, value in zip(step.inputs, tensors[count:], strict=True)
+        ]
+        seen = states
+        if step.views is not None:
+            seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
+        with _swapped(self.module, seen) as changed:
+            args, kwargs = _call_arguments(step, values)
+            result = self.module(*args, **kwargs)
+        self.seen.reassigned = [name for name in changed if name not in seen]
+        for name, value in changed.items():
+            if name in seen:
+                _store(seen[name], value, f"the state {name!r} was assigned")
+        return self._outputs(result, seen)
+
+    def _outputs(self, result: Any, states: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        leaves, _ = pytree.tree_flatten(result)
+        aliases = self.step.aliases
+        bad = [index for index in aliases if not 0 <= index < len(leaves)]
+        if bad:
+            raise TraceConfigError(
+                f"input_output_aliases names output {bad[0]}, but the model returned {len(leaves)} outputs"
+            )
+        names: list[str | None] = []
+        kept: list[Tensor] = []
+        self.seen.outputs = []
+        labels = _leaf_names(result)
+        for index, leaf in enumerate(leaves):
+            if index in aliases:
+                state = states[aliases[index]]
+                if not isinstance(leaf, Tensor):
+                    raise TraceConfigError(f"output {index} becomes a state but is {type(leaf).__name__}")
+                _store(state, leaf, f"output {index} becomes the state {aliases[index]!r}")
+                names.append(None)
+            elif isinstance(leaf, Tensor):
+                name = labels[index] or f"output_{len(kept)}"
+                names.append(name)
+                self.seen.outputs.append(name)
+                kept.append(leaf)
+            else:
+                names.append(None)
+        self.seen.structure = _structure(result, iter(names))
+        if not kept and not states:
+            raise TraceError("the model returned no tensor and keeps no state: there is nothing to run")
+        return tuple(kept)
+
+
+def _store(state: Tensor, value: Tensor, what: str) -> None:
+    if value is state:
+        return
+    if value.shape != state.shape or value.dtype != state.dtype:
+        raise TraceConfigError(
+            f"{what}, but is {value.dtype}{list(value.shape)} where the state is {state.dtype}{list(state.shape)}"
+        )
+    state.copy_(value)
+
+
+def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The flat named values as forward's arguments, nested ones put together again."""
+    tree: dict[str, Any] = {}
+    for name, value in zip(step.inputs, values, strict=True):
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+
+    def build(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        built = {key: build(value) for key, value in node.items()}
+        return tuple(built.values()) if all(key.isdigit() for key in built) else built
+
+    arguments = {name: build(value) for name, value in tree.items()}
+    return ([], arguments) if step.keyword else (list(arguments.values()), {})
+
+
+def _leaf_names(result: Any) -> list[str]:
+    """A name for each leaf that is reached through keys only; "" for the others."""
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(result)[0]:
+        keyed = bool(path) and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey))
+        names.append(".".join(_key_text(part) for part in path) if keyed else "")
+    return names
+
+
+def _structure(result: Any, names: Iterator[str | None]) -> Any:
+    """``result`` with names in place of tensors and None in place of what was dropped."""
+    if isinstance(result, Mapping):
+        return {str(key): _structure(value, names) for key, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        entries = [_structure(value, names) for value in result]
+        return [entry for entry in entries if entry is not None]
+    if not pytree.tree_is_leaf(result):
+        return {_key_text(path[0]): next(names) for path, _ in pytree.tree_flatten_with_path(result)[0]}
+    return next(names)
+
+
+@contextlib.contextmanager
+def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Put ``tensors`` in place of the module's own (under every name they have) inside the block.
+
+    Yields a dictionary that holds, afterwards, what the module assigned to a buffer or parameter by itself. Assigning
+    a new tensor to a plain attribute is an error that names it.
+    """
+    slots: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
+    before: dict[tuple[int, str], tuple[dict[str, Any], str, Tensor]] = {}
+    plain: list[tuple[nn.Module, str, str, Tensor]] = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        for table in (child._parameters, child._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    qualified = f"{path}.{name}" if path else name
+                    slots.setdefault(id(value), []).append((table, name, qualified))
+                    before[(id(table), name)] = (table, qualified, value)
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                plain.append((child, name, f"{path}.{name}" if path else name, value))
+    own = {qualified: value for _, qualified, value in before.values()}
+    changed: dict[str, Tensor] = {}
+    expected: dict[tuple[int, str], Tensor] = {key: value for key, (_, _, value) in before.items()}
+    owner: dict[tuple[int, str], str] = {}
+    for name, tensor in tensors.items():
+        for table, key, _ in slots[id(own[name])]:
+            table[key] = tensor
+            expected[(id(table), key)] = tensor
+            owner[(id(table), key)] = name
+    try:
+        yield changed
+        for key, (table, qualified, _) in before.items():
+            now = table.get(key[1])
+            if now is not expected[key] and isinstance(now, Tensor):
+                changed[owner.get(key, qualified)] = now
+    finally:
+        for key, (table, _, value) in before.items():
+            table[key[1]] = value
+    for child, name, qualified, value in plain:
+        if getattr(child, name, None) is not value:
+            object.__setattr__(child, name, value)
+            raise TraceError(_not_registered(qualified))
+
+
+def _not_registered(name: str) -> str:
+    return (
+        f"the model changes the tensor {name!r} while it runs, which is neither a buffer nor a parameter: register it "
+        f"as a buffer (register_buffer({name.rpartition('.')[2]!r}, ...)), so that it is kept between calls"
+    )
+
+
+# --- export -------------------------------------------------------------------------------------------
+
+
+def export(step: Step) -> Exported:
+    """Export ``step``; fills ``step.states`` up with the buffers and parameters that the graph turns out to change.
+
+    Raises TraceError when the module cannot be exported, with torch's own reason.
+    """
+    clone_inputs: set[str] = set()
+    for name in step.aliases.values():
+        if name not in step.states:
+            step.states.append(name)
+    for _ in range(4):
+        wrapper = _Traced(step, clone_inputs)
+        program = _run_export(wrapper, step)
+        found = _flat_graph(program, wrapper, step)
+        new_states, new_clones = _undeclared(found)
+        new_states = [*wrapper.seen.reassigned, *(n for n in new_states if n not in wrapper.seen.reassigned)]
+        if not new_states and new_clones <= clone_inputs:
+            return found
+        for name in new_states:
+            step.states.append(name)
+        clone_inputs |= new_clones
+    raise TraceError("the model changes other tensors each time it is exported; its forward must not depend on calls")
+
+
+def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
+    own = named_tensors(step.module)
+    _refuse_overlap({name: own[name] for name in step.states})
+    # Untouched memory of the right form: export never reads a value, and a view would bring its base along.
+    states = [
+        torch.empty_like(step.shared.get(name, own[name]), memory_format=torch.contiguous_format, requires_grad=False)
+        for name in step.states
+    ]
+    args = tuple(states) + tuple(step.inputs.values())
+    try:
+        with torch.no_grad():
+            return torch.export.export(wrapper, args, strict=False)
+    except NxdError:
+        raise
+    except Exception as error:
+        raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
+
+
+def _refuse_overlap(states: dict[str, Tensor]) -> None:
+    seen: dict[tuple[int, int], str] = {}
+    tensors: dict[int, str] = {}
+    for name, tensor in states.items():
+        if id(tensor) in tensors:
+            raise TraceConfigError(f"the states {tensors[id(tensor)]!r} and {name!r} are one tensor; name it once")
+        tensors[id(tensor)] = name
+        try:
+            pointer = tensor.untyped_storage().data_ptr()
+        except RuntimeError:
+            continue  # a fake tensor has no memory to share
+        if pointer and (pointer, 0) in seen:
+            raise TraceConfigError(
+                f"the states {seen[(pointer, 0)]!r} and {name!r} share memory; give each a tensor of its own"
+            )
+        seen[(pointer, 0)] = name
+
+
+def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: Step) -> Exported:
+    """Reorder the placeholders to states, inputs, then the weights in use; flatten nested graphs; simplify."""
+    from torch.export.graph_signature import InputKind
+
+    module = program.graph_module
+    lowering.flatten_nested(module)
+    lowering.simplify(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    user: list[fx.Node] = []
+    weights: list[tuple[str, fx.Node]] = []
+    constants: dict[str, Tensor] = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            user.append(node)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            if node.users:
+                weights.append(((spec.target or "").removeprefix(_PREFIX), node))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            if node.users:
+                name = "constant:" + (spec.target or "").removeprefix(_PREFIX)
+                weights.append((name, node))
+                constants[name] = program.constants[spec.target or ""]
+        else:
+            raise TraceError(f"the model holds {spec.target!r} of a kind that cannot be traced ({spec.kind.name})")
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in [*user, *(node for _, node in weights)]:
+        values[node] = graph.placeholder(node.name)
+        values[node].meta = {"val": node.meta["val"]}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(tuple(node.args[0]), lambda n: values[n]))
+        elif node.op != "placeholder":
+            values[node] = graph.node_copy(node, lambda n: values[n])
+    return Exported(
+        module=fx.GraphModule(module, graph),
+        states=list(step.states),
+        inputs=list(step.inputs),
+        weights=[name for name, _ in weights],
+        constants=constants,
+        outputs=list(wrapper.seen.outputs),
+        structure=wrapper.seen.structure,
+    )
+
+
+def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
+    """Buffers and parameters that are written without being states, and inputs that are written."""
+    placeholders = [node for node in found.module.graph.nodes if node.op == "placeholder"]
+    names = [*found.states, *found.inputs, *found.weights]
+    written = lowering.mutated_placeholders(found.module.graph)
+    first_input, first_weight = len(found.states), len(found.states) + len(found.inputs)
+    states: list[str] = []
+    clones: set[str] = set()
+    for place, (node, name) in enumerate(zip(placeholders, names, strict=True)):
+        if node not in written or place < first_input:
+            continue
+        if place < first_weight:
+            clones.add(name)
+        elif name in found.constants:
+            raise TraceError(_not_registered(name.removeprefix("constant:")))
+        else:
+            states.append(name)
+    return states, clones

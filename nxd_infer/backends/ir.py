@@ -1,0 +1,257 @@
+"""The weightless intermediate representation: an operator graph as plain JSON, and the program that runs it.
+
+A graph is a list of nodes in order; each names an operator (``aten.linear.default``) and its arguments. Placeholders
+come first (states, inputs, weights), the flat outputs last. It holds no tensor, no code and no pickle; names of values
+are their numbers, so that the text of equal graphs is equal whoever traced them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxd_infer.errors import ArtifactCorruptError, TraceError
+
+IR_FORMAT = 1
+GETITEM = "getitem"
+COND = "higher_order.cond"
+_HIGHER_ORDER = {COND}
+_ENUMS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+# --- to JSON ------------------------------------------------------------------------------------------
+
+
+def graph_to_ir(module: fx.GraphModule) -> dict[str, Any]:
+    """The graph of ``module`` (call_function nodes on tensors only) as JSON data. Raises TraceError by operator."""
+    numbers: dict[fx.Node, int] = {}
+    graphs: dict[fx.Node, dict[str, Any]] = {}
+    nodes: list[list[Any]] = []
+    inputs = 0
+    outputs: list[Any] = []
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return {"graph": graphs[value]} if value in graphs else {"$": numbers[value]}
+        return _encode_constant(value, encode)
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            numbers[node] = inputs
+            inputs += 1
+        elif node.op == "get_attr":
+            target = _attribute(module, node.target)
+            if not isinstance(target, fx.GraphModule):
+                raise TraceError(f"the graph refers to the attribute {node.target!r}, which is not a nested graph")
+            graphs[node] = graph_to_ir(target)
+        elif node.op == "call_function":
+            numbers[node] = inputs + len(nodes)
+            entry = [_operator_name(node.target), [encode(a) for a in node.args]]
+            if node.kwargs:
+                entry.append({key: encode(value) for key, value in sorted(node.kwargs.items())})
+            nodes.append(entry)
+        elif node.op == "output":
+            outputs = [encode(a) for a in _flat_outputs(node)]
+        else:
+            raise TraceError(f"a traced graph holds a {node.op} node ({node.target}); only operators can be stored")
+    return {"ir": IR_FORMAT, "inputs": inputs, "nodes": nodes, "outputs": outputs}
+
+
+def _flat_outputs(node: fx.Node) -> Sequence[Any]:
+    result = node.args[0]
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _attribute(module: fx.GraphModule, path: Any) -> Any:
+    value: Any = module
+    for part in str(path).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _operator_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if target is operator.getitem:
+        return GETITEM
+    name = f"higher_order.{getattr(target, '__name__', target)}"
+    if isinstance(target, torch._ops.HigherOrderOperator) and name in _HIGHER_ORDER:
+        return name
+    raise TraceError(
+        f"the operation {target} cannot be stored in a traced graph: it depends on values or on Python objects "
+        "(an .item(), a branch on a tensor, a custom class); express it with tensor operators"
+    )
+
+
+def _encode_constant(value: Any, encode: Callable[[Any], Any]) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise TraceError(f"a size in the graph depends on data ({value}); a traced graph has fixed shapes")
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    for kind, cls in _ENUMS.items():
+        if isinstance(value, cls):
+            return {kind: str(value).removeprefix("torch.")}
+    if isinstance(value, slice):
+        return {"slice": [encode(value.start), encode(value.stop), encode(value.step)]}
+    if isinstance(value, (list, tuple)):
+        return [encode(v) for v in value]
+    raise TraceError(f"an argument of type {type(value).__name__} cannot be stored in a traced graph: {value!r}")
+
+
+def ir_text(ir: dict[str, Any]) -> str:
+    """The canonical text: equal for equal graphs, one node a line."""
+    compact: dict[str, Any] = {"sort_keys": True, "separators": (",", ":"), "allow_nan": False}
+    lines = ",\n".join(json.dumps(node, **compact) for node in ir["nodes"])
+    rest = {key: value for key, value in ir.items() if key != "nodes"}
+    return f'{json.dumps(rest, **compact)[:-1]},"nodes":[\n{lines}\n]}}\n'
+
+
+# --- from JSON ----------------------------------------------------------------------------------------
+
+
+def resolve_operator(name: str) -> Any:
+    """The operator called ``name``. Raises ArtifactCorruptError when this process has none of that name."""
+    if name == GETITEM:
+        return operator.getitem
+    if name == COND:
+        return torch.ops.higher_order.cond
+    parts = name.split(".")
+    if len(parts) != 3 or not all(part.isidentifier() for part in parts):
+        raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
+    namespace, operation, overload = parts
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    except (AttributeError, RuntimeError) as error:
+        raise ArtifactCorruptError(
+            f"the graph calls {name}, which is not registered in this process: its operator library is missing, or "
+            "the graph was traced with another version of torch"
+        ) from error
+
+
+def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, data),) = value.items()
+    if kind == "float":
+        return float(data)
+    if kind == "complex":
+        return complex(*(decode(v) for v in data))
+    if kind == "device":
+        return torch.device(data)
+    if kind == "slice":
+        return slice(*(decode(v) for v in data))
+    if kind in _ENUMS:
+        found = getattr(torch, data, None)
+        if isinstance(found, _ENUMS[kind]):
+            return found
+    raise ArtifactCorruptError(f"a graph holds an argument this version cannot read: {value!r}")
+
+
+def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
+    """Rebuild an ``fx.GraphModule`` from the data of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    values = [graph.placeholder(f"v{i}") for i in range(ir["inputs"])]
+
+    def decode(value: Any) -> Any:
+        if isinstance(value, dict) and "$" in value:
+            return values[value["$"]]
+        if isinstance(value, dict) and "graph" in value:
+            name = f"graph_{len(root._modules)}"
+            root.add_module(name, ir_to_graph(value["graph"]))
+            return graph.get_attr(name)
+        return _decode_constant(value, decode)
+
+    for entry in ir["nodes"]:
+        args = tuple(decode(a) for a in entry[1])
+        kwargs = {k: decode(v) for k, v in entry[2].items()} if len(entry) > 2 else {}
+        values.append(graph.call_function(resolve_operator(entry[0]), args, kwargs))
+    graph.output(tuple(decode(o) for o in ir["outputs"]))
+    return fx.GraphModule(root, graph)
+
+
+class _Value:
+    """Place of a value in a program's table."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Program:
+    """Runs a graph node by node, without generated code; a value is dropped after its last use."""
+
+    def __init__(self, ir: dict[str, Any]):
+        if ir.get("ir") != IR_FORMAT:
+            raise ArtifactCorruptError(f"a graph of format {ir.get('ir')!r}; this version reads {IR_FORMAT}")
+        self.inputs: int = ir["inputs"]
+        self._steps: list[tuple[Any, tuple, dict[str, Any], tuple[int, ...]]] = []
+        last: dict[int, int] = {}
+        used: set[int] = set()
+
+        def decode(value: Any) -> Any:
+            if isinstance(value, dict) and "$" in value:
+                used.add(value["$"])
+                return _Value(value["$"])
+            if isinstance(value, dict) and "graph" in value:
+                return Program(value["graph"])
+            return _decode_constant(value, decode)
+
+        for number, entry in enumerate(ir["nodes"]):
+            used.clear()
+            args = tuple(decode(a) for a in entry[1])
+            kwargs = {k: decode(v) for k, v in entry[2].items()} if len(entry) > 2 else {}
+            last.update(dict.fromkeys(used, number))
+            last.setdefault(self.inputs + number, number)
+            target = _run_cond if entry[0] == COND else resolve_operator(entry[0])
+            self._steps.append((target, args, kwargs, ()))
+        used.clear()
+        self._outputs = [decode(o) for o in ir["outputs"]]
+        for index in used:
+            last.pop(index, None)
+        dead: dict[int, list[int]] = {}
+        for index, number in last.items():
+            dead.setdefault(number, []).append(index)
+        self._steps = [(t, a, k, tuple(dead.get(n, ()))) for n, (t, a, k, _) in enumerate(self._steps)]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Run on the placeholders' values in order; returns the flat outputs."""
+        table: list[Any] = list(values)
+        for target, args, kwargs, dead in self._steps:
+            table.append(target(*[_fill(a, table) for a in args], **{k: _fill(v, table) for k, v in kwargs.items()}))
+            for index in dead:
+                table[index] = None
+        return [_fill(o, table) for o in self._outputs]
+
+
+def _fill(value: Any, table: list[Any]) -> Any:
+    if type(value) is _Value:
+        return table[value.index]
+    if type(value) is list:
+        return [_fill(v, table) for v in value]
+    return value
+
+
+def _run_cond(condition: Any, if_true: Program, if_false: Program, operands: Sequence[Any] = ()) -> list[Any]:
+    return (if_true if bool(condition) else if_false)(*operands)

@@ -1,0 +1,358 @@
+"""Passes over an exported graph: flatten it, put the backend's operators in, keep updates of states in place.
+
+They work on a plain ``fx`` graph whose placeholders are states, inputs and weights, and whose nodes carry a fake
+tensor in ``meta["val"]``. Order matters: nested graphs are flattened first, so that every later pass sees all nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxd_infer.errors import TraceError
+
+aten = torch.ops.aten
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+"""Operators in which ranks wait for one another; their order must be equal on all ranks."""
+
+
+def tensors_of(value: Any) -> list[fx.Node]:
+    """The nodes in an argument, however nested."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def inline(node: fx.Node, body: fx.GraphModule, args: Iterable[Any]) -> None:
+    """Replace ``node`` by the nodes of ``body`` called on ``args``; a tuple result is read through its getitems."""
+    graph = node.graph
+    values: dict[fx.Node, Any] = {}
+    arguments = iter(args)
+    result: Any = None
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                values[inner] = next(arguments)
+            elif inner.op == "output":
+                result = fx.map_arg(inner.args[0], lambda n: values[n])
+            elif inner.op == "get_attr":
+                values[inner] = _move_attribute(node, body, inner)
+            else:
+                values[inner] = graph.node_copy(inner, lambda n: values[n])
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise TraceError(f"the result of the nested graph {node.name} is used whole by {user.name}")
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    elif result is not None:
+        node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _move_attribute(node: fx.Node, body: fx.GraphModule, inner: fx.Node) -> fx.Node:
+    owner = node.graph.owning_module
+    value: Any = body
+    for part in str(inner.target).split("."):
+        value = getattr(value, part)
+    if not isinstance(value, fx.GraphModule):
+        raise TraceError(
+            f"a nested graph holds the tensor {inner.target!r}: make it outside of the operator, or register it"
+        )
+    name = f"nested_{len(list(owner.children()))}"
+    owner.add_module(name, value)
+    return node.graph.get_attr(name)
+
+
+def retrace(function: Callable[..., Any], args: Iterable[Any], *, pre_dispatch: bool = True) -> fx.GraphModule:
+    """The graph of ``function`` on the fake values of ``args`` (nodes or constants; only nodes become placeholders)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    flat = list(args)
+    nodes = tensors_of(flat)
+    fakes = [n.meta["val"] for n in nodes]
+
+    def call(*values: Any) -> Any:
+        table = dict(zip(nodes, values, strict=True))
+        return function(*fx.map_arg(flat, lambda n: table[n]))
+
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    if mode is None:
+        raise TraceError("an operator to inline has no tensor argument")
+    with torch.no_grad(), mode:
+        return make_fx(call, pre_dispatch=pre_dispatch)(*fakes)
+
+
+def flatten_nested(module: fx.GraphModule) -> None:
+    """Inline the nested graphs of ``torch.no_grad`` and ``torch.autocast`` regions; autocast becomes explicit casts."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.__name__
+        if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        at = 1 if name == "wrap_with_set_grad_enabled" else 4
+        body = getattr(module, str(node.args[at].target))
+        args = list(node.args[at + 1 :])
+        flatten_nested(body)
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache = node.args[:4]
+
+            def run(
+                *values: Any, body: fx.GraphModule = body, settings: tuple = (device, dtype, enabled, cache)
+            ) -> Any:
+                with torch.autocast(settings[0], dtype=settings[1], enabled=settings[2], cache_enabled=False):
+                    return fx.Interpreter(body).run(*values)
+
+            body = retrace(run, args, pre_dispatch=False)
+        inline(node, body, tensors_of(args) if name == "wrap_with_autocast" else args)
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr")
+
+
+def native_operator(library: Any, name: str) -> Any | None:
+    """``library``'s operator called ``name``, or None."""
+    if library is None or name not in library.ops:
+        return None
+    found = library.op(name)
+    return found.default if isinstance(found, torch._ops.OpOverloadPacket) else found
+
+
+def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[Any, Callable[..., Any]]) -> bool:
+    """Replace ``nxd::`` operators by the native ones; inline the composites that have none. True if any is native."""
+    native = False
+    changed = True
+    while changed:
+        changed = False
+        for node in list(module.graph.nodes):
+            target = node.target
+            if node.op != "call_function" or getattr(target, "namespace", None) != "nxd":
+                continue
+            found = native_operator(library, target._schema.name.partition("::")[2])
+            if found is not None:
+                node.target = found
+                native = True
+            elif target in composite:
+                args = _positional(node)
+                inline(node, retrace(composite[target], args), tensors_of(args))
+                changed = True
+    return native
+
+
+def _positional(node: fx.Node) -> list[Any]:
+    """All arguments of an operator call in the order of its schema, defaults filled in."""
+    out = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            out.append(node.args[i])
+        else:
+            out.append(node.kwargs.get(argument.name, argument.default_value))
+    return out
+
+
+# --- aliasing and mutation ----------------------------------------------------------------------------
+
+
+def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the placeholders whose memory its value may share, by the operators' schemas."""
+    shared: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        shared[node] = set()
+        if node.op == "placeholder":
+            shared[node] = {node}
+        elif node.target is operator.getitem:
+            shared[node] = set(shared[node.args[0]])
+        elif isinstance(node.target, torch._ops.OpOverload):
+            schema = node.target._schema
+            if any(r.alias_info is not None for r in schema.returns):
+                for argument, value in _arguments(node):
+                    if argument.alias_info is not None:
+                        for source in tensors_of(value):
+                            shared[node] |= shared[source]
+    return shared
+
+
+def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            yield argument, node.args[i]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory ``node`` writes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    return [
+        source
+        for argument, value in _arguments(node)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for source in tensors_of(value)
+    ]
+
+
+def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:
+    """The placeholders that a run of the graph changes."""
+    shared = aliases(graph)
+    return {base for node in graph.nodes for target in written(node) for base in shared[target]}
+
+
+# --- rewriting ----------------------------------------------------------------------------------------
+
+_IDENTITY = {aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default}
+_NOTHING = {"_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size"}
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Drop what means nothing in inference: detach, dropout in evaluation mode, metadata assertions, self copies."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        same = node.target in _IDENTITY
+        same |= node.target is aten.dropout.default and node.args[2] is False
+        same |= node.target is aten.copy_.default and node.args[0] is node.args[1]
+        if same:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif not node.users and getattr(node.target, "_opname", "") in _NOTHING:
+            graph.erase_node(node)
+
+
+def scatter_to_index_put(module: fx.GraphModule) -> None:
+    """Rewrite ``scatter(self, dim, index, src)`` to ``index_put``: the same values, updated in place by a compiler."""
+    rewrites = {aten.scatter.src: aten.index_put.default, aten.scatter_.src: aten.index_put_.default}
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in rewrites:
+            continue
+        target, dim, index, source = node.args
+        shape, source_shape = index.meta["val"].shape, source.meta["val"].shape
+        rank = len(shape)
+        if rank == 0 or target.meta["val"].dim() != rank:
+            continue
+        with graph.inserting_before(node):
+            for d in range(rank):
+                if source_shape[d] != shape[d]:
+                    source = _call(graph, aten.slice.Tensor, source, d, 0, shape[d])
+            indices = []
+            for d in range(rank):
+                if d == dim % rank:
+                    indices.append(index)
+                    continue
+                view = [1] * rank
+                view[d] = shape[d]
+                device = index.meta["val"].device
+                row = _call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
+                indices.append(_call(graph, aten.view.default, row, view))
+            updated = _call(graph, rewrites[node.target], target, indices, source)
+        node.replace_all_uses_with(updated)
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """A call with its fake value computed, in the fake mode of its arguments (or of ``like``)."""
+    node = graph.call_function(target, args, kwargs)
+    source = like or tensors_of(args)[0]
+    with torch.no_grad(), source.meta["val"].fake_mode:
+        fill = lambda value: fx.map_arg(value, lambda n: n.meta["val"])  # noqa: E731
+        # Written arguments are fake too: an in-place call on them changes nothing that matters.
+        node.meta["val"] = target(*fill(args), **fill(kwargs))
+    return node
+
+
+_IN_PLACE = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+}
+
+
+def update_in_place(module: fx.GraphModule) -> None:
+    """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` where nobody reads the old value.
+
+    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice a call.
+    """
+    graph = module.graph
+    for copy in [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]:
+        state = copy.args[0]
+        chain: list[fx.Node] = []
+        link = copy.args[1]
+        while link.op == "call_function" and link.target in _IN_PLACE and (not chain or len(link.users) == 1):
+            chain.append(link)
+            link = link.args[0]
+        if link is not state or not chain:
+            continue
+        chain.reverse()
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        shared = aliases(graph)
+        old_value = {node for node, bases in shared.items() if state in bases}
+        readers = {user for node in old_value for user in node.users if user.op == "call_function"}
+        readers -= {*chain, copy}
+        others = [node for node in graph.nodes if node is not copy and any(state in shared[w] for w in written(node))]
+        late = [reader for reader in readers if order[reader] > order[chain[0]]]
+        returned = any(user.op == "output" for node in old_value for user in node.users)
+        if others or late or returned or copy.users:
+            continue
+        for node in chain:
+            node.target = _IN_PLACE[node.target]
+        graph.erase_node(copy)
+
+
+def clone_aliased_outputs(module: fx.GraphModule) -> None:
+    """Give every output memory of its own: one that is (a view of) a state or input would change after the call."""
+    graph = module.graph
+    shared = aliases(graph)
+    output = next(n for n in graph.nodes if n.op == "output")
+    seen: set[fx.Node] = set()
+    results = []
+    for value in output.args[0]:
+        if isinstance(value, fx.Node) and (shared[value] or value in seen):
+            with graph.inserting_before(output):
+                value = _call(graph, aten.clone.default, value, memory_format=torch.contiguous_format)
+        elif isinstance(value, fx.Node):
+            seen.add(value)
+        results.append(value)
+    output.args = (tuple(results),)
+
+
+def eliminate_dead_code(module: fx.GraphModule) -> None:
+    """Remove unused pure operators, unused collectives included: a compiler would, so it is done before recording."""
+
+    def keep(node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output"):
+            return True
+        if node.op == "get_attr":
+            return False
+        return not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable
+
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: keep(n) and n.target is not operator.getitem)
+
+
+def collective_sequence(module: fx.GraphModule) -> list[str]:
+    """The collective calls in order, as text: operator, axis and arguments, dtype and shape."""
+    calls: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            nested = getattr(module, str(node.target), None)
+            calls += collective_sequence(nested) if isinstance(nested, fx.GraphModule) else []
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        namespace, _, name = node.target._schema.name.partition("::")
+        if name in COLLECTIVES and (namespace == "nxd" or namespace.startswith("nxd_")):
+            value = node.args[0].meta["val"]
+            dtype = str(value.dtype).removeprefix("torch.")
+            rest = ", ".join(str(a) for a in node.args[1:])
+            calls.append(f"{name}({dtype}{list(value.shape)}, {rest})")
+    return calls
