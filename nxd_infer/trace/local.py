@@ -1,0 +1,112 @@
+"""Degree 1 in the caller's process: the same exchanges as with rank processes, over ordinary memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer.context import LOCAL
+from nxd_infer.errors import ModelClosedError, RankFailedError
+from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.channel import Kind
+from nxd_infer.trace.health import RankHealth
+from nxd_infer.trace.manifest import TensorSpec
+from nxd_infer.trace.rank import Rank, Runtime
+
+
+@dataclass
+class LocalArena:
+    """The tensors that an arena would hold: inputs and outputs of every bucket."""
+
+    inputs: list[list[Tensor]]
+    outputs: list[list[Tensor]]
+
+
+class LocalRank:
+    """Run an artifact of degree 1 here. A call that raises leaves states undefined, so it closes a rank with states."""
+
+    def __init__(self, artifact: LoadedArtifact, *, threads: int):
+        self.artifact = artifact
+        self.threads = threads
+        self.arena: LocalArena | None = None
+        self._rank: Rank | None = None
+        self._owner = os.getpid()
+        self._failure: RankFailedError | None = None
+        self._steps = 0
+        self._clock: float | None = None
+
+    def start(self) -> None:
+        """Load the weights and every graph."""
+        self._rank = Rank(self.artifact, 0, Runtime(LOCAL, self.threads, self.artifact))
+        buckets = self.artifact.manifest.buckets
+        self.arena = LocalArena(
+            [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets],
+            [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets],
+        )
+
+    def exchange(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        *,
+        timeout: float | None = None,
+        fds: list[int] | None = None,
+        fatal: bool = True,
+    ) -> None:
+        """Do what the record asks for, now. ``timeout`` cannot act here. For ``fatal`` see Supervisor."""
+        self.check()
+        assert self._rank is not None and self.arena is not None
+        self._clock = time.monotonic()
+        try:
+            if kind == Kind.STEP:
+                outputs = self._rank.run(bucket, self.arena.inputs[bucket])
+                self.arena.outputs[bucket] = outputs
+            elif kind == Kind.RESET:
+                self._rank.reset_states()
+            elif kind == Kind.PREPARE_WEIGHTS:
+                assert fds is not None
+                self._rank.prepare_weights(f"/proc/self/fd/{fds[0]}")
+            elif kind == Kind.COMMIT_WEIGHTS:
+                self._rank.commit_weights()
+            elif kind == Kind.ABORT_WEIGHTS:
+                self._rank.abort_weights()
+        except Exception as error:
+            import traceback
+
+            text = traceback.format_exc()
+            failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, text)
+            if fatal and self.artifact.manifest.states:
+                self._failure = failure
+            raise failure from error
+        self._steps += 1
+
+    def settle(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ModelClosedError unless the graphs are loaded and usable."""
+        if os.getpid() != self._owner:
+            return  # a forked copy has the memory too
+        if self._failure is not None:
+            raise ModelClosedError(f"the model was closed because {self._failure}; call restart()") from self._failure
+        if self._rank is None:
+            raise ModelClosedError("the model was closed; call restart() to load its graphs again")
+
+    def health(self) -> list[RankHealth]:
+        alive = self._rank is not None and self._failure is None
+        age = time.monotonic() - self._clock if self._clock is not None else None
+        return [RankHealth(0, os.getpid(), alive, "running" if alive else "ended", self._steps, 0, 0.0, age)]
+
+    def close(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None
+        self.arena = None
+
+
+def _zeros(spec: TensorSpec) -> Tensor:
+    return torch.zeros(spec.shape, dtype=spec.torch_dtype)

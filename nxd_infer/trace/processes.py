@@ -1,0 +1,260 @@
+"""Start the processes of a model's ranks, follow them, and end them.
+
+A thread of this module starts the ranks and lives as long as they do. That matters: PDEATHSIG follows the *thread*
+that started a process. The thread also drains the ranks' output, keeping its end for error texts, and notices a rank
+that ends while nobody calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from nxd_infer.comm.process import process_state
+from nxd_infer.comm.shm import create_segment, read_counters
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.channel import Arena, Channel, arena_layout, create_arena
+from nxd_infer.trace.cores import choose_cores, release_cores
+from nxd_infer.trace.worker import WorkerConfig
+
+_TAIL = 16 << 10
+_COUNTER_BYTES = 64 << 10
+"""The part of a collectives segment that holds the counters."""
+
+
+class RankProcesses:
+    """The processes of all ranks of ``artifact``, with what they share with the caller.
+
+    ``on_exit(rank, text)`` is called from the following thread for every rank that ends; ``text`` says how, with the
+    end of what the rank printed.
+    """
+
+    def __init__(
+        self,
+        artifact: LoadedArtifact,
+        *,
+        threads: int,
+        collective_timeout: float,
+        on_exit: Callable[[int, str], None],
+    ):
+        self.artifact = artifact
+        self.degree = artifact.manifest.tp_degree
+        self.threads = threads
+        self.arena: Arena | None = None
+        self.channels: list[Channel] = []
+        self.ended = threading.Event()
+        """Set once all ranks have ended and their output is read."""
+        self._collective_timeout = collective_timeout
+        self._on_exit = on_exit
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._counters: list[mmap.mmap] = []
+        self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
+        self._cores: list[list[int]] = []
+        self._directory: str | None = None
+        self._mutex = threading.Lock()
+
+    def start(self) -> None:
+        """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
+        spawned = threading.Event()
+        errors: list[BaseException] = []
+
+        def live() -> None:
+            try:
+                self._spawn()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                spawned.set()
+            self._follow()
+            self.ended.set()
+
+        threading.Thread(target=live, name="nxd-ranks", daemon=True).start()
+        spawned.wait()
+        if errors:
+            raise errors[0]
+
+    def kill(self) -> None:
+        """End every rank and wait for its end. SIGKILL: a rank in native code runs no handler of Python's."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                continue  # in the kernel, beyond any signal; it ends when its system call does
+        with self._mutex:
+            cores, self._cores = self._cores, []
+            directory, self._directory = self._directory, None
+        release_cores(cores)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    # --- what the ranks are doing ---
+
+    def pid(self, rank: int) -> int | None:
+        return self._processes[rank].pid if rank < len(self._processes) else None
+
+    def state(self, rank: int) -> str:
+        """``running``, ``stopped`` or ``ended``."""
+        if rank >= len(self._processes) or self._processes[rank].poll() is not None:
+            return "ended"
+        return process_state(self._processes[rank].pid)
+
+    def collectives(self, rank: int) -> int:
+        """Collectives the rank has passed, over all native libraries; counted natively, also inside a graph."""
+        return sum(read_counters(segment)[rank].collectives for segment in self._counters)
+
+    def tail(self, rank: int) -> str:
+        """The end of what the rank printed, under a heading; "" when it printed nothing."""
+        text = b"".join(tuple(self._tails[rank]))[-_TAIL:].decode("utf-8", "replace").strip()
+        return f"\n--- last output of rank {rank} ---\n{text}" if text else ""
+
+    # --- the thread that starts and follows ---
+
+    def _spawn(self) -> None:
+        manifest = self.artifact.manifest
+        fds: list[int] = []
+        try:
+            fds.append(create_arena(arena_layout(manifest)))
+            self.arena = Arena(fds[0], manifest, writable_inputs=True)
+            libraries: list[tuple[str, int]] = []
+            for path in _libraries(self.artifact):
+                segment = create_segment(self.degree)
+                fds.append(segment)
+                libraries.append((path, segment))
+                size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
+                self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
+            self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
+            self._cores = choose_cores(self.degree, self.threads)
+            for rank in range(self.degree):
+                self.channels.append(self._spawn_rank(rank, fds, libraries))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _spawn_rank(self, rank: int, fds: list[int], libraries: list[tuple[str, int]]) -> Channel:
+        ours, theirs = Channel.pair()
+        config = WorkerConfig(
+            artifact=str(self.artifact.path),
+            digest=self.artifact.digest,
+            rank=rank,
+            degree=self.degree,
+            parent=os.getpid(),
+            socket=theirs.fileno(),
+            arena=fds[0],
+            threads=self.threads,
+            cores=self._cores[rank],
+            timeout=self._collective_timeout,
+            libraries=libraries,
+            rendezvous=f"{self._directory}/rendezvous",
+        )
+        command = [sys.executable, "-m", "nxd_infer.trace.worker", "rank", str(rank), "--config", config.to_json()]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_environment(self.threads),
+                pass_fds=(theirs.fileno(), *fds),
+                start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._processes.append(process)
+        return ours
+
+    def _follow(self) -> None:
+        """Drain the ranks' output and report their ends, until all have ended."""
+        poll = select.poll()
+        outputs: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            outputs[rank] = process.stdout.fileno()
+            poll.register(outputs[rank], select.POLLIN)
+            try:
+                ends[rank] = os.pidfd_open(process.pid)
+            except OSError:
+                continue  # an old kernel: look at the processes four times a second
+            poll.register(ends[rank], select.POLLIN)
+        ranks = {fd: rank for rank, fd in outputs.items()}
+        running = set(ranks.values())
+        while running:
+            for fd, _ in poll.poll(None if running <= ends.keys() else 250):
+                if fd in ranks and not self._drain(fd, ranks[fd]):
+                    poll.unregister(fd)
+                    del ranks[fd]
+            for rank in sorted(running):
+                if self._processes[rank].poll() is None:
+                    continue
+                running.discard(rank)
+                if rank in ends:
+                    poll.unregister(ends[rank])
+                    os.close(ends[rank])
+                self._drain(outputs[rank], rank)
+                self._on_exit(rank, self._how(rank) + self.tail(rank))
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def _drain(self, fd: int, rank: int) -> bool:
+        """Keep what the rank printed; False at the end of its output."""
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._tails[rank].append(data[-_TAIL:])
+
+    def _how(self, rank: int) -> str:
+        code = self._processes[rank].returncode
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def _libraries(artifact: LoadedArtifact) -> list[str]:
+    """The native libraries that the ranks connect: the artifact's own, else this package's where it can be built.
+
+    Empty at degree 1 (nothing to connect), and where there is neither: the ranks then use gloo, slower and the same.
+    """
+    manifest = artifact.manifest
+    if manifest.tp_degree == 1:
+        return []
+    if manifest.ops:
+        return [str(artifact.op_file(digest)) for digest in manifest.ops]
+    from nxd_infer import native
+
+    try:
+        return [str(native.load().path)]
+    except BackendUnavailableError:
+        return []
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The ranks' environment: this process's, with their thread count and a path to this package."""
+    import nxd_infer
+
+    root = str(Path(nxd_infer.__file__).parent.parent)
+    environment = dict(os.environ)
+    paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment

@@ -1,0 +1,167 @@
+"""One rank: its weights mapped, its states allocated, every bucket's graph loaded. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer import backends
+from nxd_infer.backends.base import Executable
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, WeightSchemaError
+from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.manifest import TensorSpec, WeightSpec
+
+STATE_PREFIX = "state:"
+"""In a rank's weight file: the initial value of a state that does not start as zeros."""
+
+
+@dataclass
+class Runtime:
+    """What this rank offers the graphs it loads (``backends.RankRuntime``)."""
+
+    context: ParallelContext
+    threads: int
+    artifact: LoadedArtifact
+    _libraries: dict[str, Any] = field(default_factory=dict)
+
+    def library(self, content_hash: str) -> Any:
+        """The operator library ``ops/<hash>.so`` of the artifact, registered once in this process.
+
+        A rank process has connected it to its peers before any graph is loaded.
+        """
+        if content_hash not in self._libraries:
+            from nxd_infer import native
+
+            self._libraries[content_hash] = native.load_file(self.artifact.op_file(content_hash))
+        return self._libraries[content_hash]
+
+
+class Rank:
+    """The tensors and graphs of one rank of an artifact."""
+
+    def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
+        self.artifact = artifact
+        self.rank = rank
+        manifest = artifact.manifest
+        self.weights = load_weights(artifact.weight_file(rank), manifest.weights)
+        self._initial = load_initial_states(artifact.weight_file(rank), manifest.states)
+        self.states = {spec.name: _empty(spec) for spec in manifest.states}
+        self.reset_states()
+        backend = backends.get(manifest.backend)
+        self.graphs: dict[str, Executable] = {}
+        for bucket in manifest.buckets:
+            digest = bucket.graphs[rank]
+            if digest not in self.graphs:
+                spec = manifest.graphs[digest]
+                self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
+        self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
+        self._staged: dict[str, Tensor] | None = None
+
+    def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
+        with torch.no_grad():
+            outputs = self._buckets[bucket](inputs)
+        specs = self.artifact.manifest.buckets[bucket].outputs
+        if len(outputs) != len(specs):
+            raise InputMismatchError(f"the graph returned {len(outputs)} outputs, the manifest names {len(specs)}")
+        for spec, output in zip(specs, outputs, strict=True):
+            if list(output.shape) != spec.shape or output.dtype != spec.torch_dtype:
+                raise InputMismatchError(
+                    f"the graph returned {output.dtype}{list(output.shape)} for output {spec.name!r}, "
+                    f"traced as {spec.dtype}{spec.shape}"
+                )
+        return outputs
+
+    def reset_states(self) -> None:
+        """Put every state back to its traced value, in place: the graphs keep their references."""
+        for name, state in self.states.items():
+            if name in self._initial:
+                state.copy_(self._initial[name])
+            else:
+                state.zero_()
+
+    def prepare_weights(self, file: str | os.PathLike[str]) -> None:
+        """Map new weights and check them, without using them yet. Raises WeightSchemaError."""
+        try:
+            self._staged = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
+        except ArtifactCorruptError as error:
+            raise WeightSchemaError(str(error)) from error
+
+    def commit_weights(self) -> None:
+        """Use the prepared weights from the next step on."""
+        if self._staged is None:
+            raise WeightSchemaError("no new weights were prepared")
+        staged, self._staged = self._staged, None
+        self.weights = {**self.weights, **staged}
+        for graph in self.graphs.values():
+            names = {weight.name for weight in graph.graph.weights}
+            graph.update_weights({name: tensor for name, tensor in staged.items() if name in names})
+
+    def abort_weights(self) -> None:
+        self._staged = None
+
+    def close(self) -> None:
+        for graph in self.graphs.values():
+            graph.close()
+        self.weights, self.states, self._initial, self._staged = {}, {}, {}, None
+
+
+def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = False) -> dict[str, Tensor]:
+    """The weights of one rank, memory-mapped (copy on write): pages are read when a graph touches them.
+
+    A weight whose traced stride is not contiguous is copied into that stride, since graphs are compiled for it.
+    ``partial`` allows some to be absent.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weights: dict[str, Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as source:
+            present = set(source.keys())
+            for spec in specs:
+                if partial and spec.name not in present:
+                    continue
+                tensor = source.get_tensor(spec.name)
+                if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape:
+                    raise ArtifactCorruptError(
+                        f"{file.name}: {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
+                        f"expected {spec.dtype}{spec.shape}"
+                    )
+                if list(tensor.stride()) != spec.stride and tensor.numel() > 0:
+                    tensor = _empty(spec).copy_(tensor)
+                weights[spec.name] = tensor
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{file.name} cannot be read as safetensors: {error}") from error
+    return weights
+
+
+def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The states that do not start as zeros, by name."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as source:
+        present = set(source.keys())
+        initial = {
+            spec.name: source.get_tensor(STATE_PREFIX + spec.name)
+            for spec in specs
+            if STATE_PREFIX + spec.name in present
+        }
+    for spec in specs:
+        tensor = initial.get(spec.name)
+        if tensor is not None and (tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape):
+            raise ArtifactCorruptError(
+                f"{file.name}: the initial value of state {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
+                f"expected {spec.dtype}{spec.shape}"
+            )
+    return initial
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)

@@ -1,0 +1,158 @@
+"""New weights for a traced model: logical tensors cut to each rank's through the manifest's layout.
+
+``manifest.layout`` is ``{"weights": {name: {"logical": {logical name: shape}, "ranks": [tensor layout, ...]}}}``: how
+each rank's tensor is made of logical tensors (``nxd_infer.layout``). Weights that are not listed (constants, buffers
+that no checkpoint holds) stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError, ShardingError, WeightSchemaError
+from nxd_infer.layout import ParamLayout, TensorLayout, WeightSource, as_source, shard_tensor
+from nxd_infer.trace.manifest import Manifest, WeightSpec, weight_schema_hash
+
+Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]
+
+_SAFETENSORS_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def describe_layout(layouts: Mapping[str, ParamLayout], degree: int) -> dict[str, Any]:
+    """What ``manifest.layout`` holds, for layouts with absolute logical names (``layout.weight_layout``)."""
+    return {
+        "weights": {
+            name: {
+                "logical": {key: list(shape) for key, shape in layout.logical_shapes.items()},
+                "ranks": [layout.rank_layout(degree, rank).to_json() for rank in range(degree)],
+                **({"alias_of": layout.alias_of} if layout.alias_of else {}),
+            }
+            for name, layout in layouts.items()
+        }
+    }
+
+
+class WeightUpdate:
+    """Checked new weights, cut one rank at a time."""
+
+    def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True):
+        """``strict`` wants every logical tensor of the layout and no other; without it any part of them will do.
+
+        Raises WeightSchemaError listing all that is missing, unexpected, of another shape or of another kind of dtype.
+        """
+        if "inline-weights" in manifest.requires:
+            raise WeightSchemaError(
+                "the weights are part of this artifact's compiled graphs (inline_weights_to_neff=True) and cannot be "
+                "updated: trace with inline_weights_to_neff=False"
+            )
+        if weight_schema_hash(manifest.weights) != manifest.weight_schema:
+            raise WeightSchemaError("the artifact's weight schema does not match its own hash; trace again")
+        self.manifest = manifest
+        self._specs = {spec.name: spec for spec in manifest.weights}
+        self._layout: dict[str, dict[str, Any]] = manifest.layout.get("weights", {})
+        self.entries = {name: entry for name, entry in self._layout.items() if name in self._specs}
+        if not self.entries:
+            raise WeightSchemaError("the artifact does not say how its weights are made (no layout); trace again")
+        self.source = as_source(weights)
+        self.names = self._check(strict)
+
+    def _check(self, strict: bool) -> list[str]:
+        """The weights to change, by name."""
+        present = set(self.source.keys())
+        missing, problems, names = [], [], []
+        known = {key for entry in self._layout.values() for key in entry["logical"]}
+        for name in self.entries:
+            logical = self._readable(name, present)["logical"]
+            absent = [key for key in logical if key not in present]
+            if absent:
+                missing += absent if strict or len(absent) < len(logical) else []
+                continue
+            names.append(name)
+            for key, shape in logical.items():
+                if list(self.source.shape(key)) != list(shape):
+                    problems.append(f"{key} has shape {list(self.source.shape(key))}, traced with {list(shape)}")
+                if self.source.dtype(key).is_floating_point != self._specs[name].torch_dtype.is_floating_point:
+                    problems.append(f"{key} is {self.source.dtype(key)}, traced as {self._specs[name].dtype}")
+        unexpected = sorted(present - known)
+        texts = [f"missing: {_listed(sorted(set(missing)))}"] if missing else []
+        texts += [f"different: {_listed(sorted(set(problems)), '; ')}"] if problems else []
+        texts += [f"unexpected: {_listed(unexpected)}"] if unexpected and (strict or not names) else []
+        if texts or not names:
+            raise WeightSchemaError(
+                "the weights do not fit this artifact and nothing was changed. " + ". ".join(texts or ["none given"])
+            )
+        return names
+
+    def _readable(self, name: str, present: set[str]) -> dict[str, Any]:
+        """The layout to read weight ``name`` by: a tied weight's other name where only that is stored."""
+        entry = self.entries[name]
+        first = entry.get("alias_of") or name
+        ties = [e for other, e in self._layout.items() if other == first or e.get("alias_of") == first]
+        return next((e for e in [entry, *ties] if set(e["logical"]) <= present), entry)
+
+    def tensors(self, rank: int) -> Iterator[tuple[WeightSpec, Tensor]]:
+        """The rank's new tensors one after the other, so that no more than one is held."""
+        present = set(self.source.keys())
+        for name in self.names:
+            spec = self._specs[name]
+            try:
+                layout = TensorLayout.from_json(self._readable(name, present)["ranks"][rank])
+                yield spec, shard_tensor(self.source, layout, spec.torch_dtype)
+            except (ShardingError, CheckpointError, KeyError, IndexError) as error:
+                raise WeightSchemaError(f"{name} cannot be cut for rank {rank}: {error}") from error
+
+    def write(self, rank: int) -> BinaryIO:
+        """The rank's new weights as an anonymous safetensors file: it has no name and ends with its last user."""
+        specs = [self._specs[name] for name in self.names]
+        file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115  (the caller closes it)
+        try:
+            write_safetensors(file, specs, (tensor for _, tensor in self.tensors(rank)))
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def write_safetensors(file: BinaryIO, specs: Sequence[WeightSpec], tensors: Iterator[Tensor]) -> None:
+    """Write a safetensors file tensor by tensor, in the order of ``specs``; no more than one is in memory."""
+    header: dict[str, Any] = {}
+    end = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": _SAFETENSORS_NAMES[spec.torch_dtype],
+            "shape": spec.shape,
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1)
+        if flat.numel():
+            file.write(flat.view(torch.uint8).numpy().data)
+    file.flush()
+
+
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")

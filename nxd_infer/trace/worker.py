@@ -1,0 +1,184 @@
+"""A rank process: ``python -m nxd_infer.trace.worker rank N --config JSON``. Started by the supervisor only.
+
+It dies with its parent (PDEATHSIG), keeps to its cores and threads, loads its rank of the artifact, and then waits
+for records: read one, run, write the outputs (rank 0), answer. It never unpickles anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_infer.comm import Collectives
+    from nxd_infer.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the supervisor tells a rank, as JSON on the command line."""
+
+    artifact: str
+    digest: str
+    rank: int
+    degree: int
+    parent: int
+    socket: int
+    arena: int
+    threads: int
+    cores: list[int]
+    timeout: float
+    libraries: list[tuple[str, int]]
+    """Native libraries to connect, each with the descriptor of its shared memory; the first is the transport of
+    operators that are not compiled into a graph."""
+    rendezvous: str
+    """File through which ranks without a native library find each other (gloo)."""
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerConfig:
+        return cls(**json.loads(text))
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the starter ends, and end now if it already has."""
+    pr_set_pdeathsig = 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    config = WorkerConfig.from_json(arguments[arguments.index("--config") + 1])
+    die_with_parent(config.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+
+    import torch
+
+    from nxd_infer.trace.channel import Arena, Channel, Kind, Request
+
+    torch.set_num_threads(config.threads)
+    channel = Channel.from_fd(config.socket)
+    started = time.monotonic_ns()
+    try:
+        rank = load_rank(config)
+        arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
+    except BaseException:
+        channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started, traceback.format_exc())
+        return 1
+    channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started)
+    while (message := channel.receive_request()) is not None:
+        request, fds = message
+        if request.kind == Kind.STOP:
+            break
+        started = time.monotonic_ns()
+        error = None
+        arena.begin(config.rank, started)
+        try:
+            _serve(request, fds, rank, arena)
+        except BaseException:
+            error = traceback.format_exc()
+        arena.finish(config.rank)
+        channel.send_response(request, time.monotonic_ns() - started, error)
+    return 0
+
+
+def _serve(request: Any, fds: list[int], rank: Any, arena: Any) -> None:
+    from nxd_infer.trace.channel import Kind
+
+    if request.kind == Kind.STEP:
+        outputs = rank.run(request.bucket, arena.inputs[request.bucket])
+        if rank.rank == 0:
+            for view, output in zip(arena.outputs[request.bucket], outputs, strict=True):
+                view.copy_(output)
+    elif request.kind == Kind.RESET:
+        rank.reset_states()
+    elif request.kind == Kind.PREPARE_WEIGHTS:
+        try:
+            rank.prepare_weights(Path(f"/proc/self/fd/{fds[0]}"))
+        finally:
+            for fd in fds:
+                os.close(fd)
+    elif request.kind == Kind.COMMIT_WEIGHTS:
+        rank.commit_weights()
+    elif request.kind == Kind.ABORT_WEIGHTS:
+        rank.abort_weights()
+
+
+def load_rank(config: WorkerConfig) -> Any:
+    """This process's rank: its context and transport, then its weights, states and graphs."""
+    from nxd_infer.context import make_context, set_default_context
+    from nxd_infer.trace.artifact import load_artifact
+    from nxd_infer.trace.rank import Rank, Runtime
+
+    # The caller verified the contents; a digest that differs means the directory was replaced since.
+    artifact = load_artifact(config.artifact, verify=False)
+    if artifact.digest != config.digest:
+        from nxd_infer.errors import ArtifactCorruptError
+
+        raise ArtifactCorruptError(f"the artifact {config.artifact} was replaced while it was loaded; load it again")
+    key = "ranks" if config.degree > 1 else "local"
+    context = make_context(config.degree, config.rank, tp=config.degree, collectives=key)
+    set_default_context(context)
+    if config.degree > 1:
+        connect(config, context)
+    return Rank(artifact, config.rank, Runtime(context, config.threads, artifact))
+
+
+def connect(config: WorkerConfig, context: ParallelContext) -> None:
+    """Register this rank's transport: shared memory, or gloo where there is no native library."""
+    from nxd_infer.comm import register_collectives
+
+    if not config.libraries:
+        register_collectives(context.collectives, _gloo(config, context))
+        return
+    from nxd_infer import native
+    from nxd_infer.comm.shm import ShmCollectives
+
+    transports = [
+        ShmCollectives(native.load_file(path), context, {"tp": segment}, timeout=config.timeout)
+        for path, segment in config.libraries
+    ]
+    register_collectives(context.collectives, transports[0])
+
+
+def _gloo(config: WorkerConfig, context: ParallelContext) -> Collectives:
+    import datetime
+
+    import torch.distributed as dist
+    from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  (documented, not in __all__)
+
+    from nxd_infer.comm.distributed import DistributedCollectives
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(config.rendezvous, config.degree),
+        rank=config.rank,
+        world_size=config.degree,
+        timeout=datetime.timedelta(seconds=config.timeout),
+    )
+    groups = {"tp": dist.distributed_c10d._get_default_group()}
+    return DistributedCollectives(context, groups, config.timeout)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing to tidy: states end with the process, and torch's exit handlers can hang on a dead peer

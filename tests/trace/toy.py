@@ -1,0 +1,152 @@
+"""Small artifacts for the tests of saving, loading and calling: written directly, without tracing a module.
+
+``y = all_reduce(x @ up @ down)`` with ``up`` split by columns and ``down`` by rows, a state ``count`` that grows with
+every call of every bucket, and a state ``memory`` that does not start as zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import nxd_infer.comm  # noqa: F401  (registers torch.ops.nxd)
+from nxd_infer.backends import ir
+from nxd_infer.backends.base import GRAPH_FILE, IR_FILE, GraphFile
+from nxd_infer.layout import AxisPlan, ParamLayout
+from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME, ArtifactWriter, weight_name
+from nxd_infer.trace.manifest import (
+    BucketSpec,
+    InputSpec,
+    Manifest,
+    OutputSpec,
+    TensorSpec,
+    WeightSpec,
+    weight_schema_hash,
+)
+from nxd_infer.trace.target import describe_target, versions
+from nxd_infer.trace.weights import describe_layout
+
+HIDDEN, INNER, VOCABULARY = 8, 16, 12
+LAYOUTS = {
+    "up": ParamLayout.of([HIDDEN, AxisPlan.even(INNER)], "up"),
+    "down": ParamLayout.of([AxisPlan.even(INNER), HIDDEN], "down"),
+    "table": ParamLayout.of([VOCABULARY, HIDDEN], "table"),
+}
+
+
+@dataclasses.dataclass
+class Bucket:
+    """One shape of the toy model: ``x`` is [batch, length, HIDDEN]; ``ids`` [batch] looks rows up in a table."""
+
+    name: str
+    batch: int
+    length: int
+
+
+BUCKETS = (Bucket("b2_s4", 2, 4), Bucket("b2_s8", 2, 8), Bucket("b4_s8", 4, 8))
+
+
+def logical_weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "up": torch.randn(HIDDEN, INNER, generator=generator),
+        "down": torch.randn(INNER, HIDDEN, generator=generator),
+        "table": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+    }
+
+
+def expected(weights: dict[str, Tensor], x: Tensor, ids: Tensor | None = None) -> Tensor:
+    """What the toy model returns as ``y``."""
+    ids = torch.zeros(x.shape[0], dtype=torch.int64) if ids is None else ids
+    return x @ weights["up"] @ weights["down"] + weights["table"][ids][:, None, :]
+
+
+def _graph(degree: int, bucket: Bucket) -> Callable[..., tuple[Tensor, ...]]:
+    def step(count: Tensor, memory: Tensor, x: Tensor, ids: Tensor, up: Tensor, down: Tensor, table: Tensor):
+        y = torch.matmul(torch.matmul(x, up), down)
+        if degree > 1:
+            y = torch.ops.nxd.all_reduce(y, "tp", "sum", degree)
+        y = y + torch.nn.functional.embedding(ids, table).unsqueeze(1)
+        count.add_(1)
+        memory.add_(1)
+        return y, count.clone(), memory.clone()
+
+    return step
+
+
+def build(
+    target: str | Path,
+    *,
+    degree: int = 2,
+    buckets: Sequence[Bucket] = BUCKETS,
+    weights: dict[str, Tensor] | None = None,
+    kernel: Callable | None = None,
+    rank_tables: dict[int, Tensor] | None = None,
+    pad: bool = True,
+    change: Callable[[Manifest], None] | None = None,
+) -> Path:
+    """Write the toy artifact. ``rank_tables`` gives single ranks another table; ``change`` edits the manifest."""
+    logical = weights or logical_weights()
+    states = [TensorSpec.of("count", torch.zeros(1)), TensorSpec.of("memory", torch.zeros(3))]
+    shards = [
+        {name: _cut(tensor, LAYOUTS[name], degree, rank) for name, tensor in logical.items()} for rank in range(degree)
+    ]
+    for rank, table in (rank_tables or {}).items():
+        shards[rank]["table"] = table
+    specs = [WeightSpec.of(name, tensor) for name, tensor in shards[0].items()]
+    with ArtifactWriter(target) as writer:
+        bucket_specs, graphs = [], {}
+        for number, bucket in enumerate(buckets):
+            x = torch.zeros(bucket.batch, bucket.length, HIDDEN)
+            ids = torch.zeros(bucket.batch, dtype=torch.int64)
+            inputs = [
+                InputSpec.of("x", x, pad={0: 0.0, 1: 0.0} if pad else {}),
+                InputSpec.of("ids", ids, default=0, pad={0: 0.0} if pad else {}),
+            ]
+            outputs = [
+                OutputSpec.of("y", x, cut={0: ("x", 0), 1: ("x", 1)}),
+                OutputSpec.of("count", torch.zeros(1)),
+                OutputSpec.of("memory", torch.zeros(3)),
+            ]
+            arguments = [torch.zeros(1), torch.zeros(3), x, ids, *shards[0].values()]
+            traced = make_fx(_graph(degree, bucket), tracing_mode="fake")(*arguments)
+            digest = f"toy{number}degree{degree}"
+            graph = GraphFile(digest=digest, inputs=inputs, outputs=outputs, states=states, weights=specs)
+            folder = f"graphs/{digest}"
+            writer.write_bytes(f"{folder}/{GRAPH_FILE}", graph.model_dump_json().encode())
+            writer.write_bytes(f"{folder}/{IR_FILE}", ir.ir_text(ir.graph_to_ir(traced)).encode())
+            graphs[digest] = graph.spec()
+            bucket_specs.append(BucketSpec(name=bucket.name, inputs=inputs, outputs=outputs, graphs=[digest] * degree))
+        for rank, shard in enumerate(shards):
+            initial = {"state:memory": torch.tensor([1.0, 2.0, 3.0])}
+            writer.write_safetensors(weight_name(rank), {**shard, **initial})
+        if kernel is not None:
+            torch.jit.script(kernel).save(str(writer.file(BUCKET_KERNEL_NAME)))
+        manifest = Manifest(
+            backend="eager",
+            requires=["bucket-kernel"] if kernel is not None else [],
+            target={**describe_target(), "threads": 1},
+            versions=versions(),
+            tp_degree=degree,
+            buckets=bucket_specs,
+            graphs=graphs,
+            states=states,
+            weights=specs,
+            weight_schema=weight_schema_hash(specs),
+            layout=describe_layout(LAYOUTS, degree),
+            metadata={"task": "toy"},
+        )
+        if change is not None:
+            change(manifest)
+        return writer.commit(manifest)
+
+
+def _cut(tensor: Tensor, layout: ParamLayout, degree: int, rank: int) -> Tensor:
+    from nxd_infer.layout import shard_tensor
+
+    return shard_tensor(dict.fromkeys(layout.logical_names, tensor), layout.rank_layout(degree, rank))
