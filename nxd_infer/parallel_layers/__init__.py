@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 _NAMES = {
     "ColumnParallelLinear": "layers",
-    "RowParallelLinear": "layers",
+    "InputChannelParallelConv2d": "layers",
+    "OutputChannelParallelConv2d": "layers",
     "ParallelEmbedding": "layers",
+    "RowParallelLinear": "layers",
+    "SPMDRank": "layers",
 }
 _MODULES = (
     "initialization",
@@ -19,12 +22,22 @@ _MODULES = (
 )
 
 if TYPE_CHECKING:
-    from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+    from nxd_infer.parallel_layers.layers import (
+        ColumnParallelLinear,
+        InputChannelParallelConv2d,
+        OutputChannelParallelConv2d,
+        ParallelEmbedding,
+        RowParallelLinear,
+        SPMDRank,
+    )
 
 __all__ = [
     "ColumnParallelLinear",
+    "InputChannelParallelConv2d",
+    "OutputChannelParallelConv2d",
     "ParallelEmbedding",
     "RowParallelLinear",
+    "SPMDRank",
 ]
 
 

@@ -133,24 +133,29 @@ class ParallelEmbedding(ParallelLayer):
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> Tensor:
         """A plain lookup in this rank's table; ids count from its first row."""
-        if self.max_norm is None or self.degree == 1 or not self.shard_across_embedding:
-            return F.embedding(
-                ids, self.weight, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-            )
-        self._renormalise_split_rows(ids)
+        max_norm = self.max_norm
+        if max_norm is not None and torch.compiler.is_exporting():  # a graph reads its weights and changes none
+            y = F.embedding(ids, self.weight)
+            return (y * self._shortening(y, max_norm)).to(y.dtype)
+        if max_norm is not None and self.shard_across_embedding and self.degree > 1:
+            with torch.no_grad():
+                rows = torch.unique(ids)
+                values = self.weight.detach()[rows]
+                self.weight.detach()[rows] = (values * self._shortening(values, max_norm)).to(values.dtype)
+            max_norm = None
         return F.embedding(
-            ids, self.weight, padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
+            ids, self.weight, padding_idx, max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
-    @torch.no_grad()
-    def _renormalise_split_rows(self, ids: Tensor) -> None:
-        """``max_norm`` where every rank holds a slice of each row: the norm is taken over all ranks."""
-        rows = torch.unique(ids)
-        values = self.weight.detach()[rows]
-        power = values.abs().float().pow(self.norm_type).sum(-1, keepdim=True)
-        norm = comm.all_reduce(power, self.context, self.axis).pow(1 / self.norm_type)
-        scale = torch.where(norm > self.max_norm, self.max_norm / (norm + 1e-7), torch.ones_like(norm))
-        self.weight.detach()[rows] = (values * scale).to(values.dtype)
+    def _shortening(self, rows: Tensor, max_norm: float) -> Tensor:
+        """``[..., 1]``: the factor that cuts each row down to ``max_norm``, over all ranks where they share rows."""
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if self.shard_across_embedding and self.degree > 1:
+            power = rows.abs().pow(self.norm_type).sum(-1, keepdim=True)
+            norm = comm.all_reduce(power, self.context, self.axis).pow(1 / self.norm_type)
+        else:
+            norm = rows.norm(self.norm_type, -1, keepdim=True)
+        return torch.where(norm > max_norm, max_norm / (norm + 1e-7), torch.ones_like(norm))
 
     def _look_up_own(self, ids: Tensor) -> Tensor:
         """This rank's rows of the table, zeros for ids that other ranks hold."""
@@ -159,9 +164,7 @@ class ParallelEmbedding(ParallelLayer):
         local = ids - first
         own = (local >= 0) & (local < rows)
         if torch.compiler.is_exporting():
-            y = F.embedding(local.masked_fill(~own, 0), self.weight)
-            if self.max_norm is not None:
-                y = _shortened(y, self.max_norm, self.norm_type)
+            y = self._look_up(local.masked_fill(~own, 0), None)
             return y.masked_fill(~own.unsqueeze(-1), 0)
         self._check_range(ids)
         padding_idx = None
@@ -189,9 +192,3 @@ class ParallelEmbedding(ParallelLayer):
     def extra_repr(self) -> str:
         how = "embedding" if self.shard_across_embedding else "vocabulary"
         return f"{self.num_embeddings}, {self.embedding_dim}, split={how}, {self.axis}={self.degree}"
-
-
-def _shortened(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Rows longer than ``max_norm`` cut down to it: what a renormalised table gives, without changing the table."""
-    norm = rows.norm(norm_type, -1, keepdim=True)
-    return rows * torch.where(norm > max_norm, max_norm / (norm + 1e-7), torch.ones_like(norm))

@@ -1,0 +1,51 @@
+"""The rank as data, for models that compute with it in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.groups import axis_of
+
+
+class SPMDRank(nn.Module):
+    """``get_rank()`` is this rank's place on the axis as a tensor, so that every rank's exported graph is the same.
+
+    The reference keeps the rank as a parameter ``rank`` that its checkpoints must carry. Here it is an operator:
+    nothing is saved, and a ``rank`` found in a state dict is ignored.
+
+    ``world_size`` is checked against the degree of the axis. Raises ParallelConfigError when they differ.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        tensor_model_parallel_size: int | None = None,
+        *,
+        tensor_model_parallel_group: object = None,
+    ):
+        super().__init__()
+        self.context = current_context()
+        self.axis = axis_of(tensor_model_parallel_group, self.context)
+        wanted = world_size if tensor_model_parallel_size is None else tensor_model_parallel_size
+        degree = self.context.axis(self.axis).degree
+        if wanted is not None and wanted != degree:
+            raise ParallelConfigError(f"SPMDRank over {wanted} ranks, but the {self.axis} degree is {degree}")
+
+    def get_rank(self) -> Tensor:
+        """int32 [1]."""
+        return comm.axis_rank(self.context, self.axis).to(torch.int32).reshape(1)
+
+    def forward(self) -> Tensor:
+        return self.get_rank()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        unexpected = args[3]
+        if f"{prefix}rank" in unexpected:
+            unexpected.remove(f"{prefix}rank")
