@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxd_server.engine.encoder import TextEncoder
-    from nxd_server.engine.engine import Engine, Ticket
+    from nxd_server.engine.engine import Engine
     from nxd_server.engine.events import (
         EngineHealth,
         EngineStats,
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     )
     from nxd_server.engine.oneshot import OneShotEngine
     from nxd_server.engine.params import SamplingParams
+    from nxd_server.engine.request import Ticket
 
 _HOMES = {
     "TextEncoder": "encoder",
     "Engine": "engine",
-    "Ticket": "engine",
+    "Ticket": "request",
     "EngineHealth": "events",
     "EngineStats": "events",
     "ErrorEvent": "events",

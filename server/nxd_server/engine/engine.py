@@ -1,0 +1,406 @@
+"""Continuous batching for decoders: requests in, tokens out, one thread, one step at a time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
+from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
+from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.request import Choice, Ticket
+from nxd_server.engine.scheduler import Row, Scheduler, Step
+from nxd_server.engine.sequence import derive_seed
+from nxd_server.engine.worker import FATAL, ModelWorker
+from nxd_server.errors import (
+    DeadlineExceededError,
+    GenerationError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from nxd_server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("nxd_server.engine")
+
+
+class Engine(ModelWorker):
+    """Serve one decoder artifact (``metadata["task"] == "generate"``)."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_queued_requests: int = 256,
+        max_queued_tokens: int | None = None,
+        prefill_ratio: float = 4.0,
+        restart_limit: int = 1,
+        restart_window: float = 600.0,
+        idle_probe: float | None = 5.0,
+        on_state: Any = None,
+    ):
+        """``model`` is a TensorParallelModel (or anything with its ``run_bucket``, ``manifest``, ``restart`` and
+        ``health``). Without a tokenizer, events carry no text and stop strings are refused. ``prefill_ratio``: how
+        many times longer prefill may take than decoding, while something decodes.
+
+        Raises ModelConfigError when the artifact is not one for generation.
+        """
+        manifest = model.manifest
+        meta = manifest.metadata
+        if meta.get("task") != "generate":
+            raise ModelConfigError(f"the artifact's task is {meta.get('task')!r}; this engine serves 'generate'")
+        try:
+            self.slots, self.max_len = int(meta["slots"]), int(meta["max_len"])
+            self.vocab_size = int(meta["vocab_size"])
+        except KeyError as error:
+            raise ModelConfigError(f"the artifact's metadata lacks {error.args[0]!r}; trace the model again") from None
+        check_buckets(manifest.buckets)
+        super().__init__(
+            model,
+            max_queued_requests=max_queued_requests,
+            capacity=self.slots,
+            restart_limit=restart_limit,
+            restart_window=restart_window,
+            idle_probe=idle_probe,
+            on_state=on_state,
+        )
+        self.tokenizer = tokenizer
+        self.max_queued_tokens = max_queued_tokens
+        self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
+        self.max_logprobs = int(meta.get("top_logprobs", 0))
+        self._bias_slots = int(meta.get("bias_slots", 0))
+        self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
+        self._inputs = {bucket.name: StepInputs(bucket, self.slots) for bucket in manifest.buckets}
+        shapes = {bucket.name: _tokens_shape(bucket) for bucket in manifest.buckets}
+        self._graphs = [Graph(name, batch, length) for name, (batch, length) in shapes.items()]
+        self.costs = StepCosts(self._graphs)
+        self._scheduler: Scheduler[Choice] = Scheduler(
+            self._graphs, self.slots, self.costs, prefill_ratio=prefill_ratio
+        )
+        self._arrivals: deque[Choice] = deque()
+        self._cancels: deque[Ticket] = deque()
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._ids = itertools.count(1)
+        self._waiting_tokens = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._live_tokens = 0
+
+    # --- callers' side ----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_tokens: Tokens[int],
+        params: SamplingParams,
+        on_event: OnEvent,
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> Ticket:
+        """Queue a request; its events come from the engine's thread.
+
+        Args:
+            prompt_tokens: 1 to ``max_len`` token ids.
+            params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
+            timeout: seconds until the request fails with DeadlineExceededError, queueing included.
+
+        Raises RequestError, PromptTooLongError, QueueFullError or EngineUnavailableError; nothing is queued then.
+        """
+        try:
+            prompt = self._checked_prompt(prompt_tokens)
+            samplers = self._checked_params(params)
+            if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+                raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
+        except RequestError:
+            self._rejected["invalid"] += 1
+            raise
+        room = max(1, self.max_len - len(prompt))
+        new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, self._cancel)
+        with self._wake:
+            self._check_open()
+            self._check_queue(params.n)
+            self._check_tokens(len(prompt) * params.n)
+            for index, sampler in enumerate(samplers):
+                text = self.tokenizer.stream(params.stop, prompt) if self.tokenizer is not None else None
+                identity = next(self._ids)
+                choice = Choice(
+                    identity, prompt, params, new_tokens, ticket=ticket, index=index, sampler=sampler, text=text
+                )
+                ticket.choices.append(choice)
+            ticket.open = params.n
+            self._book_taken(params.n)
+            self._waiting_tokens += len(prompt) * params.n
+            self._arrivals.extend(ticket.choices)
+            if ticket.deadline is not None:
+                if len(self._deadlines) > 2 * self._inside + 64:  # most of them belong to requests that are done
+                    self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
+                    heapq.heapify(self._deadlines)
+                heapq.heappush(self._deadlines, (ticket.deadline, ticket.choices[0].id, ticket))
+            self._wake.notify_all()
+        return ticket
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        stats.slots = self.slots
+        stats.running = self._scheduler.running
+        stats.slots_free = self.slots - stats.running
+        stats.waiting = max(0, stats.waiting - stats.running)
+        stats.waiting_tokens = self._waiting_tokens
+        stats.prompt_tokens = self._prompt_tokens
+        stats.generated_tokens = self._generated_tokens
+        stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
+        return stats
+
+    def _checked_prompt(self, tokens: Tokens[int]) -> list[int]:
+        prompt = list(tokens)
+        if not prompt:
+            raise RequestError("prompt", "must have at least one token")
+        if len(prompt) > self.max_len:
+            raise PromptTooLongError(len(prompt), self.max_len, self.max_len)
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    "prompt", f"token ids are whole numbers from 0 to {self.vocab_size - 1}, got {token!r}"
+                )
+        return prompt
+
+    def _checked_params(self, params: SamplingParams) -> list[Sampler]:
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and this artifact has none; use stop_token_ids")
+        if params.logprobs is not None and params.logprobs > self.max_logprobs:
+            raise RequestError("logprobs", f"at most {self.max_logprobs} are available, got {params.logprobs}")
+        limit = self.capacity + self.max_queued_requests
+        if params.n > limit:
+            raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            sampler_of(
+                params,
+                derive_seed(seed, index),
+                self._input_names,
+                self.vocab_size,
+                self._bias_slots,
+                self.eos_token_ids,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_tokens(self, tokens: int) -> None:
+        limit = self.max_queued_tokens
+        if limit is None or self._waiting_tokens == 0 or self._waiting_tokens + tokens <= limit:
+            return
+        self._rejected["queue_full"] += 1
+        raise QueueFullError(
+            f"{self._waiting_tokens} prompt tokens are waiting and at most {limit} may; try again later",
+            self._retry_after(len(self._arrivals)),
+        )
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._wake:
+            self._cancels.append(ticket)
+            self._wake.notify_all()
+
+    # --- the engine's thread ----------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        return bool(self._arrivals or self._cancels)
+
+    def _wait_seconds(self) -> float:
+        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else math.inf
+
+    def _work(self) -> bool:
+        self._take_news()
+        scheduler = self._scheduler
+        now = time.monotonic()
+        for choice in scheduler.admit():
+            choice.admitted = now
+            with self._wake:
+                self._waiting_tokens -= len(choice.prompt)
+            self._prompt_tokens += len(choice.prompt)
+        step = scheduler.next_step()
+        if step is None:
+            return False
+        self._run_step(step)
+        return True
+
+    def _take_news(self) -> None:
+        with self._wake:
+            arrivals, cancels = list(self._arrivals), list(self._cancels)
+            self._arrivals.clear()
+            self._cancels.clear()
+            now, late = time.monotonic(), []
+            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
+                late.append(heapq.heappop(self._deadlines)[2])
+        for choice in arrivals:
+            self._scheduler.add(choice)
+        for ticket in cancels:
+            for choice in ticket.choices:
+                if not choice.ended:
+                    self._finish(choice, "cancelled")
+        for ticket in late:
+            for choice in ticket.choices:
+                if not choice.ended:
+                    error = DeadlineExceededError(
+                        f"the request was not finished within its {ticket.timeout:.3g} s "
+                        f"({len(choice.output)} tokens were generated)"
+                    )
+                    self._fail(choice, error, "deadline")
+
+    def _run_step(self, step: Step[Choice]) -> None:
+        inputs = self._inputs[step.graph.name]
+        rows: list[Row[Choice]] = []
+        for row in step.rows:
+            try:
+                inputs.put(len(rows), row, row.sequence.sampler)
+            except Exception as error:  # one request's values must not stop the others' step
+                log.exception("a request's inputs could not be built")
+                self._fail(row.sequence, _failure(error))
+                continue
+            rows.append(row)
+        for index in range(len(rows), inputs.batch):
+            inputs.clear(index)
+        if not rows:
+            return
+        useful = sum(row.length for row in rows)
+        try:
+            outputs, seconds = self._execute(
+                step.graph.name, inputs.tensors, useful, step.graph.batch * step.graph.length - useful
+            )
+        except FATAL:
+            raise
+        except Exception as error:  # the graph refused these rows; the ranks and the other requests live on
+            log.exception("a step of %s failed", step.graph.name)
+            for row in rows:
+                self._fail(row.sequence, _failure(error))
+            return
+        step = Step(step.kind, step.graph, tuple(rows))
+        self._scheduler.complete(step, seconds)
+        self._take_tokens(step, outputs)
+        self._live_tokens = self._scheduler.live_tokens
+
+    def _take_tokens(self, step: Step[Choice], outputs: dict[str, torch.Tensor]) -> None:
+        tokens = outputs["token"].reshape(step.graph.batch, -1)[:, 0].tolist()
+        logprobs = outputs["logprob"].reshape(step.graph.batch, -1)[:, 0].tolist() if "logprob" in outputs else None
+        now = time.monotonic()
+        for index, row in enumerate(step.rows):
+            choice = row.sequence
+            if not row.samples or choice.slot is None:
+                continue
+            logprob = logprobs[index] if logprobs is not None else 0.0
+            if not 0 <= tokens[index] < self.vocab_size or math.isnan(logprob):
+                error = GenerationError(
+                    f"the model gave no valid token (token {tokens[index]}, log-probability {logprob})"
+                )
+                self._fail(choice, error)
+                continue
+            if choice.first_token is None:
+                choice.first_token = now
+            try:
+                top = self._top(outputs, index, choice.params.logprobs) if choice.params.logprobs else ()
+                self._take_token(choice, tokens[index], logprob, top)
+            except Exception as error:  # its text could not be decoded: again, this request alone
+                log.exception("a token could not be handed over")
+                self._fail(choice, _failure(error))
+
+    @staticmethod
+    def _top(outputs: dict[str, torch.Tensor], index: int, count: int) -> tuple[tuple[int, float], ...]:
+        ids = outputs["top_ids"][index].reshape(-1)[:count].tolist()
+        values = outputs["top_logprobs"][index].reshape(-1)[:count].tolist()
+        return tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)
+
+    def _take_token(self, choice: Choice, token: int, logprob: float, top: tuple) -> None:
+        params = choice.params
+        choice.output.append(token)
+        self._generated_tokens += 1
+        may_stop = len(choice.output) > params.min_tokens
+        named = token in params.stop_token_ids
+        if may_stop and (named or (token in self.eos_token_ids and not params.ignore_eos)):
+            self._send(choice, TokenEvent(choice.index, token, "", logprob, top, is_stop=True))
+            self._finish(choice, "stop", stop=token if named else None)
+            return
+        may_stop = len(choice.output) >= params.min_tokens
+        text = choice.text.push(token, may_stop=may_stop) if choice.text is not None else ""
+        self._send(choice, TokenEvent(choice.index, token, text, logprob, top))
+        if choice.text is not None and choice.text.matched is not None:
+            self._finish(choice, "stop", stop=choice.text.matched)
+        elif len(choice.output) >= choice.max_new_tokens:
+            self._finish(choice, "length")
+
+    # --- ends -------------------------------------------------------------------------------------------
+
+    def _finish(self, choice: Choice, reason: Any, stop: str | int | None = None) -> None:
+        tail = ""
+        if choice.text is not None and not choice.ended and not isinstance(stop, str):
+            tail = choice.text.flush()
+            if reason == "length" and choice.text.matched is not None:
+                reason, stop = "stop", choice.text.matched
+        self._end(choice, reason, lambda usage, times: FinishEvent(choice.index, reason, usage, times, tail, stop))
+
+    def _fail(self, choice: Choice, error: Exception, outcome: str = "error") -> None:
+        self._end(choice, outcome, lambda usage, times: ErrorEvent(choice.index, error, usage, times))
+
+    def _end(self, choice: Choice, outcome: str, event: Any) -> None:
+        """Free the slot, count, and only then tell the caller: whoever sees the end sees the slot free."""
+        if choice.ended:
+            return
+        choice.ended = True
+        if choice.admitted is None:
+            with self._wake:
+                self._waiting_tokens -= len(choice.prompt)
+        self._scheduler.remove(choice)
+        self._live_tokens = self._scheduler.live_tokens
+        now = time.monotonic()
+        ticket = choice.ticket
+        usage = Usage(len(choice.prompt), len(choice.output))
+        times = Timings(ticket.arrived, choice.admitted, choice.first_token, now)
+        self._book_end(outcome, now - ticket.arrived)
+        self._send(choice, event(usage, times))
+        ticket.close_one()
+        self._book_told()
+
+    def _send(self, choice: Choice, event: Event) -> None:
+        try:
+            choice.ticket.on_event(event)
+        except Exception:
+            log.exception("request %s: on_event raised; the request is cancelled", choice.ticket.request_id)
+            if not choice.ended:
+                self._cancel(choice.ticket)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._wake:
+            choices = [*self._scheduler.sequences(), *self._arrivals]
+            self._arrivals.clear()
+            self._cancels.clear()
+            self._deadlines.clear()
+        for choice in choices:
+            self._fail(choice, error)
+
+    def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor]:
+        inputs = self._inputs[bucket]
+        for index in range(inputs.batch):
+            inputs.clear(index)
+        return inputs.tensors
+
+
+def _tokens_shape(bucket: Any) -> tuple[int, int]:
+    shape = next(spec.shape for spec in bucket.inputs if spec.name == "tokens")
+    return shape[0], shape[1]
+
+
+def _failure(error: Exception) -> GenerationError:
+    failure = GenerationError(f"the step failed: {error}")
+    failure.__cause__ = error
+    return failure

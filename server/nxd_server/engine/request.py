@@ -1,0 +1,62 @@
+"""One request in the engine: a ticket for its caller, and the choices that the engine works on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxd_server.engine.events import OnEvent
+from nxd_server.engine.inputs import Sampler
+from nxd_server.engine.sequence import Sequence
+from nxd_server.text.detokenize import TextStream
+
+
+class Ticket:
+    """A request in the engine. ``cancel()`` and ``wait()`` from any thread."""
+
+    def __init__(self, request_id: str, on_event: OnEvent, timeout: float | None, cancel: Callable[[Ticket], None]):
+        self.request_id = request_id
+        self.arrived = time.monotonic()
+        self.timeout = timeout
+        self.deadline = None if timeout is None else self.arrived + timeout
+        self.on_event = on_event
+        self.choices: list[Choice] = []
+        self.open = 0
+        """Choices without a terminal event; the engine's thread counts it down."""
+        self._cancel = cancel
+        self._done = threading.Event()
+
+    def cancel(self) -> None:
+        """End the request now: a FinishEvent "cancelled" for every choice that is not finished. Harmless when done."""
+        if not self.done:
+            self._cancel(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has had its terminal event."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until :attr:`done`; False after ``timeout`` seconds."""
+        return self._done.wait(timeout)
+
+    def close_one(self) -> None:
+        """A choice has had its terminal event."""
+        self.open -= 1
+        if self.open == 0:
+            self._done.set()
+
+
+@dataclass(eq=False, kw_only=True)
+class Choice(Sequence):
+    """A sequence with everything the engine itself keeps of it."""
+
+    ticket: Ticket
+    index: int
+    sampler: Sampler
+    text: TextStream | None
+    admitted: float | None = None
+    first_token: float | None = None
+    ended: bool = False

@@ -1,0 +1,211 @@
+"""Which graph runs next, over which rows. Pure logic: it sees lengths and measured times, never a model.
+
+* Waiting choices get a free slot in order of arrival.
+* A prompt goes in pieces: whole largest graphs first, then the smallest that fits what is left (``<=``), or several
+  smaller ones where measured times say that they are clearly cheaper.
+* While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
+  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between.
+* A decode step takes the graph with the most rows per second, and the rows that have waited longest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.sequence import Sequence
+from nxd_server.engine.slots import SlotPool
+
+SPLIT_GAIN = 0.8
+"""Splitting a piece over smaller graphs must cost less than this share of the one that fits: noise is no reason."""
+
+MAX_PIECES = 32
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(frozen=True)
+class Row(Generic[S]):
+    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one."""
+
+    sequence: S
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class Step(Generic[S]):
+    """One execution of one graph. Rows beyond ``rows`` are padding."""
+
+    kind: Literal["prefill", "decode"]
+    graph: Graph
+    rows: tuple[Row[S], ...]
+
+
+class Scheduler(Generic[S]):
+    """Not thread-safe: it belongs to the engine's thread."""
+
+    def __init__(self, graphs: Iterable[Graph], slots: int, costs: StepCosts, *, prefill_ratio: float = 4.0):
+        if prefill_ratio <= 0:
+            raise ValueError(f"prefill_ratio must be more than 0, got {prefill_ratio}")
+        self.graphs = sorted(graphs, key=lambda graph: (graph.length, graph.batch))
+        if not self.graphs:
+            raise ValueError("an engine needs at least one graph")
+        self.costs = costs
+        self.slots = SlotPool(slots)
+        self.prefill_ratio = prefill_ratio
+        shortest = self.graphs[0].length
+        self._decode_graphs = [graph for graph in self.graphs if graph.length == shortest]
+        self._lengths = sorted({graph.length for graph in self.graphs})
+        self._waiting: deque[S] = deque()
+        self._prefilling: list[S] = []
+        self._decoding: dict[int, S] = {}
+        self._owed: set[int] = set()
+        """Decoding choices that have not advanced since the last prefill step."""
+        self._debt = 0.0
+        """Seconds of decoding that are due before the next prefill step."""
+
+    # --- what is there --------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return self.slots.used
+
+    @property
+    def live_tokens(self) -> int:
+        """Positions of the cache that hold tokens of running choices."""
+        return sum(sequence.computed for sequence in (*self._decoding.values(), *self._prefilling))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._decoding)
+
+    def sequences(self) -> Iterator[S]:
+        """Everything that is not finished, running ones first."""
+        yield from list(self._decoding.values())
+        yield from list(self._prefilling)
+        yield from list(self._waiting)
+
+    # --- in and out -----------------------------------------------------------------------------------
+
+    def add(self, sequence: S) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: S) -> None:
+        """Forget a choice, finished or not, and free its slot. Without effect the second time."""
+        self._owed.discard(sequence.id)
+        if sequence.slot is None:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+            return
+        if self._decoding.pop(sequence.id, None) is None:
+            self._prefilling.remove(sequence)
+        self.slots.release(sequence.slot)
+        sequence.slot = None
+
+    # --- the next step --------------------------------------------------------------------------------
+
+    def admit(self) -> list[S]:
+        """Give free slots to those who wait; the choices that got one."""
+        admitted = []
+        while self._waiting and self.slots.free:
+            sequence = self._waiting.popleft()
+            sequence.slot = self.slots.allocate()
+            sequence.computed = 0
+            self._prefilling.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def next_step(self) -> Step[S] | None:
+        """The step to run now; None when nothing is admitted. Call :meth:`complete` when it has run."""
+        if self._prefilling and (not self._decoding or (not self._owed and self._debt <= 0)):
+            return self._prefill_step()
+        if self._decoding:
+            return self._decode_step()
+        return None
+
+    def complete(self, step: Step[S], seconds: float) -> None:
+        """Book what ``step`` has done and how long it took. Rows removed meanwhile are skipped."""
+        self.costs.observe(step.graph.name, seconds)
+        if step.kind == "prefill":
+            self._owed = set(self._decoding)
+            self._debt = seconds / self.prefill_ratio if self._decoding else 0.0
+        else:
+            self._debt -= seconds
+        for row in step.rows:
+            sequence = row.sequence
+            self._owed.discard(sequence.id)
+            if sequence.slot is None:
+                continue
+            sequence.computed = row.start + row.length
+            if row.samples and step.kind == "prefill":
+                self._prefilling.remove(sequence)
+                self._decoding[sequence.id] = sequence
+
+    def _prefill_step(self) -> Step[S]:
+        head = self._prefilling[0]
+        length = self.piece(head.remaining)
+        candidates = [graph for graph in self.graphs if graph.length == length]
+        rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
+
+        def useful_per_second(graph: Graph) -> float:
+            return sum(row.length for row in rows[: graph.batch]) / self.costs[graph.name]
+
+        graph = max(candidates, key=useful_per_second)
+        return Step("prefill", graph, tuple(rows[: graph.batch]))
+
+    def _prefill_row(self, sequence: S, length: int) -> Row[S]:
+        size = min(length, sequence.remaining)
+        return Row(sequence, sequence.computed, size, samples=size == sequence.remaining)
+
+    def _decode_step(self) -> Step[S]:
+        count = len(self._decoding)
+
+        def rows_per_second(graph: Graph) -> float:
+            return min(graph.batch, count) / self.costs[graph.name]
+
+        graph = max(self._decode_graphs, key=rows_per_second)
+        chosen = list(self._decoding.values())[: graph.batch]
+        for sequence in chosen:  # the dictionary is in the order of turns
+            self._decoding[sequence.id] = self._decoding.pop(sequence.id)
+        # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
+        chosen.sort(key=lambda sequence: sequence.slot or 0)
+        return Step("decode", graph, tuple(Row(sequence, sequence.computed, 1, True) for sequence in chosen))
+
+    # --- pieces of prompts ------------------------------------------------------------------------------
+
+    def piece(self, remaining: int) -> int:
+        """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go."""
+        largest = self._lengths[-1]
+        if remaining >= largest:
+            return largest
+        fit = next(length for length in self._lengths if length >= remaining)
+        smaller = [length for length in self._lengths if 1 < length < fit <= MAX_PIECES * length]
+        if fit == remaining or not smaller:
+            return fit
+        cost, first = self._cover(remaining, smaller, {})
+        return first if cost < SPLIT_GAIN * self._cost_of(fit) else fit
+
+    def _cost_of(self, length: int) -> float:
+        return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
+
+    def _cover(self, remaining: int, lengths: list[int], known: dict[int, tuple[float, int]]) -> tuple[float, int]:
+        """The cheapest way to take ``remaining`` tokens in pieces of ``lengths``: its cost and its first piece."""
+        if remaining <= 0:
+            return 0.0, 0
+        if remaining not in known:
+            # Larger pieces first: each is tried as the first piece, and the order of pieces does not matter.
+            known[remaining] = min(
+                (self._cost_of(length) + self._cover(remaining - length, lengths, known)[0], -length)
+                for length in lengths
+            )
+        cost, negative = known[remaining]
+        return cost, -negative

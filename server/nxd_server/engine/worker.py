@@ -1,0 +1,386 @@
+"""The thread that owns a model: warm-up, steps, idle probes, failure and recovery. What a step is, a subclass says.
+
+One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under
+``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again at most
+``restart_limit`` times within ``restart_window`` seconds; beyond that the state is ``failed`` for good, and whoever
+serves is told (``wait_failed``) so that it can exit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from nxd_infer.errors import CollectiveError, ModelClosedError, RankError
+from nxd_server.engine.costs import StepCosts
+from nxd_server.engine.events import EngineHealth, EngineStats
+from nxd_server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
+
+log = logging.getLogger("nxd_server.engine")
+
+FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
+"""Errors after which the ranks, and every state in them, are lost."""
+IDLE_SECONDS = 1.0
+OVERDUE_FACTOR = 20.0
+OVERDUE_SECONDS = 5.0
+"""A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
+
+Progress = Callable[[int, int, str], None]
+
+
+class ModelWorker(ABC):
+    """Thread, state, health and recovery around one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_queued_requests: int = 256,
+        capacity: int = 0,
+        restart_limit: int = 1,
+        restart_window: float = 600.0,
+        idle_probe: float | None = 5.0,
+        on_state: Callable[[str], None] | None = None,
+    ):
+        """``capacity``: requests that fit without queueing; ``idle_probe``: seconds without a step after which a step
+        of padding alone shows that the ranks still answer (None: never)."""
+        self.model = model
+        self.max_queued_requests = max_queued_requests
+        self.capacity = capacity
+        self.costs = StepCosts(())
+        self._restart_limit = restart_limit
+        self._restart_window = restart_window
+        self._idle_probe = idle_probe
+        self._on_state = on_state
+        self._wake = threading.Condition()
+        self._state = "starting"
+        self._draining = False
+        self._closing = False
+        self._inside = 0
+        """Requests taken and not finished; only changed under the lock."""
+        self._untold = 0
+        """Requests whose callers have not been told their end yet: what a drain waits for."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._restarts: list[float] = []
+        self._restart_count = 0
+        self._step_started: float | None = None
+        self._step_bucket = ""
+        self._last_step: float | None = None
+        self._last_alive_check = 0.0
+        self._submitted = 0
+        self._finished: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._bucket_steps: Counter[str] = Counter()
+        self._bucket_seconds: defaultdict[str, float] = defaultdict(float)
+        self._useful: Counter[str] = Counter()
+        self._padding: Counter[str] = Counter()
+        self._request_seconds = 0.0
+        """A moving average of how long one request takes."""
+
+    # --- what a subclass provides ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _work(self) -> bool:
+        """Do at most one step. False when there was nothing to do."""
+
+    @abstractmethod
+    def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor] | None:
+        """Inputs that run ``bucket`` without touching any request's state; None when it cannot be run so."""
+
+    @abstractmethod
+    def _fail_all(self, error: Exception) -> None:
+        """End every request with ``error``."""
+
+    @abstractmethod
+    def _wait_seconds(self) -> float:
+        """How long an idle thread may sleep: until the next deadline, at most."""
+
+    def _bucket_names(self) -> list[str]:
+        return [bucket.name for bucket in self.model.manifest.buckets]
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
+        """Run every graph, measure it, and take requests. ``on_progress(done, total, bucket)`` follows the warm-up.
+
+        With ``wait``, returns when ready, and raises EngineUnavailableError when the warm-up failed.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(on_progress,), name=f"nxd-{type(self).__name__}", daemon=True
+            )
+            self._thread.start()
+        if wait:
+            with self._wake:
+                self._wake.wait_for(lambda: self._state != "starting")
+            if self._state in ("failed", "closed"):
+                raise EngineUnavailableError(f"the engine did not start: {self._error}", self._state) from self._error
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests and wait for the others. True when all ended by themselves within ``timeout`` seconds;
+        those that did not are failed with EngineUnavailableError when the engine is closed."""
+        with self._wake:
+            self._draining = True
+            self._wake.notify_all()
+            done = self._wake.wait_for(lambda: self._untold == 0 or self._state in ("failed", "closed"), timeout)
+        return done and self._state not in ("failed",)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """End the thread after the step in flight; what still runs fails. The model stays open: its owner closes it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        elif self._thread is None:
+            self._set_state("closed")
+
+    def __enter__(self):
+        if self._thread is None:
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def wait_failed(self, timeout: float | None = None) -> bool:
+        """Block until the engine has failed for good (True), was closed, or ``timeout`` seconds passed (False)."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._state in ("failed", "closed"), timeout)
+        return self._state == "failed"
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining, recovering, failed or closed."""
+        return "draining" if self._draining and self._state == "ready" else self._state
+
+    def health(self) -> EngineHealth:
+        """Whether a request sent now would be served."""
+        now, state = time.monotonic(), self.state
+        started, bucket = self._step_started, self._step_bucket
+        running = None if started is None else now - started
+        reason = "" if state == "ready" else f"the engine is {state}"
+        if running is not None and state in ("ready", "draining"):
+            limit = max(OVERDUE_SECONDS, OVERDUE_FACTOR * self.costs.as_dict().get(bucket, 0.0))
+            if running > limit:
+                reason = f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"
+        return EngineHealth(
+            state=state,
+            ready=not reason,
+            reason=reason,
+            last_step_age=None if self._last_step is None else now - self._last_step,
+            step_running=running,
+            error=str(self._error) if self._error else "",
+            ranks=self._rank_health(),
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        with self._wake:
+            inside = self._inside
+        return EngineStats(
+            state=self.state,
+            waiting=inside,
+            submitted=self._submitted,
+            finished=dict(self._finished),
+            rejected=dict(self._rejected),
+            restarts=self._restart_count,
+            bucket_steps=dict(self._bucket_steps),
+            bucket_seconds=dict(self._bucket_seconds),
+            useful_tokens=dict(self._useful),
+            padding_tokens=dict(self._padding),
+            step_seconds=self.costs.as_dict(),
+        )
+
+    def _rank_health(self) -> list[dict]:
+        ranks = []
+        for rank in self.model.health():
+            ranks.append(dict(rank) if isinstance(rank, Mapping) else asdict(rank))
+        return ranks
+
+    def _set_state(self, state: str) -> None:
+        with self._wake:
+            self._state = state
+            self._wake.notify_all()
+        if self._on_state is not None:
+            try:
+                self._on_state(state)
+            except Exception:
+                log.exception("on_state(%r) raised", state)
+
+    # --- admission (callers' threads, under the lock) ---------------------------------------------------
+
+    def _check_open(self) -> None:
+        state = self.state
+        if state == "ready" and not self._closing:
+            return
+        self._rejected["unavailable"] += 1
+        retry = {"starting": 5.0, "recovering": 5.0}.get(state)
+        raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
+
+    def _check_queue(self, requests: int) -> None:
+        """A request is refused when it would wait behind ``max_queued_requests`` others; free capacity counts."""
+        limit = self.capacity + self.max_queued_requests
+        if self._inside + requests <= limit:
+            return
+        self._rejected["queue_full"] += 1
+        waiting = max(0, self._inside - self.capacity)
+        raise QueueFullError(
+            f"{waiting} requests are waiting and at most {self.max_queued_requests} may; try again later",
+            self._retry_after(waiting),
+        )
+
+    def _retry_after(self, waiting: int) -> float:
+        seconds = self._request_seconds * (waiting + 1) / max(1, self.capacity)
+        return min(60.0, max(1.0, seconds))
+
+    def _book_end(self, outcome: str, seconds: float) -> None:
+        """Count one finished request; call it before its caller is told."""
+        self._finished[outcome] += 1
+        if outcome in ("stop", "length"):
+            known = self._request_seconds
+            self._request_seconds = seconds if known == 0.0 else known + 0.1 * (seconds - known)
+        with self._wake:
+            self._inside -= 1
+
+    def _book_told(self) -> None:
+        """The caller of a finished request has been told."""
+        with self._wake:
+            self._untold -= 1
+            self._wake.notify_all()
+
+    def _book_taken(self, requests: int) -> None:
+        """Count requests that were taken in; called under the lock."""
+        self._inside += requests
+        self._untold += requests
+        self._submitted += requests
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    def _run(self, on_progress: Progress | None) -> None:
+        try:
+            self._warm_up(on_progress)
+            self._set_state("ready")
+            while not self._closing:
+                try:
+                    if not self._work():
+                        self._idle()
+                except FATAL as error:
+                    if not self._recover(error):
+                        return
+        except BaseException as error:
+            log.exception("the engine's thread failed")
+            self._give_up(error)
+        else:
+            self._fail_all(EngineUnavailableError("the engine was closed before this request was finished", "closed"))
+            self._set_state("closed")
+
+    def _warm_up(self, on_progress: Progress | None) -> None:
+        names = self._bucket_names()
+        for done, name in enumerate(names):
+            if self._closing:
+                return
+            if on_progress is not None:
+                on_progress(done, len(names), name)
+            inputs = self._padding_inputs(name)
+            if inputs is None:
+                continue
+            first = self._timed(name, inputs)[1]
+            # The first execution touches its memory for the first time, so the second is what a step costs.
+            self.costs.set(name, min(first, self._timed(name, inputs)[1]))
+        if on_progress is not None and names:
+            on_progress(len(names), len(names), names[-1])
+
+    def _timed(self, bucket: str, inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+        """One execution and its seconds; visible to :meth:`health` while it runs."""
+        started = time.monotonic()
+        self._step_bucket, self._step_started = bucket, started
+        try:
+            outputs = self.model.run_bucket(bucket, inputs)
+        finally:
+            self._step_started = None
+        self._last_step = time.monotonic()
+        return outputs, self._last_step - started
+
+    def _execute(
+        self, bucket: str, inputs: Mapping[str, torch.Tensor], useful: int, padding: int
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """A counted execution on behalf of requests."""
+        outputs, seconds = self._timed(bucket, inputs)
+        self._bucket_steps[bucket] += 1
+        self._bucket_seconds[bucket] += seconds
+        self._useful[bucket] += useful
+        self._padding[bucket] += padding
+        return outputs, seconds
+
+    def _idle(self) -> None:
+        """Sleep until there is work; now and then make sure that the ranks are alive and answer."""
+        with self._wake:
+            if self._closing:
+                return
+            if not self._has_news():
+                self._wake.wait(min(IDLE_SECONDS, self._wait_seconds()))
+            if self._has_news() or self._closing:
+                return
+        now = time.monotonic()
+        if now - self._last_alive_check >= IDLE_SECONDS:
+            self._last_alive_check = now
+            for rank in self._rank_health():
+                if not rank.get("alive", True):
+                    raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
+        if self._idle_probe is not None and now - (self._last_step or 0.0) >= self._idle_probe:
+            name = min(self._bucket_names(), key=lambda name: self.costs.as_dict().get(name, 0.0))
+            if (inputs := self._padding_inputs(name)) is not None:
+                self._timed(name, inputs)
+
+    def _has_news(self) -> bool:
+        """Whether callers left something to do; called under the lock."""
+        return False
+
+    # --- failure --------------------------------------------------------------------------------------
+
+    def _recover(self, error: BaseException) -> bool:
+        """End every request, and start the ranks again if that is still allowed. False when it is over."""
+        log.error("the ranks failed: %s", error)
+        self._error = error
+        now = time.monotonic()
+        recent = [moment for moment in self._restarts if now - moment < self._restart_window]
+        allowed = len(recent) < self._restart_limit and not self._closing and not self._draining
+        if not allowed:
+            self._give_up(error)
+            return False
+        self._set_state("recovering")
+        self._fail_all(_failed(error))
+        self._restarts = [*recent, now]
+        self._restart_count += 1
+        try:
+            self.model.restart()
+            self._warm_up(None)
+        except BaseException as second:
+            log.exception("the ranks could not be started again")
+            self._give_up(second)
+            return False
+        self._set_state("ready")
+        return True
+
+    def _give_up(self, error: BaseException) -> None:
+        self._error = error
+        self._set_state("failed")
+        self._fail_all(_failed(error))
+
+
+def _failed(error: BaseException) -> EngineFailedError:
+    failure = EngineFailedError(f"the ranks failed while this request was in progress: {error}", "failed", 5.0)
+    failure.__cause__ = error
+    return failure

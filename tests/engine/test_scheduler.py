@@ -1,0 +1,229 @@
+"""The scheduler alone: every choice ends once, slots never leak or collide, prefill stays within its bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.scheduler import Scheduler
+from nxd_server.engine.sequence import Sequence
+from nxd_server.engine.slots import SlotPool
+
+PARAMS = SamplingParams()
+
+
+def graphs(batches=(1, 2, 4), lengths=(8, 16)):
+    return [Graph(f"decode_b{b}", b, 1) for b in batches] + [Graph(f"prefill_s{s}", 1, s) for s in lengths]
+
+
+def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0):
+    all_graphs = graphs(batches, lengths)
+    costs = StepCosts(all_graphs)
+    for graph in all_graphs:
+        costs.set(graph.name, (seconds or {}).get(graph.name, 0.001 * graph.batch**0.5 * graph.length**0.8))
+    return Scheduler(all_graphs, slots, costs, prefill_ratio=ratio)
+
+
+def sequence(identity, prompt=4, new=4):
+    return Sequence(identity, list(range(prompt)), PARAMS, new)
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 50), st.integers(1, 12), st.one_of(st.none(), st.integers(0, 60))),
+    min_size=1,
+    max_size=14,
+)
+
+
+@pytest.mark.check
+@given(
+    arrivals=arrivals,
+    slots=st.integers(1, 5),
+    batches=st.sampled_from([(1,), (1, 2, 4), (2,), (4,)]),
+    lengths=st.sampled_from([(8, 16), (8,), (), (4, 8, 16, 32)]),
+    ratio=st.sampled_from([0.5, 4.0, 1e6]),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, batches, lengths, ratio):
+    """Arrivals are (time, prompt length, new tokens, time of cancellation)."""
+    subject = scheduler(slots, batches, lengths, ratio=ratio)
+    waiting = dict(enumerate(arrivals))
+    live: dict[int, Sequence] = {}
+    finished: dict[int, str] = {}
+    prefills_since_decode: dict[int, int] = {}
+    last_prefill, decode_seconds = None, 0.0
+    order: list[int] = []
+    for clock in range(5000):
+        for identity in [key for key, arrival in waiting.items() if arrival[0] <= clock]:
+            _, prompt, new, _ = waiting.pop(identity)
+            live[identity] = sequence(identity, prompt, new)
+            subject.add(live[identity])
+        for identity, item in list(live.items()):
+            if arrivals[identity][3] is not None and arrivals[identity][3] <= clock:
+                subject.remove(item)
+                finished[identity] = "cancelled"
+                del live[identity]
+                assert item.slot is None
+        order += [item.id for item in subject.admit()]
+        held = [item.slot for item in live.values() if item.slot is not None]
+        assert len(set(held)) == len(held) == subject.slots.used <= slots
+        step = subject.next_step()
+        if step is None:
+            assert not live
+            if not waiting:
+                break
+            continue
+        assert 1 <= len(step.rows) <= step.graph.batch
+        assert len({row.sequence.slot for row in step.rows}) == len(step.rows)
+        decoding = {item.id for item in live.values() if item.slot is not None and not item.remaining}
+        seconds = subject.costs[step.graph.name]
+        if step.kind == "prefill":
+            if decoding and last_prefill is not None:
+                others = [prefills_since_decode[identity] for identity in decoding if identity in prefills_since_decode]
+                assert all(count == 0 for count in others), "a second prefill before every stream advanced"
+                if others:
+                    assert decode_seconds * ratio >= last_prefill * 0.999
+            last_prefill, decode_seconds = (seconds, 0.0) if decoding else (None, 0.0)
+            prefills_since_decode = dict.fromkeys(decoding, 1)
+        else:
+            decode_seconds += seconds
+        for row in step.rows:
+            assert row.sequence.id in live, "a step for a finished choice"
+            assert row.start == row.sequence.computed and 1 <= row.length <= step.graph.length
+            assert row.samples == (row.start + row.length >= len(row.sequence.prompt))
+            if step.kind == "decode":
+                prefills_since_decode[row.sequence.id] = 0
+        subject.complete(step, seconds)
+        for row in step.rows:
+            if row.samples:
+                item = row.sequence
+                item.output.append(7)
+                if len(item.output) == item.max_new_tokens:
+                    subject.remove(item)
+                    assert item.id not in finished
+                    finished[item.id] = "done"
+                    del live[item.id]
+    assert set(finished) == set(range(len(arrivals)))
+    assert subject.slots.free == slots and not subject.busy and subject.live_tokens == 0
+    expected = sorted(order, key=lambda identity: (max(arrivals[identity][0], 0), identity))
+    assert order == expected, "slots are given in order of arrival"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        (1, ["decode_b1"]),
+        (7, ["prefill_s8"]),
+        (8, ["prefill_s8"]),
+        (9, ["prefill_s16"]),
+        (16, ["prefill_s16"]),
+        (17, ["prefill_s16", "decode_b1"]),
+        (30, ["prefill_s16", "prefill_s16"]),
+        (40, ["prefill_s16", "prefill_s16", "prefill_s8"]),
+    ],
+)
+def test_a_prompt_goes_in_pieces_and_a_length_equal_to_a_bucket_runs_in_it(prompt, pieces):
+    subject = scheduler(batches=(1,), seconds={"prefill_s8": 0.6, "prefill_s16": 1.0, "decode_b1": 0.5})
+    subject.add(sequence(0, prompt))
+    subject.admit()
+    taken = []
+    while (step := subject.next_step()).kind == "prefill":
+        taken.append(step.graph.name)
+        assert len(step.rows) == 1
+        subject.complete(step, 1.0)
+    assert taken == pieces
+
+
+def test_a_piece_is_split_only_where_measured_times_say_it_is_clearly_cheaper():
+    costly = scheduler(lengths=(8, 128), seconds={"prefill_s8": 0.01, "prefill_s128": 0.10})
+    assert costly.piece(20) == 8  # three steps of 8 instead of 128
+    assert costly.piece(100) == 128
+    assert costly.piece(128) == 128
+    level = scheduler(lengths=(8, 16), seconds={"prefill_s8": 0.01, "prefill_s16": 0.021})
+    assert level.piece(9) == 16  # two of 8 are a little cheaper, which may be noise
+    assert level.piece(16) == 16
+
+
+def decoding(subject, count):
+    """``count`` choices that have had their first token."""
+    items = [sequence(identity, 4, 100) for identity in range(count)]
+    for item in items:
+        subject.add(item)
+    subject.admit()
+    while any(item.remaining for item in items):
+        step = subject.next_step()
+        subject.complete(step, subject.costs[step.graph.name])
+    return items
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("rows", "seconds", "graph"),
+    [
+        (1, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b1"),
+        (2, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b2"),
+        (3, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 1.2}, "decode_b4"),
+        (3, {"decode_b1": 1.0, "decode_b2": 1.1, "decode_b4": 9.0}, "decode_b2"),
+        (4, {"decode_b1": 1.0, "decode_b2": 5.0, "decode_b4": 9.0}, "decode_b1"),
+        (1, {"decode_b1": 5.0, "decode_b2": 4.0, "decode_b4": 9.0}, "decode_b2"),
+    ],
+)
+def test_a_decode_step_takes_the_graph_with_the_most_rows_per_second(rows, seconds, graph):
+    subject = scheduler(seconds={**seconds, "prefill_s8": 0.1})
+    decoding(subject, rows)
+    for _ in range(20):  # prefill's debt is paid by now
+        step = subject.next_step()
+        subject.complete(step, subject.costs[step.graph.name])
+    assert step.kind == "decode" and step.graph.name == graph
+
+
+def test_rows_beyond_the_largest_graph_take_turns():
+    subject = scheduler(slots=6, batches=(1, 2))
+    items = decoding(subject, 5)
+    for item in items:
+        item.computed = 4
+    for _ in range(50):
+        step = subject.next_step()
+        subject.complete(step, subject.costs[step.graph.name])
+    advanced = [item.computed for item in items]
+    assert max(advanced) - min(advanced) <= 1
+
+
+def test_a_removed_row_in_a_running_step_is_skipped_and_its_slot_is_free():
+    subject = scheduler(slots=1)
+    item = sequence(0, 20)
+    subject.add(item)
+    subject.admit()
+    step = subject.next_step()
+    subject.remove(item)
+    subject.remove(item)
+    subject.complete(step, 0.1)
+    assert subject.slots.free == 1 and subject.next_step() is None and item.computed == 0
+
+
+def test_costs_follow_measurements_and_one_outlier_changes_little():
+    costs = StepCosts(graphs())
+    costs.observe("decode_b1", 0.01)
+    assert costs["decode_b1"] == 0.01
+    costs.observe("decode_b1", 100.0)
+    assert costs["decode_b1"] < 0.014
+    for _ in range(200):
+        costs.observe("decode_b1", 0.02)
+    assert costs["decode_b1"] == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_slot_cannot_be_released_twice():
+    pool = SlotPool(2)
+    slot = pool.allocate()
+    pool.release(slot)
+    with pytest.raises(KeyError):
+        pool.release(slot)
+    assert [pool.allocate(), pool.allocate()] == [0, 1]
+    with pytest.raises(IndexError):
+        pool.allocate()
+    with pytest.raises(ValueError, match="at least one slot"):
+        SlotPool(0)

@@ -1,0 +1,211 @@
+"""A small deterministic language model with true slot states, behind the interface that the engine drives.
+
+Its cache holds, for every slot, the tokens that were written at each position, and nothing else: the logits of a row
+are a function of exactly the tokens it finds at positions 0 to start + length - 1 of its slot. A wrong slot, a wrong
+start, a stale entry, a mixed-up row or a lost piece of a prompt therefore changes every later token. ``naive_generate``
+is the same language model without cache, batch or pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+
+import numpy as np
+import torch
+
+from nxd_infer.errors import ModelClosedError
+from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
+
+VOCAB = 97
+EOS = (5, 6)
+TOP = 20
+
+
+def logits_of(prefix: np.ndarray) -> np.ndarray:
+    """Logits of the token after ``prefix``: float32 [VOCAB], a function of every token of it."""
+    return np.random.default_rng(zlib.crc32(prefix.astype(np.int64).tobytes())).standard_normal(VOCAB).astype("f4") * 2
+
+
+def choose(logits: np.ndarray, temperature: float, top_k: int, seed: int, position: int) -> int:
+    """Greedy, or the Gumbel-max trick with noise from (seed, position) alone."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / temperature
+    if top_k > 0:
+        scaled = np.where(scaled >= np.sort(scaled)[-top_k], scaled, -np.inf)
+    noise = np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, position]).gumbel(size=VOCAB)
+    return int((scaled + noise).argmax())
+
+
+def masked(logits: np.ndarray, allowed: np.ndarray, bias_ids: np.ndarray, bias_values: np.ndarray) -> np.ndarray:
+    result = logits.copy()
+    np.add.at(result, bias_ids, bias_values)
+    bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+    return np.where(bits, result, -np.inf)
+
+
+def naive_generate(
+    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0, stop_ids=()
+):
+    """The tokens the model gives, one at a time from the whole prefix; includes the stopping token."""
+    tokens, output = list(prompt), []
+    while len(output) < min(max_tokens, max(1, max_len - len(prompt))):
+        logits = logits_of(np.array(tokens))
+        stops = {*stop_ids, *(() if ignore_eos else EOS)}
+        if len(output) < min_tokens:
+            logits = logits.copy()
+            logits[list(stops)] = -np.inf
+        token = choose(logits, temperature, top_k, seed, len(tokens))
+        tokens.append(token)
+        output.append(token)
+        if token in stops:
+            break
+    return output
+
+
+class ToyModel:
+    """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step."""
+
+    def __init__(self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=()):
+        self.slots, self.max_len, self.delay = slots, max_len, delay
+        shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
+        self.manifest = Manifest(
+            backend="toy",
+            tp_degree=1,
+            graphs={},
+            buckets=[_bucket(name, b, s, omit) for name, (b, s) in shapes.items()],
+            metadata={
+                "task": "generate", "model_type": "toy", "vocab_size": VOCAB, "max_len": max_len, "slots": slots,
+                "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
+                "eos_token_ids": list(EOS), "bos_token_id": 0, "top_logprobs": TOP, "bias_slots": 4,
+                "model_name": "toy",
+            },
+        )  # fmt: skip
+        self.buckets = self.manifest.buckets
+        self.steps: list[tuple[str, list[int]]] = []
+        """Bucket and slots of every step that had a row of a request."""
+        self.fail = lambda name, inputs: None
+        self.restarts = 0
+        self.dead = False
+        self.running = threading.Lock()
+        self._forget()
+
+    def _forget(self):
+        self.cache = np.full((self.slots + 1, self.max_len), -1, np.int64)
+
+    def run_bucket(self, name, inputs):
+        if self.dead:
+            raise ModelClosedError("the toy is dead")
+        assert self.running.acquire(blocking=False), "two steps at the same time"
+        try:
+            self.fail(name, inputs)
+            if self.delay:
+                time.sleep(self.delay)
+            return self._step(self.manifest.bucket(name), inputs)
+        finally:
+            self.running.release()
+
+    def _step(self, bucket, inputs):
+        arrays = {}
+        for spec in bucket.inputs:
+            tensor = inputs[spec.name]
+            assert list(tensor.shape) == spec.shape and tensor.dtype == spec.torch_dtype, spec.name
+            arrays[spec.name] = tensor.numpy()
+        batch, size = arrays["tokens"].shape
+        slots = arrays["block_table"][:, 0].tolist()
+        real = [slot for slot in slots if slot != self.slots]
+        assert len(set(real)) == len(real), f"two rows share a slot: {slots}"
+        if real:
+            self.steps.append((bucket.name, real))
+        token, logprob = torch.zeros(batch, 1, dtype=torch.int64), torch.zeros(batch, 1)
+        top_ids, top = torch.zeros(batch, 1, TOP, dtype=torch.int64), torch.zeros(batch, 1, TOP)
+        for row, slot in enumerate(slots):
+            start, length = int(arrays["start"][row]), int(arrays["length"][row])
+            assert 1 <= length <= size and start >= 0 and start + length <= self.max_len
+            self.cache[slot, start : start + length] = arrays["tokens"][row, :length]
+            self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
+            raw = logits_of(self.cache[slot, : start + length])
+            chosen = self._sample(raw, arrays, row, start + length)
+            logs = raw - np.log(np.exp(raw).sum())
+            order = np.argsort(-logs)[:TOP].copy()
+            token[row, 0], logprob[row, 0] = chosen, float(logs[chosen])
+            top_ids[row, 0], top[row, 0] = torch.from_numpy(order), torch.from_numpy(logs[order])
+        return {"token": token, "logprob": logprob, "top_ids": top_ids, "top_logprobs": top}
+
+    def _sample(self, raw, arrays, row, position):
+        logits = raw
+        if "allowed" in arrays:
+            logits = masked(logits, arrays["allowed"][row], arrays["bias_ids"][row], arrays["bias_values"][row])
+        return choose(
+            logits, float(arrays["temperature"][row]), int(arrays["top_k"][row]), int(arrays["seed"][row]), position
+        )
+
+    def restart(self):
+        self.restarts += 1
+        self.dead = False
+        self._forget()
+
+    def health(self):
+        return [{"rank": 0, "alive": not self.dead, "steps": len(self.steps)}]
+
+    def close(self):
+        self.dead = True
+
+
+def _bucket(name, batch, size, omit):
+    i64, i32, f32 = torch.int64, torch.int32, torch.float32
+    mask = (VOCAB + 31) // 32
+    required = {
+        "tokens": (i64, batch, size),
+        "start": (i64, batch),
+        "length": (i64, batch),
+        "block_table": (i64, batch, 1),
+    }
+    optional = {
+        "temperature": (0, f32, batch), "top_k": (0, i64, batch), "top_p": (1, f32, batch), "min_p": (0, f32, batch),
+        "seed": (0, i64, batch), "allowed": (-1, i32, batch, mask), "bias_ids": (0, i64, batch, 4),
+        "bias_values": (0, f32, batch, 4), "presence_penalty": (0, f32, batch), "frequency_penalty": (0, f32, batch),
+        "repetition_penalty": (1, f32, batch),
+    }  # fmt: skip
+    inputs = [InputSpec.of(key, torch.empty(shape, dtype=dtype)) for key, (dtype, *shape) in required.items()]
+    inputs += [
+        InputSpec.of(key, torch.empty(shape, dtype=dtype), default=default)
+        for key, (default, dtype, *shape) in optional.items()
+        if key not in omit
+    ]
+    outputs = [
+        OutputSpec.of("token", torch.empty(batch, 1, dtype=i64)),
+        OutputSpec.of("logprob", torch.empty(batch, 1)),
+        OutputSpec.of("top_ids", torch.empty(batch, 1, TOP, dtype=i64)),
+        OutputSpec.of("top_logprobs", torch.empty(batch, 1, TOP)),
+    ]
+    return BucketSpec(name=name, inputs=inputs, outputs=outputs, graphs=["toy"])
+
+
+class Listener:
+    """Collects one request's events, and checks the rules that every stream of events keeps."""
+
+    def __init__(self, n=1):
+        self.tokens = [[] for _ in range(n)]
+        self.text = ["" for _ in range(n)]
+        self.events = [[] for _ in range(n)]
+        self.ends = [None] * n
+
+    def __call__(self, event):
+        from nxd_server.engine.events import TokenEvent
+
+        index = event.index
+        assert self.ends[index] is None, "an event after the terminal one"
+        self.events[index].append(event)
+        if isinstance(event, TokenEvent):
+            self.tokens[index].append(event.token)
+            self.text[index] += event.text
+        else:
+            self.text[index] += getattr(event, "text", "")
+            self.ends[index] = event
+
+    @property
+    def end(self):
+        return self.ends[0]
