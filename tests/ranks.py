@@ -68,13 +68,15 @@ def run_ranks(
     cp: int = 1,
     comm_timeout: float = 30,
     lost: tuple[int, ...] = (),
+    capacity: int | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` rank processes at once and return their results in rank order.
 
     Each rank has one thread, a seeded generator and a default ParallelContext of the given degrees (``tp`` defaults to
     what ``pp`` and ``cp`` leave). ``fn`` is a module-level function; arguments and results are pickled.
     ``comm_timeout``: seconds a collective waits for its peers. ``lost``: ranks that are expected to die or to stop;
-    the call ends when all others have answered, and a lost rank's result is None.
+    the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
+    shared memory.
 
     Raises RankTestError with the traceback of the rank that failed first, or after ``timeout`` seconds with the stack
     of every rank that has not answered.
@@ -85,7 +87,7 @@ def run_ranks(
     try:
         with tempfile.TemporaryDirectory(prefix="nxd-ranks-") as folder:
             deadline = time.monotonic() + timeout
-            descriptors = _segments(world_size, degrees) if collectives == "shm" else {}
+            descriptors = _segments(world_size, degrees, capacity) if collectives == "shm" else {}
             try:
                 for rank, worker in enumerate(workers):
                     mine = {axis: groups[rank] for axis, groups in descriptors.items()}
@@ -119,10 +121,9 @@ def run_ranks(
                 worker.kill()
 
 
-def _segments(world_size: int, degrees: dict[str, int]) -> dict[str, list[int]]:
+def _segments(world_size: int, degrees: dict[str, int], capacity: int | None) -> dict[str, list[int]]:
     """For every axis of a degree above 1, the shared memory of each rank's group."""
-    from nxd_infer.comm.shm import create_segment
-
+    from nxd_infer.comm.shm import DEFAULT_CAPACITY, create_segment
     from nxd_infer.context import AXES, rank_layout
 
     layout = rank_layout(world_size, degrees["tp"], degrees["pp"], degrees["cp"])
@@ -131,7 +132,7 @@ def _segments(world_size: int, degrees: dict[str, int]) -> dict[str, list[int]]:
         if layout.degree(axis) > 1:
             of_rank = {}
             for group in layout.groups(axis):
-                fd = create_segment(len(group))
+                fd = create_segment(len(group), capacity or DEFAULT_CAPACITY)
                 of_rank.update(dict.fromkeys(group, fd))
             found[axis] = [of_rank[rank] for rank in range(world_size)]
     return found
@@ -289,12 +290,13 @@ def _run(job: Job, connection: Any) -> Any:
 @contextlib.contextmanager
 def _gloo(job: Job, segments: dict[str, int]):
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     from nxd_infer import parallel_state
 
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(job.rendezvous, job.world_size),
+        store=FileStore(job.rendezvous, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout),
@@ -311,10 +313,9 @@ def _gloo(job: Job, segments: dict[str, int]):
 
 @contextlib.contextmanager
 def _shm(job: Job, segments: dict[str, int]):
-    from nxd_infer.comm.shm import ShmCollectives
-
     from nxd_infer import native
     from nxd_infer.comm.protocol import register_collectives, unregister_collectives
+    from nxd_infer.comm.shm import ShmCollectives
     from nxd_infer.context import make_context, set_default_context
 
     context = make_context(job.world_size, job.rank, **job.degrees, collectives="shm")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 HALF = (torch.bfloat16, torch.float16)
+EXIT_GRACE = 1.0
 
 
 class DistributedCollectives:
@@ -49,8 +52,8 @@ class DistributedCollectives:
         """The torch group of ``axis``; a group of this rank alone is made when its degree is 1."""
         group = self._groups.get(axis)
         if group is None:
-            made = dist.new_group([self._context.rank], use_local_synchronization=True)
-            group = self._groups[axis] = made  # pyright: ignore[reportArgumentType]  (None only for other ranks)
+            group = cast(dist.ProcessGroup, dist.new_group([self._context.rank], use_local_synchronization=True))
+            self._groups[axis] = group
         return group
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
@@ -124,12 +127,17 @@ class DistributedCollectives:
 
     def _raise(self, what: str, axis: str, error: Exception) -> NoReturn:
         """Turn a transport's error into a typed one; only a lost or late peer spoils the transport for good."""
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = _plain(error)
         lowered = text.lower()
         lost = any(sign in lowered for sign in ("timed out", "timeout", "connection", "socket", "peer", "aborted"))
         if not lost:
             raise CollectiveError(f"{what} on axis {axis!r} failed: {text}") from error
+        # A process that is ending closes its sockets a moment before it counts as ended.
+        deadline = time.monotonic() + EXIT_GRACE
         ranks, states = self._lost_ranks(axis)
+        while not ranks and "timed out" not in lowered and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ranks, states = self._lost_ranks(axis)
         missing = f"rank(s) {list(ranks)} ({'; '.join(states)})" if ranks else "a rank that could not be identified"
         failure = CollectiveTimeoutError(
             f"nxd: {missing} did not reach {what} on axis {axis!r} within {self._timeout:.1f} s: {text}", ranks
@@ -153,6 +161,12 @@ class DistributedCollectives:
 
 def _ranks_of(failure: CollectiveError) -> tuple[tuple[int, ...], ...]:
     return (failure.ranks,) if isinstance(failure, CollectiveTimeoutError) else ()
+
+
+def _plain(error: Exception) -> str:
+    """The transport's own words, without the place in its source and its advice."""
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).split(". This is typically")[0]
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -23,8 +23,12 @@ SCHEMAS = (
     "shard(Tensor x, str axis, int dim, int degree) -> Tensor",
     "axis_rank(str axis) -> Tensor",
 )
+
+EFFECT = (torch.Tag.nondeterministic_seeded,)
+"""Keeps compilers from folding a call into a constant (its value depends on the rank), merging or moving it."""
+
 for _schema in SCHEMAS:
-    LIBRARY.define(_schema)
+    LIBRARY.define(_schema, tags=EFFECT)
 
 
 def check_divisible(x: Tensor, dim: int, degree: int, what: str) -> None:
@@ -59,9 +63,15 @@ for _name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
 LIBRARY.impl("shard", _shard, "CompositeExplicitAutograd")
 LIBRARY.impl("axis_rank", _axis_rank, "CompositeExplicitAutograd")
 
-torch.library.register_fake("nxd::all_reduce", lambda x, axis, op, degree: x.new_empty(x.shape), lib=LIBRARY)
-torch.library.register_fake("nxd::broadcast", lambda x, axis, src, degree: x.new_empty(x.shape), lib=LIBRARY)
-torch.library.register_fake("nxd::all_gather", lambda x, axis, dim, degree: _scaled(x, dim, degree, 1), lib=LIBRARY)
-torch.library.register_fake("nxd::reduce_scatter", lambda x, axis, dim, degree: _scaled(x, dim, 1, degree), lib=LIBRARY)
-torch.library.register_fake("nxd::shard", lambda x, axis, dim, degree: _scaled(x, dim, 1, degree), lib=LIBRARY)
-torch.library.register_fake("nxd::axis_rank", lambda axis: torch.empty((), dtype=torch.int64), lib=LIBRARY)
+FAKES = {
+    "all_reduce": lambda x, axis, op, degree: x.new_empty(x.shape),
+    "broadcast": lambda x, axis, src, degree: x.new_empty(x.shape),
+    "all_gather": lambda x, axis, dim, degree: _scaled(x, dim, degree, 1),
+    "reduce_scatter": lambda x, axis, dim, degree: _scaled(x, dim, 1, degree),
+    "shard": lambda x, axis, dim, degree: _scaled(x, dim, 1, degree),
+    "axis_rank": lambda axis: torch.empty((), dtype=torch.int64),
+}
+"""Shapes without data; the native operators of the same names share them."""
+
+for _name, _fake in FAKES.items():
+    torch.library.register_fake(f"nxd::{_name}", _fake, lib=LIBRARY)

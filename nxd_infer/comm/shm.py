@@ -1,0 +1,240 @@
+"""Collectives over shared memory, for CPU ranks of one host: the transport of compiled graphs.
+
+The parent makes one segment (a memfd: nothing is left behind, and ``/dev/shm`` may be tiny) for each group and hands
+its descriptor to the group's ranks. The native operators do the work; the same segment is what the parent watches:
+every rank's counters grow natively, also while a graph runs and holds the interpreter's lock.
+
+A rank that waits longer than the timeout, or for a process that has ended, marks the segment as failed. From then on
+every call on every rank raises the same message: nothing goes on out of step.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
+
+if TYPE_CHECKING:
+    from nxd_infer.native import NativeLibrary
+
+DEFAULT_CAPACITY = 1 << 20
+"""Bytes of one rank's slot. Larger tensors travel in pieces of this size."""
+DEFAULT_TIMEOUT = 30.0
+MAIL_CAPACITY = 1 << 16
+MAX_DEGREE = 64
+
+# The layout of csrc/segment.h.
+_MAGIC = 0x31304D485344584E
+_PAGE = 4096
+_HEADER = struct.Struct("<QIIQQ")
+_HEADER_BYTES = 512
+_FAILED, _FAILED_RANKS, _MESSAGE = 64, 72, 80
+_BLOCK_BYTES = 256
+_COUNTERS = struct.Struct("<QQqqQ")
+_COUNTERS_AT = 128
+_MAILBOX_BYTES = 128
+
+_MISSING = re.compile(r"nxd: rank\(s\) \[([\d, ]*)\] did not reach")
+
+
+@dataclass(frozen=True)
+class RankCounters:
+    """What one rank has done so far, as any process with the segment sees it."""
+
+    rank: int
+    pid: int
+    """0 until the rank has connected."""
+    collectives: int
+    steps: int
+    last_seconds: float
+    """``time.monotonic()`` of the last of either; 0 before the first."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group failed; ``ranks`` are places on the axis, empty when no single rank is to blame."""
+
+    message: str
+    ranks: tuple[int, ...]
+
+
+def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
+    """Make the shared memory of a group of ``degree`` ranks and return its descriptor; the caller closes it.
+
+    ``capacity`` is in bytes and rounded up to pages; memory that is never touched costs nothing. Pass the descriptor to
+    the ranks' processes (``subprocess`` with ``pass_fds``); each gives it to :class:`ShmCollectives` or ``comm_init``.
+    """
+    if not 1 <= degree <= MAX_DEGREE:
+        raise ParallelConfigError(f"shared memory connects 1 to {MAX_DEGREE} ranks, not {degree}")
+    if capacity < 1:
+        raise ParallelConfigError(f"the capacity of a slot must be at least 1 byte, got {capacity}")
+    capacity = _pages(max(capacity, degree * 64))
+    fd = os.memfd_create(f"nxd-collectives-{degree}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, _segment_bytes(degree, capacity))
+        os.pwrite(fd, _HEADER.pack(_MAGIC, degree, 0, capacity, MAIL_CAPACITY), 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_counters(segment: int | mmap.mmap) -> list[RankCounters]:
+    """The counters of every rank of a segment (a descriptor, or a mapping of it)."""
+    degree, _ = _sizes(segment)
+    counters = []
+    for rank in range(degree):
+        data = _read(segment, _HEADER_BYTES + rank * _BLOCK_BYTES + _COUNTERS_AT, _COUNTERS.size)
+        collectives, steps, last_ns, pid, _ = _COUNTERS.unpack(data)
+        counters.append(RankCounters(rank, pid, collectives, steps, last_ns / 1e9))
+    return counters
+
+
+def read_failure(segment: int | mmap.mmap) -> Failure | None:
+    """Why the group of this segment failed, or None while it has not."""
+    degree, _ = _sizes(segment)
+    if struct.unpack("<I", _read(segment, _FAILED, 4))[0] != 2:
+        return None
+    (mask,) = struct.unpack("<Q", _read(segment, _FAILED_RANKS, 8))
+    text = _read(segment, _MESSAGE, _HEADER_BYTES - _MESSAGE).split(b"\0", 1)[0].decode(errors="replace")
+    return Failure(text, tuple(rank for rank in range(degree) if mask >> rank & 1))
+
+
+def fail_segment(segment: int, message: str, ranks: tuple[int, ...] = ()) -> None:
+    """End every wait in the group with ``message``, as a parent that saw a rank die does. The first failure stays."""
+    degree, _ = _sizes(segment)
+    if struct.unpack("<I", _read(segment, _FAILED, 4))[0]:
+        return
+    text = message.encode()[: _HEADER_BYTES - _MESSAGE - 1]
+    os.pwrite(segment, struct.pack("<Q", sum(1 << rank for rank in ranks if rank < degree)), _FAILED_RANKS)
+    os.pwrite(segment, text + b"\0", _MESSAGE)
+    os.pwrite(segment, struct.pack("<I", 2), _FAILED)
+
+
+class ShmCollectives:
+    """:class:`~nxd_infer.comm.protocol.Collectives` over segments, one an axis, through a native library."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        context: ParallelContext,
+        segments: Mapping[str, int],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ):
+        """Connect this rank to its group of each axis in ``segments`` (axis name to descriptor, which stays the
+        caller's). ``timeout``: seconds a collective waits for its peers.
+
+        Raises CollectiveError when a descriptor is no segment of that degree, or an axis is connected already.
+        """
+        self._library = library
+        self._context = context
+        self._degrees = {axis: context.axis(axis).degree for axis in segments}
+        self._ops = {name: library.op(name) for name in library.ops}
+        self._connected: list[str] = []
+        for axis, fd in segments.items():
+            here = context.axis(axis)
+            with self._typed_errors(axis):
+                self._ops["comm_init"](axis, fd, here.rank, here.degree, 0, timeout)
+            self._connected.append(axis)
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        with self._typed_errors(axis):
+            return self._ops["all_reduce"](x.detach(), axis, op, self._degree(axis))
+
+    def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        with self._typed_errors(axis):
+            return self._ops["all_gather"](x.detach(), axis, dim, self._degree(axis))
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        with self._typed_errors(axis):
+            return self._ops["reduce_scatter"](x.detach(), axis, dim, self._degree(axis))
+
+    def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
+        with self._typed_errors(axis):
+            return self._ops["broadcast"](x.detach(), axis, src, self._degree(axis))
+
+    def send(self, x: Tensor, axis: str, dst: int) -> None:
+        with self._typed_errors(axis):
+            self._ops["send"](x.detach(), axis, dst)
+
+    def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
+        with self._typed_errors(axis):
+            return self._ops["recv"](x.detach(), axis, src)
+
+    def barrier(self, axis: str) -> None:
+        with self._typed_errors(axis):
+            self._ops["barrier"](axis)
+
+    def count_step(self, axis: str = "tp") -> int:
+        """Advance this rank's step counter, which :func:`read_counters` shows; returns it."""
+        with self._typed_errors(axis):
+            return self._ops["comm_step"](axis)
+
+    def close(self) -> None:
+        """Disconnect this process; the memory goes when every process has."""
+        while self._connected:
+            self._ops["comm_close"](self._connected.pop())
+
+    def _degree(self, axis: str) -> int:
+        return self._degrees.get(axis, 0) or self._context.axis(axis).degree
+
+    @contextmanager
+    def _typed_errors(self, axis: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._raise(axis, error)
+
+    def _raise(self, axis: str, error: RuntimeError) -> NoReturn:
+        typed = typed_error(str(error))
+        if isinstance(typed, CollectiveTimeoutError):
+            group = self._context.axis(axis).ranks
+            typed.ranks = tuple(group[place] for place in typed.ranks if place < len(group))
+        raise typed from error
+
+
+def typed_error(text: str) -> CollectiveError:
+    """The typed error for a native operator's message: CollectiveTimeoutError when ranks are missing.
+
+    ``ranks`` of the result are places on the axis, as in the message.
+    """
+    start = text.find("nxd: ")
+    message = text[start:].splitlines()[0] if start >= 0 else text
+    missing = _MISSING.search(message)
+    if missing is None:
+        return CollectiveError(message)
+    return CollectiveTimeoutError(message, tuple(int(part) for part in missing.group(1).split(",") if part.strip()))
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _segment_bytes(degree: int, capacity: int) -> int:
+    signals = _pages(_HEADER_BYTES + degree * _BLOCK_BYTES)
+    mail = _pages(signals + degree * degree * _MAILBOX_BYTES)
+    return _pages(mail + degree * degree * MAIL_CAPACITY) + 2 * degree * capacity
+
+
+def _read(segment: int | mmap.mmap, offset: int, size: int) -> bytes:
+    return os.pread(segment, size, offset) if isinstance(segment, int) else segment[offset : offset + size]
+
+
+def _sizes(segment: int | mmap.mmap) -> tuple[int, int]:
+    head = _read(segment, 0, _HEADER.size)
+    if len(head) == _HEADER.size:
+        magic, degree, _, capacity, _ = _HEADER.unpack(head)
+        if magic == _MAGIC:
+            return degree, capacity
+    raise CollectiveError("this is not a segment made by create_segment()")

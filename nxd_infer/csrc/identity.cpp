@@ -1,0 +1,7 @@
+// The content hash, readable in the file itself: a library must be recognised before it is loaded, because
+// registering one namespace twice throws while the loader runs.
+#define NXD_TEXT_(x) #x
+#define NXD_TEXT(x) NXD_TEXT_(x)
+
+extern "C" __attribute__((used, visibility("default"))) const char nxd_library_identity[] =
+    "NXD-NATIVE-LIBRARY:" NXD_TEXT(NXD_HASH) ":END";

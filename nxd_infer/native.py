@@ -1,0 +1,269 @@
+"""The native operators: built once with the C++ compiler, cached by content, registered once a process.
+
+``torch.ops.nxd_<hash8>.*`` hold the CPU operators of ``csrc/``. The namespace is a hash of the sources and the build's
+flags, so that libraries of different contents (of two artifacts, say) live in one process, and copies of one library
+are the same library. They use torch's stable ABI and pick instruction sets at run time: the file does not depend on
+the machine it was built on. Building needs a compiler and torch's headers; loading a built file needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxd_infer.cache import cache_dir
+from nxd_infer.comm import ops as _comm_ops
+from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
+BUILD_TIMEOUT = 600.0
+"""Seconds to wait for the compiler, or for another process that is building the same library."""
+
+_IDENTITY = re.compile(rb"NXD-NATIVE-LIBRARY:([0-9a-f]{16}):END")
+_lock = threading.RLock()
+_loaded: dict[str, NativeLibrary] = {}
+_failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether something can be used here, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A library whose operators are registered in this process as ``torch.ops.<namespace>``."""
+
+    hash: str
+    path: Path
+    namespace: str
+    ops: tuple[str, ...]
+    build_seconds: float | None = None
+    """What the build took, when this process did it."""
+
+    def op(self, name: str) -> Any:
+        """The overload ``torch.ops.<namespace>.<name>.default``; KeyError names the operators there are."""
+        if name not in self.ops:
+            raise KeyError(f"native library {self.hash} has no operator {name!r}; it has {list(self.ops)}")
+        return getattr(getattr(torch.ops, self.namespace), name).default
+
+
+def availability() -> Availability:
+    """Whether :func:`load` can work, without building anything. A build that failed before stays failed."""
+    if _failure is not None:
+        return Availability(False, _failure)
+    if sys.platform != "linux":
+        return Availability(False, f"the native operators need Linux, this is {sys.platform}")
+    if sys.byteorder != "little":
+        return Availability(False, f"the native operators need a little-endian machine, this is {platform.machine()}")
+    if _torch_version() < (2, 10):
+        return Availability(False, f"the native operators need torch 2.10 or newer, this is {torch.__version__}")
+    if _loaded or (_folder() / "libnxd.so").is_file():
+        return Availability(True)
+    if _compiler() is None:
+        return Availability(False, _no_compiler())
+    if not (_torch_root() / "include/torch/csrc/stable/library.h").is_file():
+        return Availability(False, f"torch {torch.__version__} comes without its C++ headers")
+    return Availability(True)
+
+
+def load() -> NativeLibrary:
+    """Build the library unless the cache has it, and register its operators unless this process has them.
+
+    Raises BackendUnavailableError with the reason (no compiler, or what the compiler said).
+    """
+    global _failure
+    with _lock:
+        digest = source_hash()
+        if digest in _loaded:
+            return _loaded[digest]
+        state = availability()
+        if not state.ok:
+            raise BackendUnavailableError(f"no native operators: {state.reason}")
+        target = _folder() / "libnxd.so"
+        seconds = None
+        try:
+            with _only_builder(_folder()):
+                if not target.is_file():
+                    seconds = _build(digest, target)
+        except BackendUnavailableError as error:
+            _failure = str(error)
+            raise
+        return load_file(target, build_seconds=seconds)
+
+
+def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = None) -> NativeLibrary:
+    """Register the operators of a built library, such as the copy inside an artifact.
+
+    A file whose content hash is registered already is not loaded again. Loading runs native code: the file must be one
+    to trust. Raises ArtifactCorruptError when it is no native library of this package, or cannot be loaded.
+    """
+    path = Path(path).absolute()
+    with _lock:
+        digest = read_hash(path)
+        if digest in _loaded:
+            return _loaded[digest]
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise ArtifactCorruptError(f"native library {path} cannot be loaded: {error}") from error
+        namespace = f"nxd_{digest[:8]}"
+        prefix = f"{namespace}::"
+        names = tuple(
+            sorted(
+                name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)
+            )
+        )
+        if not names:
+            raise ArtifactCorruptError(f"native library {path} registered no operators under {namespace!r}")
+        library = NativeLibrary(digest, path, namespace, names, build_seconds)
+        _register_fakes(library)
+        _loaded[digest] = library
+        return library
+
+
+def read_hash(path: str | os.PathLike[str]) -> str:
+    """The content hash inside a library's file, without loading it. Raises ArtifactCorruptError."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = _IDENTITY.search(content)
+            digest = found.group(1).decode() if found else None
+    except (OSError, ValueError) as error:
+        raise ArtifactCorruptError(f"native library {os.fspath(path)} cannot be read: {error}") from error
+    if digest is None:
+        raise ArtifactCorruptError(f"{os.fspath(path)} is not a native library of this package")
+    return digest
+
+
+def source_hash() -> str:
+    """The content hash of what :func:`load` builds: sources, flags, torch's release, machine."""
+    digest = hashlib.sha256()
+    for part in (*FLAGS, ".".join(map(str, _torch_version())), platform.machine()):
+        digest.update(part.encode() + b"\0")
+    for file in sorted(SOURCES.iterdir()):
+        if file.suffix in (".cpp", ".h"):
+            content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _torch_root() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _folder() -> Path:
+    return cache_dir() / "native" / source_hash()
+
+
+def _compiler() -> str | None:
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+def _no_compiler() -> str:
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return f"the C++ compiler CXX={chosen!r} is not on the PATH"
+    return "no C++ compiler (g++, c++ or clang++) on the PATH; install one, or set CXX"
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder`` against other processes; the kernel releases it when its holder ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(folder.name + ".lock")
+    deadline = time.monotonic() + BUILD_TIMEOUT
+    with open(path, "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BackendUnavailableError(
+                        f"another process has been building the native operators for {BUILD_TIMEOUT:.0f} s; "
+                        f"it holds {path}"
+                    ) from None
+                time.sleep(0.05)
+        yield
+
+
+def _build(digest: str, target: Path) -> float:
+    """Compile and link into a temporary folder beside ``target``, then rename. Returns the seconds it took."""
+    compiler = _compiler()
+    if compiler is None:
+        raise BackendUnavailableError(f"no native operators: {_no_compiler()}")
+    begin = time.monotonic()
+    root = _torch_root()
+    definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")
+    target.parent.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent.parent) as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+
+        def compile_one(source: Path, output: Path) -> None:
+            _run([compiler, *FLAGS, *definitions, "-c", str(source), "-o", str(output)])
+
+        with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+            list(pool.map(compile_one, sources, objects))
+        built = Path(scratch) / "libnxd.so"
+        _run([compiler, "-shared", *map(str, objects), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(built)])
+        seconds = time.monotonic() - begin
+        record = {"hash": digest, "compiler": compiler, "flags": FLAGS, "torch": torch.__version__, "seconds": seconds}
+        (Path(scratch) / "build.json").write_text(json.dumps(record, indent=2))
+        target.parent.mkdir(exist_ok=True)
+        os.replace(Path(scratch) / "build.json", target.parent / "build.json")
+        os.replace(built, target)  # last: the file's presence means that the build is whole
+    return seconds
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        raise BackendUnavailableError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from None
+    except OSError as error:
+        raise BackendUnavailableError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        output = (done.stderr or done.stdout).strip()
+        raise BackendUnavailableError(f"{' '.join(command)}\nended with status {done.returncode}:\n{output[-4000:]}")
+
+
+_fakes: list[torch.library.Library] = []
+
+
+def _register_fakes(library: NativeLibrary) -> None:
+    """Shapes and dtypes without data, so that graphs that hold the operators can be made and compiled."""
+    fragment = torch.library.Library(library.namespace, "FRAGMENT")
+    _fakes.append(fragment)  # registrations end with the object
+    for name, fake in _comm_ops.FAKES.items():
+        if name in library.ops:
+            torch.library.register_fake(f"{library.namespace}::{name}", fake, lib=fragment)

@@ -1,0 +1,209 @@
+"""A peer that dies, stops or does something else ends in an error that names it, in time, on every other rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import cast
+
+import pytest
+import torch
+
+from nxd_infer.comm import all_gather, all_reduce, barrier
+from nxd_infer.comm.protocol import collectives_of
+from nxd_infer.comm.shm import ShmCollectives, create_segment, fail_segment, read_counters, read_failure
+from nxd_infer.context import current_context
+from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
+from tests.ranks import RankTestError, run_ranks
+
+
+def lose(how: str, victim: int) -> tuple:
+    """Work together, then lose a rank; what the others see: type, message, missing ranks, seconds, the next call."""
+    here = current_context()
+    for _ in range(3):
+        all_reduce(torch.ones(5), here)
+    barrier(here)
+    if here.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+        time.sleep(60)
+    begin = time.monotonic()
+    try:
+        all_reduce(torch.ones(5), here)
+    except CollectiveTimeoutError as error:
+        seconds = time.monotonic() - begin
+        begin = time.monotonic()
+        try:
+            all_gather(torch.ones(2), here)
+        except CollectiveTimeoutError as again:
+            return str(error), error.ranks, seconds, str(again), again.ranks, time.monotonic() - begin
+    return ()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("how", ["die", "stop"])
+def test_shared_memory_names_a_lost_peer_and_stays_failed(how):
+    results = run_ranks(lose, 4, how, 2, collectives="shm", comm_timeout=2.0, lost=(2,))
+    assert results[2] is None
+    for rank in (0, 1, 3):
+        message, ranks, seconds, again, ranks_again, next_seconds = results[rank]
+        assert message.startswith("nxd: rank(s) [2] did not reach all_reduce (number 5 on axis 'tp', called by rank ")
+        assert "within 2.0 s" in message
+        assert ranks == ranks_again == (2,)
+        assert again == message
+        assert next_seconds < 0.1
+        if how == "die":
+            assert "the process has ended" in message
+            assert seconds < 1.5, "the end of a process is noticed, not waited out"
+        else:
+            assert 1.9 < seconds < 4
+
+
+@pytest.mark.parametrize("how", ["die", "stop"])
+def test_distributed_names_a_lost_peer_and_stays_failed(how):
+    results = run_ranks(lose, 2, how, 1, comm_timeout=2.0, lost=(1,))
+    message, ranks, seconds, again, ranks_again, next_seconds = results[0]
+    assert message.startswith("nxd: rank(s) [1] (pid ")
+    assert ("has ended" if how == "die" else "is stopped") in message
+    assert ranks == ranks_again == (1,) and again == message
+    assert seconds < 4 and next_seconds < 0.1
+
+
+def late() -> tuple:
+    """Rank 1 is alive and well, but never comes in time; afterwards it finds the group failed."""
+    here = current_context()
+    if here.rank == 1:
+        time.sleep(2.5)
+    begin = time.monotonic()
+    try:
+        all_reduce(torch.ones(3), here)
+    except CollectiveTimeoutError as error:
+        return str(error), error.ranks, time.monotonic() - begin
+    return ()
+
+
+def test_a_late_peer_finds_the_failure_instead_of_mixing_data():
+    first, second = run_ranks(late, 2, collectives="shm", comm_timeout=1.0)
+    assert first[0] == second[0] and first[1] == second[1] == (1,)
+    assert 0.9 < first[2] < 2 and second[2] < 0.1
+
+
+def disagree(kind: str) -> str:
+    here = current_context()
+    odd = here.rank == 1
+    try:
+        if kind == "operation":
+            (all_gather if odd else all_reduce)(torch.ones(3), here)
+        elif kind == "size":
+            all_reduce(torch.ones(4 if odd else 3), here)
+        else:
+            all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32), here)
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["operation", "size", "dtype"])
+def test_ranks_that_go_apart_get_an_error_instead_of_each_others_data(kind):
+    found = run_ranks(disagree, 2, kind, collectives="shm")
+    for message in found:
+        assert message.startswith("CollectiveError: nxd: the ranks of axis 'tp' went apart"), message
+    assert found[0] == found[1]
+
+
+def count(calls: int) -> list:
+    here = current_context()
+    transport = cast(ShmCollectives, collectives_of(here))
+    for _ in range(calls):
+        all_reduce(torch.ones(3), here)
+    if here.rank == 1:
+        transport.count_step()
+        transport.count_step()
+    barrier(here)
+    with open("/proc/self/maps") as maps:
+        assert "nxd-collectives-2" in maps.read()
+    return [os.getpid(), time.monotonic()]
+
+
+def test_the_parent_sees_how_far_each_rank_is(monkeypatch):
+    from nxd_infer.comm import shm
+
+    kept = []
+
+    def create(degree, capacity):
+        fd = create_segment(degree, capacity)
+        kept.append(os.dup(fd))
+        return fd
+
+    monkeypatch.setattr(shm, "create_segment", create)
+    (pid0, now), (pid1, _) = run_ranks(count, 2, 5, collectives="shm")
+    first, second = read_counters(kept[0])
+    assert (first.rank, first.pid, first.collectives, first.steps) == (0, pid0, 6, 0)
+    assert (second.rank, second.pid, second.collectives, second.steps) == (1, pid1, 6, 2)
+    assert 0 < now - first.last_seconds < 10
+    assert read_failure(kept[0]) is None
+    os.close(kept[0])
+
+
+def wait_for_rank_1(seconds: float) -> str:
+    here = current_context()
+    if here.rank == 1:
+        time.sleep(seconds)
+        return ""
+    try:
+        barrier(here)
+    except CollectiveError as error:
+        return str(error)
+    return "passed"
+
+
+def test_the_parent_can_end_the_waits_of_a_group(monkeypatch):
+    import threading
+
+    from nxd_infer.comm import shm
+
+    kept = []
+
+    def create(degree, capacity):
+        fd = create_segment(degree, capacity)
+        kept.append(os.dup(fd))
+        threading.Timer(1.0, fail_segment, (kept[0], "nxd: rank 1 was ended by the supervisor", (1,))).start()
+        return fd
+
+    monkeypatch.setattr(shm, "create_segment", create)
+    begin = time.monotonic()
+    first, _ = run_ranks(wait_for_rank_1, 2, 3.0, collectives="shm", comm_timeout=30)
+    assert first == "nxd: rank 1 was ended by the supervisor"
+    assert time.monotonic() - begin < 15
+    failure = read_failure(kept[0])
+    assert failure is not None and failure.ranks == (1,) and failure.message == first
+    os.close(kept[0])
+
+
+def hang(seconds: float) -> None:
+    if current_context().rank == 1:
+        time.sleep(seconds)
+
+
+def raise_in_rank_1() -> None:
+    here = current_context()
+    if here.rank == 1:
+        raise ValueError("this rank has a reason")
+    barrier(here)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def test_the_helper_reports_failures_and_leaves_no_process():
+    before = run_ranks(pid, 2)
+    with pytest.raises(RankTestError, match=r"(?s)rank 1 of 2.*this rank has a reason"):
+        run_ranks(raise_in_rank_1, 2)
+    with pytest.raises(RankTestError, match=r"(?s)no answer within 2 s from ranks \[1\].*in hang"):
+        run_ranks(hang, 2, 30.0, timeout=2)
+    after = run_ranks(pid, 2)
+    assert not set(before) & set(after)
+    for gone in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(gone, 0)
