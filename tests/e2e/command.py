@@ -1,0 +1,40 @@
+"""Run the real command line in a process of its own, with a hard time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    out: str
+    err: str
+
+
+def nxd_infer(*arguments: object, timeout: float = 120, cwd: Path | None = None) -> Done:
+    """``nxd-infer ARGUMENTS``; the environment is wide enough that tables are not wrapped."""
+    command = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def refused(done: Done, *words: str) -> None:
+    """A user error: exit status 1 or 2, one message that holds ``words``, no traceback."""
+    assert done.status in (1, 2), done
+    assert "Traceback" not in done.err + done.out, done.err
+    for word in words:
+        assert word in done.err, (word, done.err)

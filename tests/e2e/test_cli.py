@@ -1,0 +1,118 @@
+"""The command line as a user meets it: real processes, a real model directory, real artifacts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.e2e.command import nxd_infer, refused
+from tests.tiny_models import write_tiny
+
+COMMANDS = ("trace", "serve", "generate", "verify", "doctor", "demo")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture(scope="module")
+def artifact(model_dir) -> Path:
+    out = model_dir.parent / "artifact"
+    done = nxd_infer(
+        *("trace", model_dir, "--tp", 2, "--out", out, "--batch-sizes", "1,2", "--prompt-buckets", "8,16"),
+        *("--max-len", 64, "--dtype", "float32", "--backend", "eager"),
+    )
+    assert done.status == 0, done.err
+    assert "4 graphs" in done.out
+    for word in ("decode_b1", "decode_b2", "prefill_s8", "prefill_s16", "weights", "states", "peak memory"):
+        assert word in done.out, (word, done.out)
+    return out
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command):
+    done = nxd_infer(command, "--help")
+    assert done.status == 0
+    assert f"nxd-infer {command}" in done.out.replace("\n", " ").split("Example:")[1]
+
+
+@pytest.mark.check
+def test_help_loads_neither_torch_nor_a_server(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.argv = ['nxd-infer', '--help']\n"
+        "from nxd_infer.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: print('LOADED', 'torch' in sys.modules, 'fastapi' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "LOADED False False" in done.stdout, done.stderr
+
+
+def test_generate_continues_each_prompt_the_same_way_twice(artifact):
+    run = lambda: nxd_infer(  # noqa: E731
+        "generate", artifact, "--prompt", "def f", "--prompt", "import", "--max-tokens", 8, "--json"
+    )
+    first, second = run(), run()
+    assert first.status == 0, first.err
+    records = [json.loads(line) for line in first.out.splitlines()]
+    assert [r["prompt"] for r in records] == ["def f", "import"]
+    assert all(1 <= r["tokens"] <= 8 for r in records)
+    assert first.out == second.out
+
+
+def test_verify_accepts_the_model_it_was_traced_from(artifact, model_dir):
+    done = nxd_infer("verify", artifact, model_dir)
+    assert done.status == 0, done.out + done.err
+    for bucket in ("decode_b1", "decode_b2", "prefill_s8", "prefill_s16"):
+        assert bucket in done.out
+
+
+def test_verify_rejects_another_model(artifact, tmp_path):
+    other = write_tiny("llama", tmp_path / "other", seed=7)
+    done = nxd_infer("verify", artifact, other)
+    assert done.status == 1
+    assert "Traceback" not in done.err
+    assert "differs" in done.out
+
+
+def test_doctor_names_the_backends_and_the_compiler():
+    done = nxd_infer("doctor")
+    assert done.status == 0, done.out
+    for word in ("inductor", "eager", "C++ compiler", "memory"):
+        assert word in done.out
+
+
+def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
+    done = nxd_infer("trace", model_dir, "--tp", 4, "--out", tmp_path / "a", "--max-len", 64, "--plan-only",
+                     "--prompt-buckets", "16")  # fmt: skip
+    assert done.status == 0, done.err
+    assert "graphs to compile" in done.out
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trace", "/no/such/model", "--out", "a"], ["/no/such/model", "config.json"]),
+        (["trace", "MODEL", "--out", "a", "--batch-sizes", "1,x"], ["1,x"]),
+        (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["0 is below 1"]),
+        (["trace", "MODEL", "--out", "a", "--max-len", "64", "--prompt-buckets", "128"], ["128", "64"]),
+        (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
+        (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
+        (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
+        (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
+        (["frobnicate"], ["frobnicate"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_user_errors_name_the_value_and_exit_without_a_traceback(arguments, words, model_dir, tmp_path):
+    arguments = [str(model_dir) if a == "MODEL" else a for a in arguments]
+    refused(nxd_infer(*arguments, cwd=tmp_path), *words)
+    assert not (tmp_path / "a").exists()
