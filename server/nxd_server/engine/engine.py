@@ -19,14 +19,13 @@ from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
 from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.request import Choice, Ticket
+from nxd_server.engine.request import Choice, Ticket, check_prompt
 from nxd_server.engine.scheduler import Row, Scheduler, Step
 from nxd_server.engine.sequence import derive_seed
 from nxd_server.engine.worker import FATAL, ModelWorker
 from nxd_server.errors import (
     DeadlineExceededError,
     GenerationError,
-    PromptTooLongError,
     QueueFullError,
     RequestError,
 )
@@ -119,7 +118,7 @@ class Engine(ModelWorker):
         Raises RequestError, PromptTooLongError, QueueFullError or EngineUnavailableError; nothing is queued then.
         """
         try:
-            prompt = self._checked_prompt(prompt_tokens)
+            prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
             samplers = self._checked_params(params)
             if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
                 raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
@@ -163,19 +162,6 @@ class Engine(ModelWorker):
         stats.generated_tokens = self._generated_tokens
         stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
         return stats
-
-    def _checked_prompt(self, tokens: Tokens[int]) -> list[int]:
-        prompt = list(tokens)
-        if not prompt:
-            raise RequestError("prompt", "must have at least one token")
-        if len(prompt) > self.max_len:
-            raise PromptTooLongError(len(prompt), self.max_len, self.max_len)
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    "prompt", f"token ids are whole numbers from 0 to {self.vocab_size - 1}, got {token!r}"
-                )
-        return prompt
 
     def _checked_params(self, params: SamplingParams) -> list[Sampler]:
         if params.stop and self.tokenizer is None:

@@ -94,7 +94,7 @@ class EngineStats:
     waiting_tokens: int = 0
     submitted: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    """Choices by how they ended: stop, length, cancelled, error, deadline."""
+    """Choices by how they ended: stop, length (one-shot requests: done), cancelled, error, deadline."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Requests refused at submission by reason: queue_full, unavailable, invalid."""
     prompt_tokens: int = 0

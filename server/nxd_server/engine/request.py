@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from nxd_server.engine.events import OnEvent
 from nxd_server.engine.inputs import Sampler
 from nxd_server.engine.sequence import Sequence
+from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 
 
@@ -60,3 +62,16 @@ class Choice(Sequence):
     admitted: float | None = None
     first_token: float | None = None
     ended: bool = False
+
+
+def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
+    """The prompt as a list of its own. RequestError when it is empty or names unknown tokens, PromptTooLongError."""
+    prompt = list(tokens)
+    if not prompt:
+        raise RequestError("prompt", "must have at least one token")
+    if len(prompt) > max_len:
+        raise PromptTooLongError(len(prompt), max_len, max_len)
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError("prompt", f"token ids are whole numbers from 0 to {vocab_size - 1}, got {token!r}")
+    return prompt

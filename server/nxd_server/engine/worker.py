@@ -3,7 +3,8 @@
 One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under
 ``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again at most
 ``restart_limit`` times within ``restart_window`` seconds; beyond that the state is ``failed`` for good, and whoever
-serves is told (``wait_failed``) so that it can exit.
+serves is told (``wait_failed``) so that it can exit. A graph that *raised* (RankFailedError) after others had worked
+is its input's fault rather than the machine's, and does not count: a bad request must not use up the restarts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nxd_infer.errors import CollectiveError, ModelClosedError, RankError
+from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankFailedError
 from nxd_server.engine.costs import StepCosts
 from nxd_server.engine.events import EngineHealth, EngineStats
 from nxd_server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
@@ -76,6 +77,8 @@ class ModelWorker(ABC):
         self._step_bucket = ""
         self._last_step: float | None = None
         self._last_alive_check = 0.0
+        self._worked = False
+        """Whether a step for requests has succeeded since the ranks were started."""
         self._submitted = 0
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
@@ -94,7 +97,7 @@ class ModelWorker(ABC):
 
     @abstractmethod
     def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor] | None:
-        """Inputs that run ``bucket`` without touching any request's state; None when it cannot be run so."""
+        """Inputs that run ``bucket`` on behalf of nobody; None when that is not possible."""
 
     @abstractmethod
     def _fail_all(self, error: Exception) -> None:
@@ -103,6 +106,10 @@ class ModelWorker(ABC):
     @abstractmethod
     def _wait_seconds(self) -> float:
         """How long an idle thread may sleep: until the next deadline, at most."""
+
+    def _warmed(self) -> None:
+        """Undo what warm-up did to the states, where it did anything."""
+        return
 
     def _bucket_names(self) -> list[str]:
         return [bucket.name for bucket in self.model.manifest.buckets]
@@ -248,7 +255,7 @@ class ModelWorker(ABC):
     def _book_end(self, outcome: str, seconds: float) -> None:
         """Count one finished request; call it before its caller is told."""
         self._finished[outcome] += 1
-        if outcome in ("stop", "length"):
+        if outcome in ("stop", "length", "done"):
             known = self._request_seconds
             self._request_seconds = seconds if known == 0.0 else known + 0.1 * (seconds - known)
         with self._wake:
@@ -299,6 +306,7 @@ class ModelWorker(ABC):
             first = self._timed(name, inputs)[1]
             # The first execution touches its memory for the first time, so the second is what a step costs.
             self.costs.set(name, min(first, self._timed(name, inputs)[1]))
+        self._warmed()
         if on_progress is not None and names:
             on_progress(len(names), len(names), names[-1])
 
@@ -318,6 +326,7 @@ class ModelWorker(ABC):
     ) -> tuple[dict[str, torch.Tensor], float]:
         """A counted execution on behalf of requests."""
         outputs, seconds = self._timed(bucket, inputs)
+        self._worked = True
         self._bucket_steps[bucket] += 1
         self._bucket_seconds[bucket] += seconds
         self._useful[bucket] += useful
@@ -356,14 +365,16 @@ class ModelWorker(ABC):
         self._error = error
         now = time.monotonic()
         recent = [moment for moment in self._restarts if now - moment < self._restart_window]
-        allowed = len(recent) < self._restart_limit and not self._closing and not self._draining
-        if not allowed:
+        excused = isinstance(error, RankFailedError) and self._worked
+        allowed = (excused or len(recent) < self._restart_limit) and self._restart_limit > 0
+        if not allowed or self._closing or self._draining:
             self._give_up(error)
             return False
         self._set_state("recovering")
-        self._fail_all(_failed(error))
-        self._restarts = [*recent, now]
+        self._ranks_lost(error)
+        self._restarts = recent if excused else [*recent, now]
         self._restart_count += 1
+        self._worked = False
         try:
             self.model.restart()
             self._warm_up(None)
@@ -373,6 +384,10 @@ class ModelWorker(ABC):
             return False
         self._set_state("ready")
         return True
+
+    def _ranks_lost(self, error: BaseException) -> None:
+        """What becomes of the requests when the ranks are about to be started again."""
+        self._fail_all(_failed(error))
 
     def _give_up(self, error: BaseException) -> None:
         self._error = error

@@ -1,0 +1,87 @@
+"""Which one-shot requests may share a step, and which may run at all: the manifest's declarations, read once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxd_infer.errors import InputMismatchError
+from nxd_infer.trace.manifest import BucketSpec, Manifest
+from nxd_infer.trace.router import fits
+from nxd_server.errors import RequestError
+
+
+def batches_rows(manifest: Manifest) -> bool:
+    """Whether the manifest declares that rows are independent: dimension 0 of every input padded, of every output cut.
+
+    A model with a bucket kernel or with states of its own never batches.
+    """
+    if manifest.states or "bucket-kernel" in manifest.requires or not manifest.buckets:
+        return False
+    for bucket in manifest.buckets:
+        if not bucket.inputs or any(0 not in spec.pad for spec in bucket.inputs):
+            return False
+        if len({spec.shape[0] for spec in bucket.inputs}) != 1:
+            return False
+        names = {spec.name for spec in bucket.inputs}
+        for spec in bucket.outputs:
+            source = spec.cut.get(0)
+            if source is None or source[0] not in names or source[1] != 0:
+                return False
+    return True
+
+
+def input_ranges(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Allowed values of index inputs: ``metadata["input_ranges"]``, or the vocabulary's for ``input_ids``."""
+    ranges = {name: (int(low), int(high)) for name, (low, high) in (metadata.get("input_ranges") or {}).items()}
+    if "vocab_size" in metadata:
+        ranges.setdefault("input_ids", (0, int(metadata["vocab_size"]) - 1))
+    return ranges
+
+
+def check_ranges(inputs: Mapping[str, torch.Tensor], ranges: Mapping[str, tuple[int, int]]) -> None:
+    """RequestError for an index outside its table: it would end the ranks, and with them everybody's requests."""
+    for name, (low, high) in ranges.items():
+        tensor = inputs.get(name)
+        if tensor is None or tensor.numel() == 0:
+            continue
+        smallest, largest = int(tensor.min()), int(tensor.max())
+        if smallest < low or largest > high:
+            wrong = smallest if smallest < low else largest
+            raise RequestError(name, f"values are from {low} to {high}, got {wrong}")
+
+
+def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:
+    """InputMismatchError when the inputs of one request have different numbers of rows."""
+    rows = {name: tensor.shape[0] for name, tensor in inputs.items()}
+    if len(set(rows.values())) > 1:
+        given = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise InputMismatchError(f"the inputs of one call have the same number of rows, got {given}")
+
+
+def bucket_fits(bucket: BucketSpec, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether ``bucket`` takes these inputs, padded where that is declared."""
+    names = {spec.name for spec in bucket.inputs}
+    if not inputs.keys() <= names:
+        return False
+    return all(
+        fits(spec, inputs[spec.name]) if spec.name in inputs else spec.default is not None for spec in bucket.inputs
+    )
+
+
+def row_shape(bucket: BucketSpec) -> tuple:
+    """What buckets that differ in their batch size alone have in common."""
+    return tuple((spec.name, spec.dtype, tuple(spec.shape[1:])) for spec in bucket.inputs)
+
+
+def row_elements(bucket: BucketSpec) -> int:
+    """Input elements of one row."""
+    return sum(math.prod(spec.shape[1:]) for spec in bucket.inputs)
+
+
+def elements(bucket: BucketSpec) -> int:
+    """Input elements of the whole bucket."""
+    return sum(math.prod(spec.shape) for spec in bucket.inputs)

@@ -1,0 +1,95 @@
+"""Texts through an encoder: tokens in, one vector (an embedding, or a classifier's logits) out for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.oneshot import OneShotEngine, Outputs
+from nxd_server.errors import PromptTooLongError, RequestError
+from nxd_server.text.tokenizer import Tokenizer
+
+OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The result for one text."""
+
+    values: torch.Tensor
+    """float32: the embedding [hidden], or the logits [labels]."""
+    tokens: int
+    """How many tokens the text had, special ones included."""
+
+
+class TextEncoder:
+    """Tokenize, check and submit texts to a :class:`OneShotEngine`; long waits are the engine's."""
+
+    def __init__(self, engine: OneShotEngine, tokenizer: Tokenizer):
+        """Raises ModelConfigError when the artifact is neither an embedder nor a classifier."""
+        metadata = engine.model.manifest.metadata
+        task = metadata.get("task")
+        if task not in OUTPUT_OF_TASK:
+            raise ModelConfigError(f"the artifact's task is {task!r}, not one of {', '.join(OUTPUT_OF_TASK)}")
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.task: str = task
+        self.labels: list[str] = [str(label) for label in metadata.get("labels") or []]
+        specs = {spec.name: spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs}
+        if "input_ids" not in specs:
+            raise ModelConfigError(f"the artifact has no input 'input_ids' (it takes {', '.join(specs)})")
+        self._names = set(specs)
+        longest = max(
+            spec.shape[1]
+            for bucket in engine.model.manifest.buckets
+            for spec in bucket.inputs
+            if spec.name == "input_ids"
+        )
+        self.max_len = min(longest, int(metadata.get("max_len") or longest))
+        self._vocab_size = int(metadata.get("vocab_size") or tokenizer.vocab_size)
+
+    def submit(
+        self,
+        text: str | Sequence[int],
+        *,
+        pair: str | None = None,
+        timeout: float | None = None,
+        field: str = "input",
+    ) -> Future[Encoded]:
+        """Encode one text (with ``pair``: two texts as one input), or token ids taken as they are.
+
+        Raises RequestError naming ``field``, PromptTooLongError, and what :meth:`OneShotEngine.submit` raises.
+        """
+        if isinstance(text, str):
+            ids, types = self.tokenizer.encode_with_types(text, pair, field=field)
+        else:
+            ids = self._checked(text, field)
+            types = [0] * len(ids)
+        if not ids:
+            raise RequestError(field, "has no tokens")
+        if len(ids) > self.max_len:
+            raise PromptTooLongError(len(ids), self.max_len, self.max_len, field)
+        tensors = {
+            "input_ids": torch.tensor([ids], dtype=torch.int64),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+            "token_type_ids": torch.tensor([types], dtype=torch.int64),
+        }
+        name, count = OUTPUT_OF_TASK[self.task], len(ids)
+
+        def convert(outputs: Outputs) -> Encoded:
+            return Encoded(outputs[name][0].float(), count)
+
+        inputs = {key: value for key, value in tensors.items() if key in self._names}
+        return self.engine.submit(inputs, timeout=timeout, convert=convert)
+
+    def _checked(self, tokens: Sequence[int], field: str) -> list[int]:
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    field, f"token ids are whole numbers from 0 to {self._vocab_size - 1}, got {token!r}"
+                )
+        return list(tokens)
