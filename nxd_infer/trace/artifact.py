@@ -44,7 +44,11 @@ __all__ = [
 ]
 
 BUCKET_KERNEL_NAME = "bucket_kernel.pt"
-"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``."""
+"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``.
+
+Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save`` to
+a path aborts the whole process.
+"""
 _MANIFEST_LIMIT = 256 << 20
 
 

@@ -69,7 +69,8 @@ class Router:
         """Bucket ``index`` with inputs of exactly its shapes. Raises InputMismatchError naming what differs."""
         bucket = self.buckets[index]
         check_tensors(inputs)
-        problem = _names_problem(bucket, inputs)
+        inputs, problem = bind(bucket, [], inputs)
+        problem = problem or _missing(bucket, inputs)
         if problem:
             raise InputMismatchError(f"bucket {bucket.name!r}: {problem}")
         for spec in bucket.inputs:
@@ -92,7 +93,7 @@ class Router:
         for index in self._by_size:
             bucket = self.buckets[index]
             inputs, problem = bind(bucket, positional, named)
-            problem = problem or _names_problem(bucket, inputs)
+            problem = problem or _missing(bucket, inputs)
             if problem:
                 problems.append(problem)
             else:
@@ -161,15 +162,13 @@ def bind(
     if twice:
         return inputs, f"input {twice[0]!r} is given by position and by name"
     inputs.update(named)
-    return inputs, ""
-
-
-def _names_problem(bucket: BucketSpec, inputs: Mapping[str, Tensor]) -> str:
-    known = {spec.name for spec in bucket.inputs}
-    unknown = [name for name in inputs if name not in known]
+    unknown = [name for name in inputs if name not in names]
     if unknown:
-        names = ", ".join(spec.name for spec in bucket.inputs)
-        return f"there is no input {unknown[0]!r}; the inputs are {names}"
+        return inputs, f"there is no input {unknown[0]!r}; the inputs are {', '.join(names)}"
+    return {name: inputs[name] for name in names if name in inputs}, ""
+
+
+def _missing(bucket: BucketSpec, inputs: Mapping[str, Tensor]) -> str:
     missing = [spec.name for spec in bucket.inputs if spec.name not in inputs and spec.default is None]
     return f"input {missing[0]!r} is missing and has no default" if missing else ""
 

@@ -126,7 +126,7 @@ def build(
             initial = {"state:memory": torch.tensor([1.0, 2.0, 3.0])}
             writer.write_safetensors(weight_name(rank), {**shard, **initial})
         if kernel is not None:
-            torch.jit.script(kernel).save(str(writer.file(BUCKET_KERNEL_NAME)))
+            writer.write_bytes(BUCKET_KERNEL_NAME, torch.jit.script(kernel).save_to_buffer())
         manifest = Manifest(
             backend="eager",
             requires=["bucket-kernel"] if kernel is not None else [],

@@ -1,0 +1,291 @@
+"""Loading an artifact: verified, or refused by name with a typed error."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.errors import (
+    ArtifactBackendError,
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactVersionError,
+)
+from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artifact, parallel_model_load, weight_name
+from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec
+from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
+from tests.trace import toy
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return toy.build(tmp_path_factory.mktemp("original") / "artifact")
+
+
+@pytest.fixture
+def artifact(original, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(original, tmp_path / "artifact"))
+
+
+def edit(artifact: Path, *, sign: bool = True, **fields) -> None:
+    """Change fields of the manifest; ``sign`` makes its own checksum right again, as a foreign writer would."""
+    path = artifact / MANIFEST_NAME
+    data = json.loads(path.read_text())
+    data.update(fields)
+    if sign:
+        data[CHECKSUM_KEY] = manifest_checksum(data)
+    path.write_text(json.dumps(data))
+
+
+def all_files(artifact: Path) -> list[str]:
+    return sorted(json.loads((artifact / MANIFEST_NAME).read_text())["files"])
+
+
+pytestmark = pytest.mark.check
+
+
+def test_what_is_no_artifact(tmp_path):
+    with pytest.raises(ArtifactError, match="no such directory"):
+        load_artifact(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"it has no manifest\.json"):
+        load_artifact(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        load_artifact(tmp_path / "file")
+
+
+def test_every_file_missing_is_named(artifact):
+    for name in all_files(artifact):
+        path = artifact / name
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(ArtifactCorruptError, match=f"lacks its file {name}"):
+            load_artifact(artifact)
+        path.write_bytes(data)
+    load_artifact(artifact)
+
+
+def test_every_file_truncated_or_flipped_is_named(artifact):
+    for name in all_files(artifact):
+        path = artifact / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        for verify in (True, False):
+            with pytest.raises(ArtifactCorruptError, match=f"{name} .*is truncated"):
+                load_artifact(artifact, verify=verify)
+        path.write_bytes(data + b"x")
+        with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered"):
+            load_artifact(artifact, verify=False)
+        for place in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            with pytest.raises(ArtifactCorruptError, match=f"{name} .*is altered"):
+                load_artifact(artifact)
+        path.write_bytes(data)
+    load_artifact(artifact)
+
+
+def test_every_flipped_byte_of_the_manifest_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    data = path.read_bytes()
+    for place in range(0, len(data), 37):
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        path.write_bytes(changed)
+        try:
+            same = json.loads(changed) == json.loads(data)  # white space
+        except ValueError:
+            same = False
+        if not same:
+            with pytest.raises(ArtifactError):
+                load_artifact(artifact)
+    for damaged in (b"", b"{", b"[]", b"null", data[:-40], b"\xff" * 10, b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactCorruptError, match=r"manifest\.json is damaged"):
+            load_artifact(artifact)
+
+
+def test_stray_files_are_ignored(artifact):
+    (artifact / "tp_9.pt").write_bytes(b"\x80\x04garbage")
+    (artifact / "weights" / "rank_99.safetensors").write_bytes(b"")
+    (artifact / "graphs" / "old").mkdir()
+    (artifact / "link").symlink_to("/etc")
+    load_artifact(artifact)
+
+
+def test_other_versions(artifact):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    edit(artifact, format="2.0")
+    with pytest.raises(ArtifactVersionError, match=r"has format 2\.0; this package reads 1\.x"):
+        load_artifact(artifact)
+    edit(artifact, format="1.7", from_the_future={"a": 1})
+    load_artifact(artifact)
+    edit(artifact, format="1.0", requires=["bucket-kernel", "time-travel"])
+    with pytest.raises(ArtifactVersionError, match="requires time-travel"):
+        load_artifact(artifact)
+    for found in ("2.4.1+cpu", "1.13", ""):
+        edit(artifact, requires=[], versions={"torch": found})
+        with pytest.raises(ArtifactVersionError, match="compiled with torch"):
+            load_artifact(artifact)
+    major, minor = torch.__version__.split(".")[:2]
+    edit(artifact, versions={"torch": f"{major}.{minor}.99+cu"})
+    load_artifact(artifact)
+    edit(artifact, target={**manifest["target"], "cpu_features": ["sse2", "quantum512"]})
+    with pytest.raises(ArtifactVersionError, match="a CPU with quantum512"):
+        load_artifact(artifact)
+    edit(artifact, target={**manifest["target"], "arch": "s390x"})
+    with pytest.raises(ArtifactVersionError, match="compiled for s390x"):
+        load_artifact(artifact)
+
+
+def test_other_backends(artifact):
+    with pytest.raises(ArtifactBackendError, match="traced for the backend 'eager', not 'inductor'"):
+        load_artifact(artifact, backend="inductor")
+    load_artifact(artifact, backend="eager")
+    edit(artifact, backend="abacus")
+    with pytest.raises(ArtifactBackendError, match=r"needs the backend .abacus.*there is no backend"):
+        load_artifact(artifact)
+
+
+def test_a_manifest_changed_by_hand_is_refused(artifact):
+    edit(artifact, sign=False, metadata={"task": "other"})
+    with pytest.raises(ArtifactCorruptError, match="differ from its own checksum"):
+        load_artifact(artifact)
+
+
+def test_a_manifest_that_does_not_hold_together(artifact):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    files = manifest["files"]
+    weight = weight_name(1)
+    for fields, text in [
+        ({"tp_degree": 3}, "has 2 graphs for 3 ranks"),
+        ({"tp_degree": 0}, "tp degree 0"),
+        ({"buckets": []}, "no buckets"),
+        ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
+        ({"graphs": {}}, "of bucket 'b2_s4'"),
+        ({"states": []}, "state 'count'"),
+        ({"files": {k: v for k, v in files.items() if k != weight}}, f"file {weight} is not listed"),
+        ({"ops": ["abc"]}, "file ops/abc.so is not listed"),
+        ({"requires": ["bucket-kernel"]}, "bucket_kernel.pt is not listed"),
+    ]:
+        edit(artifact, **{**manifest, **fields})
+        with pytest.raises(ArtifactCorruptError, match=text):
+            load_artifact(artifact)
+    edit(artifact, **{**manifest, "tp_degree": "two"})
+    with pytest.raises(ArtifactCorruptError, match="tp_degree"):
+        load_artifact(artifact)
+
+
+def test_paths_that_lead_out_are_refused(artifact, tmp_path):
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    spec = FileSpec(size=3, sha256="0" * 64).model_dump()
+    for name in ("../secret", str(secret), "weights/../../secret", "a\\b", "weights//x", ""):
+        edit(artifact, files={**manifest["files"], name: spec})
+        with pytest.raises(ArtifactCorruptError, match="not a path inside an artifact"):
+            load_artifact(artifact)
+    edit(artifact, **manifest)
+    weights = artifact / weight_name(0)
+    shutil.move(weights, tmp_path / "moved")
+    weights.symlink_to(tmp_path / "moved")
+    with pytest.raises(ArtifactCorruptError, match="is a link or not a regular file"):
+        load_artifact(artifact)
+    weights.unlink()
+    shutil.move(tmp_path / "moved", weights)
+    shutil.move(artifact / "weights", tmp_path / "weights")
+    (artifact / "weights").symlink_to(tmp_path / "weights")
+    with pytest.raises(ArtifactCorruptError, match="leads out of the artifact"):
+        load_artifact(artifact)
+    os.rename(artifact / MANIFEST_NAME, tmp_path / MANIFEST_NAME)
+    (artifact / MANIFEST_NAME).symlink_to(tmp_path / MANIFEST_NAME)
+    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+        load_artifact(artifact)
+
+
+def test_a_fifo_in_place_of_a_file_does_not_block(artifact):
+    weights = artifact / weight_name(0)
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+        load_artifact(artifact)
+
+
+class Payload:
+    """What a hostile pickle does when it is loaded."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("writer", ["pickle", "torch"])
+@pytest.mark.parametrize("name", [weight_name(0), "bucket_kernel.pt"])
+def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path, writer, name):
+    """Even when the manifest vouches for it: its checksums are right."""
+    marker = tmp_path / "executed"
+
+    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor([0])
+
+    source = toy.build(tmp_path / "good", degree=1, kernel=kernel)
+    good = load_artifact(source)
+    hostile = tmp_path / "payload"
+    if writer == "pickle":
+        hostile.write_bytes(pickle.dumps(Payload(marker)))
+    else:
+        torch.save(Payload(marker), hostile)
+    with ArtifactWriter(tmp_path / "bad") as out:
+        for file in good.manifest.files:
+            out.add(file, hostile if file == name else source / file)
+        out.commit(good.manifest.model_copy(deep=True))
+    with pytest.raises(ArtifactCorruptError, match=r"not a safetensors file|not a TorchScript bucket kernel"):
+        parallel_model_load(tmp_path / "bad")
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Payload(marker)))  # the payload does act where pickles are loaded
+    assert marker.exists()
+
+
+def test_weights_that_are_not_those_of_the_manifest(tmp_path):
+    def other_shape(manifest):
+        manifest.weights[0].shape = [1, 2]
+
+    path = toy.build(tmp_path / "a", change=other_shape)
+    with pytest.raises(ArtifactCorruptError, match=r"rank_00.*'up' is F32\[8, 8\], recorded float32\[1, 2\]"):
+        load_artifact(path)
+
+    def other_name(manifest):
+        manifest.weights[0].name = "gone"
+        manifest.graphs = {k: g.model_copy(update={"weights": ["gone"]}) for k, g in manifest.graphs.items()}
+
+    path = toy.build(tmp_path / "b", change=other_name)
+    with pytest.raises(ArtifactCorruptError, match="lacks the weight 'gone'"):
+        load_artifact(path)
+
+
+def test_a_digest_pins_an_artifact(artifact, original):
+    digest = artifact_digest(original)
+    assert load_artifact(artifact, expect_digest=digest).digest == digest
+    load_artifact(artifact, expect_digest=f"sha256:{digest.upper()}")
+    with pytest.raises(ArtifactCorruptError, match="it is another one"):
+        load_artifact(artifact, expect_digest="0" * 64)
+    weights = artifact / weight_name(0)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    load_artifact(artifact, verify=False)
+    with pytest.raises(ArtifactCorruptError, match="is altered"):
+        load_artifact(artifact, verify=False, expect_digest=digest)  # a pinned artifact is always verified
+
+
+def test_loading_a_model_gives_the_same_refusals(artifact):
+    (artifact / weight_name(1)).unlink()
+    with pytest.raises(ArtifactCorruptError, match="rank_01"):
+        parallel_model_load(str(artifact))
