@@ -1,0 +1,300 @@
+"""The files of a checkpoint: nested values with tensors, as safetensors and JSON, written all or nothing.
+
+A checkpoint is whatever one would give to ``torch.save``: dictionaries, lists and tuples of numbers, text, None, torch
+types and tensors. Its structure is JSON, in which a tensor is a number; the tensors are safetensors. Nothing here is
+ever unpickled with the right to run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.sources import open_safetensors
+
+FORMAT = "nxd_infer.checkpoint"
+VERSION = 1
+_KEY = "nxd_infer"
+_TEMPORARY = ".writing-"
+
+
+# --- structure: values to JSON and back ------------------------------------------------------------------
+
+
+def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
+    """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
+
+    With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed.
+    Raises CheckpointError for a value of another kind, with the path to it.
+    """
+    tensors: list[Tensor] = []
+    numbers: dict[tuple, int] = {}
+
+    def number_of(tensor: Tensor) -> int:
+        tensor = tensor.detach()
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if not tensor.numel() or key not in numbers:
+            numbers[key] = len(tensors)
+            tensors.append(tensor.to(torch.bfloat16) if down_cast_bf16 and _wide(tensor.dtype) else tensor)
+        return numbers[key]
+
+    def visit(item: Any, path: str) -> Any:
+        if isinstance(item, Tensor):
+            if item.layout != torch.strided or item.is_meta:
+                raise CheckpointError(
+                    f"{path} is a {item.layout} tensor on {item.device}; only dense ones can be saved"
+                )
+            return {"tensor": number_of(item)}
+        if isinstance(item, Mapping):
+            return {"dict": [[visit(k, f"{path} key"), visit(v, f"{path}[{k!r}]")] for k, v in item.items()]}
+        if isinstance(item, torch.Size):
+            return {"size": list(item)}
+        if isinstance(item, list | tuple):
+            kind = "list" if isinstance(item, list) else "tuple"
+            return {kind: [visit(v, f"{path}[{i}]") for i, v in enumerate(item)]}
+        if isinstance(item, torch.dtype):
+            return {"dtype": str(item).removeprefix("torch.")}
+        if isinstance(item, float) and not math.isfinite(item):
+            return {"float": str(float(item))}
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        scalar = getattr(item, "item", None)  # a numpy scalar
+        if callable(scalar) and type(item).__module__ == "numpy":
+            return visit(scalar(), path)
+        raise CheckpointError(
+            f"{path} is a {type(item).__name__}, which a checkpoint does not hold: it takes tensors, numbers, text, "
+            "None, and dictionaries, lists and tuples of them"
+        )
+
+    return visit(value, "the checkpoint"), tensors
+
+
+def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """The value that :func:`pack` was given. Raises CheckpointError when ``structure`` is not one of its own."""
+    made: dict[int, Tensor] = {}
+
+    def visit(item: Any) -> Any:
+        if not isinstance(item, dict):
+            if item is None or type(item) in (bool, int, float, str):
+                return item
+            raise CheckpointError(f"the structure of the checkpoint is damaged at {str(item)[:80]!r}")
+        ((kind, content),) = item.items()
+        if kind == "tensor":
+            if content not in made:
+                made[content] = tensor(content)
+            return made[content]
+        if kind == "dict":
+            return {visit(key): visit(value) for key, value in content}
+        if kind == "list":
+            return [visit(value) for value in content]
+        if kind == "tuple":
+            return tuple(visit(value) for value in content)
+        if kind == "size":
+            return torch.Size(content)
+        if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
+            return getattr(torch, content)
+        if kind == "float":
+            return float(content)
+        raise CheckpointError(f"the structure of the checkpoint holds the unknown kind {kind!r}")
+
+    try:
+        return visit(structure)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error
+
+
+def _wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 2
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write to; synced and renamed to ``path`` at the end, removed on failure.
+
+    Whoever reads ``path`` sees the old file or the new one, whole.
+    """
+    temporary = path.with_name(f"{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
+    """Remove what an interrupted save left, and with ``keep`` every tensor file that is not named in it."""
+    for file in folder.iterdir():
+        unused = keep is not None and file.suffix == ".safetensors" and file.name not in keep
+        if _TEMPORARY in file.name or unused:
+            file.unlink(missing_ok=True)
+
+
+def write_one_file(path: Path, structure: Any, tensors: list[Tensor], facts: Mapping[str, Any]) -> None:
+    """A checkpoint as one safetensors file with its structure in the header."""
+    stored = {str(i): _storable(tensor) for i, tensor in enumerate(tensors)}
+    with replacing(path) as temporary:
+        save_file(stored, temporary, metadata={_KEY: _record(structure, facts)})
+    remove_leftovers(path.parent)
+
+
+def read_one_file(path: Path) -> tuple[Any, dict[str, Any]]:
+    """``(value, facts)`` of :func:`write_one_file`."""
+    with open_safetensors(path) as file:
+        record = _parsed((file.metadata() or {}).get(_KEY, ""), path)
+        return unpack(record["structure"], lambda number: _read_tensor(file, str(number), path)), record["facts"]
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint of either kind, without its tensors."""
+    if path.suffix == ".safetensors":
+        with open_safetensors(path) as file:
+            return _parsed((file.metadata() or {}).get(_KEY, ""), path)["facts"]
+    return _parsed(_text(path), path)["facts"]
+
+
+def write_many_files(path: Path, structure: Any, tensors: list[Tensor], facts: Mapping[str, Any]) -> None:
+    """A checkpoint as a reference file at ``path`` and one file a tensor in the folder ``<path>.tensors``.
+
+    Tensors are written one by one under new names, then the reference file, then the old tensors are removed.
+    """
+    folder = tensors_folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    save = secrets.token_hex(4)
+    names = [f"tensor_{i}.{save}.safetensors" for i in range(len(tensors))]
+    try:
+        for name, tensor in zip(names, tensors, strict=True):
+            with replacing(folder / name) as temporary:
+                save_file({"tensor": _storable(tensor)}, temporary)
+        with replacing(path) as temporary:
+            temporary.write_text(_record(structure, dict(facts) | {"tensors": names}), encoding="utf-8")
+    except BaseException:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        raise
+    remove_leftovers(folder, set(names))
+
+
+def read_many_files(path: Path) -> tuple[Any, dict[str, Any]]:
+    """``(value, facts)`` of :func:`write_many_files`."""
+    record = _parsed(_text(path), path)
+    folder, names = tensors_folder(path), record["facts"].get("tensors", [])
+
+    def tensor(number: int) -> Tensor:
+        if not 0 <= number < len(names) or Path(str(names[number])).name != names[number]:
+            raise CheckpointError(f"{path} names no file for tensor {number}")
+        with open_safetensors(folder / names[number]) as file:
+            return _read_tensor(file, "tensor", folder / names[number])
+
+    return unpack(record["structure"], tensor), record["facts"]
+
+
+def tensors_folder(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tensors")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not the reference file of a checkpoint: {error}") from error
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    """Dense, on the CPU, and sharing memory with no other: what safetensors takes."""
+    return tensor.cpu().contiguous().clone()
+
+
+def _read_tensor(file: Any, name: str, path: Path) -> Tensor:
+    try:
+        return file.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} has no tensor {name!r}: {error}") from error
+
+
+def _record(structure: Any, facts: Mapping[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, "facts": dict(facts), "structure": structure})
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+        found = (record["format"], record["version"])
+        known = isinstance(record["facts"], dict) and "structure" in record
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of this package: {error}") from error
+    if found != (FORMAT, VERSION) or not known:
+        raise CheckpointError(f"{path} is a checkpoint of format {found}; this release reads {(FORMAT, VERSION)}")
+    return record
+
+
+# --- the reference's files -------------------------------------------------------------------------------
+
+
+class _TensorReference:
+    """Stands for torch_xla's class of that name: the number of a tensor in the folder beside the file."""
+
+    tid: int
+
+
+def read_pickle(path: Path) -> Any:
+    """A file of ``torch.save``, tensors and plain values only.
+
+    Raises CheckpointError for anything else, naming what it would have called; none of it is run.
+    """
+    import pickle
+
+    stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
+    try:
+        with torch.serialization.safe_globals([stand_in]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError, TypeError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
+            f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
+        ) from error
+
+
+def read_reference_xser(path: Path) -> Any:
+    """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``."""
+    folder = tensors_folder(path)
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, _TensorReference):
+            return read_pickle(folder / f"tensor_{int(item.tid)}.pt")
+        if isinstance(item, dict):
+            return {key: visit(value) for key, value in item.items()}
+        if isinstance(item, list | tuple):
+            return type(item)(visit(value) for value in item)
+        return item
+
+    return visit(read_pickle(path))

@@ -1,0 +1,275 @@
+"""``parallel_layers.save`` and ``load``: one folder a model-parallel rank.
+
+::
+
+    save_dir/tp_rank_00_pp_rank_00/checkpoint.safetensors        # save(...)
+    save_dir/tp_rank_00_pp_rank_00                               # save(..., save_xser=True): JSON
+    save_dir/tp_rank_00_pp_rank_00.tensors/tensor_0.<id>.safetensors
+
+Source: API guide, "Checkpointing". The folders are the documented ones, the contents are safetensors and JSON. What the
+reference wrote (``checkpoint.pt``; a pickle beside ``tensor_0.pt``) can be read, with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
+from nxd_infer.parallel_layers import checkpoint_files as files
+
+CHECKPOINT = "checkpoint.safetensors"
+REFERENCE_CHECKPOINT = "checkpoint.pt"
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    save_dir: str | os.PathLike[str],
+    save_serially: bool = True,
+    save_xser: bool = False,
+    down_cast_bf16: bool = False,
+) -> None:
+    """Save this rank's ``state_dict`` in ``save_dir``; every rank calls it. Ranks of data-parallel rank 0 write.
+
+    Args:
+        state_dict: what one would give to ``torch.save``, such as ``{"model": model.state_dict(), "step": 3}``.
+        save_serially: one model-parallel rank writes at a time.
+        save_xser: a file a tensor, written one by one: less memory. Load it with ``load_xser=True``.
+        down_cast_bf16: store floating tensors as bfloat16; ``state_dict`` itself is not changed.
+
+    A rank's part is replaced in one step: an interrupted save leaves the old one, and :func:`load` refuses parts of two
+    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored, or on the
+    other ranks when one of them failed.
+    """
+    context = current_context()
+    root = Path(save_dir)
+    facts = {"degrees": {"tp": context.tp.degree, "pp": context.pp.degree}, "save": _new_save(context)}
+
+    def write() -> None:
+        structure, tensors = files.pack(dict(state_dict), down_cast_bf16)
+        root.mkdir(parents=True, exist_ok=True)
+        path = root / _rank_name(context)
+        if save_xser:
+            _require_other_form_absent(path, path.is_dir(), "without save_xser")
+            files.write_many_files(path, structure, tensors, facts)
+        else:
+            _require_other_form_absent(path, path.is_file(), "with save_xser=True")
+            path.mkdir(exist_ok=True)
+            files.write_one_file(path / CHECKPOINT, structure, tensors, facts)
+
+    writes = context.dp.rank == 0 and context.cp.rank == 0
+    _in_turns(write if writes else None, context, save_serially)
+
+
+def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serially: bool) -> None:
+    """Run ``write`` on every rank, one after the other when ``serially``; all learn of a failure of any."""
+    failure: Exception | None = None
+    failed = 0  # 1 + the global rank that failed
+    for stage in range(context.pp.degree if serially else 1):
+        for turn in range(context.tp.degree if serially else 1):
+            mine = not serially or (context.pp.rank, context.tp.rank) == (stage, turn)
+            if mine and write is not None and not failed:
+                try:
+                    write()
+                except Exception as error:  # raised again below, once the others know
+                    failure, failed = error, context.rank + 1
+            failed = _agree(failed, context, "tp")
+        failed = _agree(failed, context, "pp")
+    for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
+        failed = _agree(failed, context, axis)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointError(f"rank {failed - 1} could not save its part, so the checkpoint is incomplete")
+
+
+def _agree(failed: int, context: ParallelContext, axis: str) -> int:
+    """The largest ``failed`` of the axis; waits until all have come here."""
+    if context.axis(axis).degree == 1:
+        return failed
+    return int(comm.all_reduce(torch.tensor([failed]), context, axis, "max"))
+
+
+def _new_save(context: ParallelContext) -> int:
+    """A number that all parts of one save share, so that parts of two saves are never taken for one checkpoint."""
+    number = torch.tensor([secrets.randbits(62)])
+    for axis in ("pp", "tp"):
+        number = comm.broadcast(number, context, axis, 0)
+    return int(number)
+
+
+def load(
+    load_dir: str | os.PathLike[str],
+    model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None,
+    model_key: str = "model",
+    load_xser: bool = False,
+    sharded: bool = True,
+    *,
+    model: nn.Module | torch.optim.Optimizer | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load this rank's part of a checkpoint. Every rank may call it at its own time.
+
+    Args:
+        load_dir: what was given to :func:`save`; with ``sharded=False`` a file, or a directory of safetensors.
+        model_or_optimizer: takes ``checkpoint[model_key]``; also as ``model=``.
+        model_key: where the model is in the checkpoint.
+        load_xser: the checkpoint was saved with ``save_xser=True``.
+        sharded: False for one unsharded checkpoint with the logical names and shapes of the model: safetensors, or a
+            file of ``torch.save``. Each rank reads its part only. Then a module must be given.
+        strict: missing and unexpected names are an error, as in ``Module.load_state_dict``.
+
+    Returns the checkpoint without ``model_key`` when a model or optimizer was given, else all of it.
+    Raises CheckpointError when files are missing, damaged, of another degree, or hold code (which is never run), and
+    WeightMismatchError when an unsharded checkpoint does not belong to the model.
+    """
+    if model is not None and model_or_optimizer is not None and model is not model_or_optimizer:
+        raise CheckpointError("load() takes model_or_optimizer or model, which mean the same, and not two")
+    target = model if model is not None else model_or_optimizer
+    if not sharded:
+        return _load_unsharded(Path(load_dir), target, model_key, strict)
+    checkpoint = _read_rank(Path(load_dir), load_xser, current_context())
+    if target is None:
+        return checkpoint
+    if model_key not in checkpoint:
+        raise CheckpointError(f"{load_dir} has no {model_key!r}; it has {_listed(checkpoint)}. Pass model_key=")
+    state = checkpoint.pop(model_key)
+    if isinstance(target, nn.Module):
+        try:
+            target.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointError(f"{load_dir}: {error}") from error
+    else:
+        target.load_state_dict(state)
+    return checkpoint
+
+
+def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, Any]:
+    path = root / _rank_name(context)
+    if not path.exists():
+        raise CheckpointError(f"{root} has no {path.name}; {_what_is_there(root)}")
+    if path.is_dir() == xser:
+        was, use = ("without", "False") if path.is_dir() else ("with", "True")
+        raise CheckpointError(f"{path} was saved {was} save_xser; pass load_xser={use}")
+    facts: dict[str, Any] = {}
+    if xser:
+        if _is_pickle(path):
+            value = files.read_reference_xser(path)
+        else:
+            value, facts = files.read_many_files(path)
+    elif (path / CHECKPOINT).is_file():
+        value, facts = files.read_one_file(path / CHECKPOINT)
+    elif (path / REFERENCE_CHECKPOINT).is_file():
+        value = files.read_pickle(path / REFERENCE_CHECKPOINT)
+    else:
+        raise CheckpointError(f"{path} has neither {CHECKPOINT} nor {REFERENCE_CHECKPOINT}")
+    _require_same_save(root, path, facts, xser, context)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a dictionary")
+    return value
+
+
+def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: bool, context: ParallelContext) -> None:
+    """Raise CheckpointError for a checkpoint of another degree, or one whose parts were not saved together."""
+    degrees = facts.get("degrees") or {}
+    for axis, saved in degrees.items():
+        if saved != context.axis(axis).degree:
+            raise CheckpointError(
+                f"{root} was saved by {saved} {axis} ranks and is being loaded by {context.axis(axis).degree}; "
+                "load it at the same degree, or save one unsharded checkpoint and load it with sharded=False"
+            )
+    for tp, pp in itertools.product(range(degrees.get("tp", 0)), range(degrees.get("pp", 0))):
+        other = root / f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        file = other if xser else other / CHECKPOINT
+        if other == path or not file.is_file():  # other hosts may keep their own parts
+            continue
+        if files.read_facts(file).get("save") != facts.get("save"):
+            raise CheckpointError(
+                f"{path.name} and {other.name} in {root} are parts of two different saves, one of which was "
+                "interrupted; save again, or restore an older checkpoint"
+            )
+
+
+def _load_unsharded(path: Path, target: Any, model_key: str, strict: bool) -> dict[str, Any]:
+    if not isinstance(target, nn.Module):
+        raise CheckpointError("load(sharded=False) copies into a model: pass model=")
+    rest: dict[str, Any] = {}
+    source: WeightSource
+    if path.is_dir() or path.suffix == ".safetensors":
+        source = SafetensorsSource(path)
+    else:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is neither a file nor a directory of safetensors")
+        value = files.read_pickle(path)
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{path} holds a {type(value).__name__}, not a state dict")
+        inner = value.get(model_key)
+        if isinstance(inner, Mapping):
+            rest = {key: item for key, item in value.items() if key != model_key}
+            value = inner
+        source = DictSource({name: item for name, item in value.items() if isinstance(item, Tensor)})
+    tp = current_context().tp
+    load_weights(target, _with_fused_split(target, source), rank=tp.rank, degree=tp.degree, strict=strict)
+    return rest
+
+
+def _with_fused_split(model: nn.Module, source: WeightSource) -> WeightSource:
+    """The logical tensors of fused parameters, where the checkpoint has the fused parameter as an unsharded model does.
+
+    There the parts of ``weight_qkv`` lie one after the other.
+    """
+    names = {name: name for name in source.keys()}  # noqa: SIM118 (a source is not a mapping)
+    table: dict[str, str | tuple[str, int, int, int]] = dict(names)
+    for name, layout in weight_layout(model).items():
+        if name not in names or all(logical in names for logical in layout.logical_names):
+            continue
+        dim = next((i for i, plan in enumerate(layout.axes) if list(plan.parts) != [""]), None)
+        if dim is None:
+            continue
+        at, logical = 0, dict(layout.sources)
+        for part, size in layout.axes[dim].parts.items():
+            table[logical[part]] = (name, dim, at, at + size)
+            at += size
+        del table[name]
+    return source if len(table) == len(names) else RemappedSource(source, table)
+
+
+def _rank_name(context: ParallelContext) -> str:
+    return f"tp_rank_{context.tp.rank:02d}_pp_rank_{context.pp.rank:02d}"
+
+
+def _require_other_form_absent(path: Path, there: bool, how: str) -> None:
+    if there:
+        raise CheckpointError(
+            f"{path} is there already, saved {how}; save to another directory, or remove it first "
+            "(one directory holds one kind of checkpoint)"
+        )
+
+
+def _is_pickle(path: Path) -> bool:
+    with open(path, "rb") as file:
+        start = file.read(2)
+    return start[:1] == b"\x80" or start == b"PK"
+
+
+def _what_is_there(root: Path) -> str:
+    if not root.is_dir():
+        return "it is not a directory"
+    names = sorted(p.name for p in root.iterdir() if p.name.startswith("tp_rank_") and not p.name.endswith(".tensors"))
+    if not names:
+        return "it holds no rank's checkpoint"
+    return f"it holds {', '.join(names[:16])}: the degrees of saving and loading must be the same"
+
+
+def _listed(value: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, value)) or "nothing"
