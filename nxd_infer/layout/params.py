@@ -181,6 +181,12 @@ def layout_of(module: nn.Module, param_name: str) -> ParamLayout | None:
     return found[0] if found else getattr(getattr(module, param_name, None), "nxd_layout", None)
 
 
+def attachment_of(module: nn.Module, param_name: str) -> tuple[int, int]:
+    """The degree and the stride with which :func:`attach_layout` described ``module.<param_name>``."""
+    _, degree, stride = module.__dict__[MODULE_TABLE][param_name]
+    return degree, stride
+
+
 def weight_layout(module: nn.Module) -> dict[str, ParamLayout]:
     """The layout of every parameter and persistent buffer by qualified name, with absolute logical names.
 
@@ -189,7 +195,7 @@ def weight_layout(module: nn.Module) -> dict[str, ParamLayout]:
     """
     out: dict[str, ParamLayout] = {}
     first: dict[int, str] = {}
-    for path, child in module.named_modules():
+    for path, child in module.named_modules(remove_duplicate=False):
         persistent = [n for n in child._buffers if n not in child._non_persistent_buffers_set]
         for name in [*child._parameters, *persistent]:
             tensor = getattr(child, name)
