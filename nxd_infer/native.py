@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -151,11 +152,23 @@ def read_hash(path: str | os.PathLike[str]) -> str:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _IDENTITY.search(content)
             digest = found.group(1).decode() if found else None
+            whole = len(content) >= _elf_size(content)
     except (OSError, ValueError) as error:
         raise ArtifactCorruptError(f"native library {os.fspath(path)} cannot be read: {error}") from error
     if digest is None:
         raise ArtifactCorruptError(f"{os.fspath(path)} is not a native library of this package")
+    if not whole:
+        raise ArtifactCorruptError(f"native library {os.fspath(path)} is cut short")
     return digest
+
+
+def _elf_size(content: mmap.mmap) -> int:
+    """Bytes an ELF file has at least: linkers put the section headers last. Loading a shorter one may crash."""
+    if len(content) < 64 or content[:5] != b"\x7fELF\x02":
+        return 64
+    (start,) = struct.unpack_from("<Q", content, 40)
+    size, count = struct.unpack_from("<HH", content, 58)
+    return start + size * count
 
 
 def source_hash() -> str:

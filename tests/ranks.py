@@ -290,13 +290,12 @@ def _run(job: Job, connection: Any) -> Any:
 @contextlib.contextmanager
 def _gloo(job: Job, segments: dict[str, int]):
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     from nxd_infer import parallel_state
 
     dist.init_process_group(
         "gloo",
-        store=FileStore(job.rendezvous, job.world_size),
+        init_method=f"file://{job.rendezvous}",
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout),

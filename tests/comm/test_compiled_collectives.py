@@ -1,0 +1,81 @@
+"""Collectives inside a graph that AOTInductor compiled once for all ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from nxd_infer import native
+from nxd_infer.context import current_context
+from tests.ranks import run_ranks
+
+ROUNDS = 3000
+
+
+class Step(torch.nn.Module):
+    """One of each collective, with what a compiler might fold, merge or drop around them."""
+
+    def __init__(self, ops):
+        super().__init__()
+        self.ops = ops
+        self.weight = torch.nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        ops = self.ops
+        gathered = ops.all_gather(x @ self.weight, "tp", 1, 2)
+        scattered = ops.reduce_scatter(ops.all_reduce(gathered, "tp", "sum", 2), "tp", 0, 2)
+        whole = ops.all_gather(scattered, "tp", 0, 2)
+        constant = ops.all_reduce(torch.full((2,), 3.0), "tp", "sum", 2)
+        piece = ops.shard(torch.arange(8.0), "tp", 0, 2)
+        return whole.relu(), ops.axis_rank("tp") + 1, constant, piece, ops.broadcast(x, "tp", 1, 2)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    module = Step(getattr(torch.ops, native.load().namespace))
+    exported = torch.export.export(module, (torch.randn(4, 16),))
+    path = str(tmp_path_factory.mktemp("step") / "step.pt2")
+    return torch._inductor.aoti_compile_and_package(exported, package_path=path)
+
+
+def repeat(path: str) -> list[torch.Tensor]:
+    step = torch._inductor.aoti_load_package(path)
+    for number in range(ROUNDS):
+        x = torch.full((4, 16), float(number + current_context().rank))
+        results = step(x)
+        assert results[0][0, 0] == 4 * number and results[0][0, 31] == 4 * (number + 1)
+        assert results[4][0, 0] == number + 1
+    return list(results)
+
+
+def test_one_compiled_graph_serves_every_rank_for_thousands_of_rounds(package):
+    for rank, results in enumerate(run_ranks(repeat, 2, package, collectives="shm", timeout=120)):
+        whole, place, constant, piece, sent = results
+        last = float(ROUNDS - 1)
+        # all_gather: [last | last + 1]; the sum doubles it; the scatter sums two doubled copies and keeps two rows.
+        assert whole.shape == (4, 32)
+        assert (whole[:, :16] == 4 * last).all() and (whole[:, 16:] == 4 * (last + 1)).all()
+        assert place.item() == rank + 1, "the rank is data, not a constant of the compilation"
+        assert constant.tolist() == [6, 6], "a collective of a constant is not computed while compiling"
+        assert piece.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][rank]
+        assert (sent == last + 1).all()
+
+
+def lose_a_peer(path: str) -> str:
+    step = torch._inductor.aoti_load_package(path)
+    x = torch.ones(4, 16)
+    step(x)
+    if current_context().rank == 1:
+        os._exit(3)
+    try:
+        step(x)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_lost_peer_ends_a_compiled_step_with_an_error_that_names_it(package):
+    message, _ = run_ranks(lose_a_peer, 2, package, collectives="shm", comm_timeout=5, lost=(1,))
+    assert "nxd: rank(s) [1] did not reach all_gather" in message
