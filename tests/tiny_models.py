@@ -282,6 +282,7 @@ def tokenizer_json(
     Below 261 entries there is no room for the bytes: only ASCII is covered.
     """
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     text = [topics[name] for name in ("assert", "if", "while", "for", "try")]

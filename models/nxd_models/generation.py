@@ -1,0 +1,312 @@
+"""One step of generation, with its cache and its sampler inside: what is traced, and a small driver that runs it.
+
+The same step shape serves decode (S = 1), prefill, chunked prefill and, later, the verification of drafts: B rows of S
+tokens, each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.layout import gqa_plan
+from nxd_models.config import DecoderConfig
+from nxd_models.llama import CausalLM, LayerCache
+from nxd_models.sampling import allowed_words, sample
+
+BIAS_SLOTS = 300
+"""Biased tokens a row may have; the OpenAI API allows this many."""
+
+
+class StateList(nn.Module):
+    """One state a layer, as the buffers ``0``, ``1``, ...; no state dict holds them."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype):
+        super().__init__()
+        for i in range(count):
+            self.register_buffer(str(i), torch.zeros(shape, dtype=dtype), persistent=False)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.get_buffer(str(index))
+
+
+def _input(role: str, default: float | None = None) -> dict[str, Any]:
+    return {"role": role} if default is None else {"role": role, "default": default}
+
+
+class DecoderStep(CausalLM):
+    """A causal language model with ``slots`` caches of ``max_len`` positions, that reads tokens and gives the next one.
+
+    Row b works on the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for rows that
+    carry nothing): it feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the one that follows. A
+    step with ``start = 0`` begins a new sequence in its slot. Rows of one step must have different slots.
+
+    A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
+    queued before this one's result has been looked at.
+
+    Parameters have the names of :class:`~nxd_models.llama.CausalLM`.
+    """
+
+    token_counts: Tensor
+    prompt_seen: Tensor
+    last_token: Tensor
+
+    nxd_inputs: dict[str, dict[str, Any]] = {  # noqa: RUF012  (read by the tracer, never changed)
+        "tokens": _input("tokens"),
+        "start": _input("start"),
+        "length": _input("length"),
+        "block_table": _input("block_table"),
+        "temperature": _input("sampling", 0.0),
+        "top_k": _input("sampling", 0),
+        "top_p": _input("sampling", 1.0),
+        "min_p": _input("sampling", 0.0),
+        "seed": _input("sampling", 0),
+        "allowed": _input("allowed_tokens", -1),
+        "bias_ids": _input("bias_ids", 0),
+        "bias_values": _input("bias_values", 0.0),
+        "presence_penalty": _input("sampling", 0.0),
+        "frequency_penalty": _input("sampling", 0.0),
+        "repetition_penalty": _input("sampling", 1.0),
+        "prompt_length": _input("prompt_length", -1),
+    }
+    nxd_outputs: dict[str, dict[str, Any]] = {  # noqa: RUF012
+        "token": {"role": "token"},
+        "logprob": {"role": "logprob"},
+        "top_ids": {"role": "top_ids"},
+        "top_logprobs": {"role": "top_logprobs"},
+    }
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        slots: int,
+        max_len: int,
+        bias_slots: int = BIAS_SLOTS,
+    ):
+        super().__init__(config, dtype)
+        if slots < 1:
+            raise ModelConfigError(f"slots = {slots}: at least one is needed")
+        config.check_length(max_len)
+        self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
+        layers = config.num_layers
+        kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree).kv_heads_per_rank
+        shape = (slots + 1, kv_heads, max_len, config.head_dim)
+        self.k_cache = StateList(layers, shape, dtype)
+        self.v_cache = StateList(layers, shape, dtype)
+        vocabulary = (slots + 1, config.vocab_size)
+        self.register_buffer("token_counts", torch.zeros(vocabulary, dtype=torch.int32), persistent=False)
+        self.register_buffer("prompt_seen", torch.zeros(vocabulary, dtype=torch.bool), persistent=False)
+        self.register_buffer("last_token", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
+
+    @property
+    def nxd_states(self) -> list[str]:
+        """Names of the buffers that a step changes in place."""
+        layers = range(self.config.num_layers)
+        caches = [f"{cache}.{i}" for i in layers for cache in ("k_cache", "v_cache")]
+        return [*caches, "token_counts", "prompt_seen", "last_token"]
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        length: Tensor,
+        block_table: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        allowed: Tensor,
+        bias_ids: Tensor,
+        bias_values: Tensor,
+        presence_penalty: Tensor,
+        frequency_penalty: Tensor,
+        repetition_penalty: Tensor,
+        prompt_length: Tensor,
+    ) -> dict[str, Tensor]:
+        """Feed ``length`` tokens a row, and sample the next.
+
+        Args:
+            tokens: int64 [B, S]; entries past ``length`` are ignored.
+            start, length: int64 [B]; ``start + length <= max_len``. A row with ``length = 0`` changes nothing.
+            block_table: int64 [B, 1], the slot.
+            temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32 [B].
+            top_k, seed: int64 [B].
+            allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, bias_slots].
+            prompt_length: int64 [B]; positions before it are prompt, the others output, which is what the penalties
+                tell apart. Where it is -1, tokens fed one at a time after the first position count as output and all
+                others as prompt.
+
+        Returns:
+            token [B, 1] int64, logprob [B, 1] float32, top_ids [B, 1, 20] int64, top_logprobs [B, 1, 20] float32.
+            After a piece of a prompt that is not its last they mean nothing.
+        """
+        slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
+        last_B1 = self.last_token.index_select(0, slot_B)[:, None]
+        ids = torch.where(tokens < 0, last_B1, tokens).clamp(0, self.config.vocab_size - 1)
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        caches = [
+            LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
+            for i in range(self.config.num_layers)
+        ]
+        hidden_BSE = self.model(ids, positions, None, caches)
+        end_B11 = (length - 1).clamp(min=0)[:, None, None]
+        logits_BV = self.logits(hidden_BSE.gather(1, end_B11.expand(-1, 1, hidden_BSE.shape[-1])))[:, 0]
+
+        guess = (tokens < 0) | (start > 0)[:, None] if tokens.shape[1] == 1 else tokens < 0
+        output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
+        self._remember(ids, output_BS, start, length, slot_B)
+        token, logprob, top_ids, top_logprobs = sample(
+            logits_BV,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            start + length,
+            allowed,
+            bias_ids,
+            bias_values,
+            counts=self.token_counts.index_select(0, slot_B),
+            seen=self.prompt_seen.index_select(0, slot_B),
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+        )
+        torch.ops.aten.index_put_(self.last_token, [slot_B], token)
+        return {
+            "token": token[:, None],
+            "logprob": logprob[:, None],
+            "top_ids": top_ids[:, None],
+            "top_logprobs": top_logprobs[:, None],
+        }
+
+    def _remember(self, ids_BS: Tensor, output_BS: Tensor, start_B: Tensor, length_B: Tensor, slot_B: Tensor) -> None:
+        """Count this step's tokens in their slots; what is not to be counted goes to the scratch slot."""
+        fresh_B1 = ((start_B == 0) & (length_B > 0))[:, None]
+        counts = self.token_counts.index_select(0, slot_B).masked_fill(fresh_B1, 0)
+        seen = self.prompt_seen.index_select(0, slot_B) & ~fresh_B1
+        torch.ops.aten.index_put_(self.token_counts, [slot_B], counts)
+        torch.ops.aten.index_put_(self.prompt_seen, [slot_B], seen)
+        live_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device) < length_B[:, None]
+        counted = torch.where(live_BS & output_BS, slot_B[:, None], self.slots)
+        prompted = torch.where(live_BS & ~output_BS, slot_B[:, None], self.slots)
+        torch.ops.aten.index_put_(
+            self.token_counts, [counted, ids_BS], torch.ones_like(ids_BS, dtype=torch.int32), True
+        )
+        torch.ops.aten.index_put_(self.prompt_seen, [prompted, ids_BS], torch.ones_like(ids_BS, dtype=torch.bool))
+
+
+def step_inputs(
+    vocab_size: int, batch: int, length: int, slots: int, bias_slots: int = BIAS_SLOTS
+) -> dict[str, Tensor]:
+    """The inputs of a :class:`DecoderStep` for ``batch`` rows of ``length`` tokens, by name, at their defaults.
+
+    Every row is idle: its slot is the scratch slot and its length 0.
+    """
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": ((batch, length), torch.int64),
+        "start": ((batch,), torch.int64),
+        "length": ((batch,), torch.int64),
+        "block_table": ((batch, 1), torch.int64),
+        "top_k": ((batch,), torch.int64),
+        "seed": ((batch,), torch.int64),
+        "allowed": ((batch, allowed_words(vocab_size)), torch.int32),
+        "bias_ids": ((batch, bias_slots), torch.int64),
+        "bias_values": ((batch, bias_slots), torch.float32),
+        "prompt_length": ((batch,), torch.int64),
+    }
+    out = {}
+    for name, entry in DecoderStep.nxd_inputs.items():
+        shape, dtype = shapes.get(name, ((batch,), torch.float32))
+        out[name] = torch.full(shape, slots if name == "block_table" else entry.get("default", 0), dtype=dtype)
+    return out
+
+
+@dataclass
+class Generated:
+    """What :func:`generate_eager` made of one prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    """The most probable tokens of each position with their log probabilities."""
+
+
+Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@torch.no_grad()
+def generate_eager(
+    step: DecoderStep,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    piece: int | None = None,
+    run: Run | None = None,
+    **sampling: Any,
+) -> list[Generated]:
+    """Generate for all prompts at once, one slot each: the plain reference of the engine.
+
+    Args:
+        step: gives the sizes, and runs when ``run`` is None.
+        prompts: at most ``step.slots`` lists of at least one token id.
+        eos_token_ids: a sequence ends after one of these, which is its last token.
+        piece: prefill at most so many tokens at a time; None is the whole prompt.
+        run: another way to run a step (a traced model's bucket, say), from named inputs to named outputs.
+        sampling: inputs of the step by name, a value for all or a list with one a prompt.
+    """
+    if len(prompts) > step.slots:
+        raise ModelConfigError(f"{len(prompts)} prompts do not fit the {step.slots} slots of this step")
+    for prompt in prompts:
+        if not 1 <= len(prompt) <= step.max_len:
+            raise ModelConfigError(f"a prompt must have 1 to {step.max_len} tokens, got {len(prompt)}")
+    run = run or (lambda inputs: step(**inputs))
+    results = [Generated() for _ in prompts]
+
+    def inputs_for(rows: Sequence[int], feed: Sequence[Sequence[int]], starts: Sequence[int]) -> dict[str, Tensor]:
+        inputs = step_inputs(step.config.vocab_size, len(rows), len(feed[0]), step.slots, step.bias_slots)
+        inputs["tokens"][:] = torch.tensor(feed)
+        inputs["start"][:] = torch.tensor(starts)
+        inputs["length"][:] = len(feed[0])
+        inputs["block_table"][:, 0] = torch.tensor(rows)
+        inputs["prompt_length"][:] = torch.tensor([len(prompts[row]) for row in rows])
+        for name, value in sampling.items():
+            values = [value[row] for row in rows] if isinstance(value, list) else value
+            inputs[name][:] = torch.as_tensor(values, dtype=inputs[name].dtype)
+        return inputs
+
+    def take(row: int, outputs: dict[str, Tensor], at: int) -> None:
+        results[row].tokens.append(int(outputs["token"][at, 0]))
+        results[row].logprobs.append(float(outputs["logprob"][at, 0]))
+        ids, values = outputs["top_ids"][at, 0].tolist(), outputs["top_logprobs"][at, 0].tolist()
+        results[row].top.append({i: value for i, value in zip(ids, values, strict=True) if i >= 0})
+
+    for row, prompt in enumerate(prompts):
+        outputs: dict[str, Tensor] = {}
+        size = piece or len(prompt)
+        for at in range(0, len(prompt), size):
+            outputs = run(inputs_for([row], [list(prompt[at : at + size])], [at]))
+        if max_new_tokens > 0:
+            take(row, outputs, 0)
+
+    def runs_on(row: int) -> bool:
+        made = results[row].tokens
+        fits = len(prompts[row]) + len(made) <= step.max_len
+        return bool(made) and len(made) < max_new_tokens and made[-1] not in eos_token_ids and fits
+
+    while active := [row for row in range(len(prompts)) if runs_on(row)]:
+        feed = [[results[row].tokens[-1]] for row in active]
+        starts = [len(prompts[row]) + len(results[row].tokens) - 1 for row in active]
+        outputs = run(inputs_for(active, feed, starts))
+        for at, row in enumerate(active):
+            take(row, outputs, at)
+    return results

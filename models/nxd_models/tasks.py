@@ -1,0 +1,271 @@
+"""What ``parallel_model_trace`` needs to trace a model directory for a task: buckets, example inputs, metadata, files.
+
+    plan = tasks.plan("model_dir", batch_sizes=[1, 4], length_buckets=[128, 512], max_len=1024)
+    model = parallel_model_trace(**plan.trace_arguments(), tp_degree=2)
+
+Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size, and ``prefill_s<S>`` (one row of S
+tokens) for every prompt length. Buckets of an encoder: ``b<B>_s<S>`` for every pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models import bert, hf, registry
+from nxd_models.config import DecoderConfig, EncoderConfig, read_json
+from nxd_models.generation import BIAS_SLOTS, DecoderStep, step_inputs
+from nxd_models.sampling import TOP_LOGPROBS
+
+BATCH_SIZES = (1, 4)
+LENGTH_BUCKETS = (128,)
+
+SERVING_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.txt",
+    "sentence_bert_config.json",
+)
+"""What a server needs beside the graphs; copied where present."""
+
+
+@dataclass
+class TaskPlan:
+    """Everything that tracing a model directory for one task takes, except degree and backend."""
+
+    task: str
+    func: Callable[..., nn.Module]
+    """Module-level, so that a spawned process can import it."""
+    func_kwargs: dict[str, Any]
+    example_inputs: list[dict[str, Tensor]]
+    """One dictionary a bucket: input name -> example."""
+    bucket_names: list[str]
+    checkpoint_loader_callable: Callable[[], Any]
+    metadata: dict[str, Any]
+    files_to_copy: dict[str, Path] = field(default_factory=dict)
+    """Name in the artifact -> file."""
+
+    def trace_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``parallel_model_trace``."""
+        from nxd_infer.trace.buckets import BucketModelConfig
+
+        return {
+            "func": self.func,
+            "example_inputs": self.example_inputs,
+            "bucket_config": BucketModelConfig(func_kwargs=self.func_kwargs, names=self.bucket_names),
+            "checkpoint_loader_callable": self.checkpoint_loader_callable,
+            "inline_weights_to_neff": False,
+            "metadata": self.metadata,
+            "extra_files": self.files_to_copy,
+        }
+
+
+def plan(
+    model_dir: str | os.PathLike[str],
+    task: str | None = None,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    length_buckets: Sequence[int] = LENGTH_BUCKETS,
+    max_len: int | None = None,
+    dtype: torch.dtype | None = None,
+    slots: int | None = None,
+    model_name: str | None = None,
+    bias_slots: int = BIAS_SLOTS,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+) -> TaskPlan:
+    """The plan for ``task`` (None: what the model is for).
+
+    Args:
+        batch_sizes: rows of the decode buckets, or of the encoder's.
+        length_buckets: prompt lengths of a decoder, or sequence lengths of an encoder.
+        max_len: the longest context; None is what the model allows, for a decoder at most 4096. Length buckets beyond
+            it are cut to it.
+        dtype: of weights and caches; None is what the checkpoint says.
+        slots: sequences a decoder holds at once; None is the largest batch size.
+        model_name: what a server calls the model; None is the directory's name.
+        bias_slots: tokens a request may bias.
+        pooling, normalize: of an embedding model; None is what its directory says, else mean and True.
+
+    Raises ModelConfigError naming the argument or the field of ``config.json``.
+    """
+    spec = registry.load_config(model_dir)
+    task = spec.task(task)
+    batches = _sizes("batch_sizes", batch_sizes)
+    lengths = _sizes("length_buckets", length_buckets)
+    dtype = registry.DTYPES[spec.config.dtype] if dtype is None else dtype
+    if task == "generate":
+        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots)
+    else:
+        options: dict[str, Any] = {}
+        if task == "embed":
+            options = {"pooling": "mean", "normalize": True, **bert.pooling_options(spec.path)}
+            options |= {k: v for k, v in (("pooling", pooling), ("normalize", normalize)) if v is not None}
+        made = _encode(spec, task, batches, lengths, max_len, dtype, options)
+    made.metadata["model_name"] = model_name or spec.path.resolve().name
+    made.files_to_copy = {name: spec.path / name for name in SERVING_FILES if (spec.path / name).is_file()}
+    return made
+
+
+def _sizes(name: str, values: Sequence[int]) -> list[int]:
+    found = sorted(set(values))
+    if not found or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in found):
+        raise ModelConfigError(f"{name} = {list(values)!r}: expected at least one whole number of at least 1")
+    return found
+
+
+def _generate(
+    spec: registry.ModelSpec,
+    batches: list[int],
+    lengths: list[int],
+    max_len: int | None,
+    dtype: torch.dtype,
+    slots: int | None,
+    bias_slots: int,
+) -> TaskPlan:
+    config = spec.config
+    if not isinstance(config, DecoderConfig):
+        raise ModelConfigError(f"{spec.path}: model_type = {config.model_type!r} is no decoder")
+    max_len = min(config.max_length, 4096) if max_len is None else max_len
+    config.check_length(max_len)
+    slots = max(batches) if slots is None else slots
+    if slots < max(batches):
+        raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
+    lengths = sorted({min(length, max_len) for length in lengths})
+    shapes = {f"decode_b{b}": (b, 1) for b in batches} | {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
+    kwargs = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len, "bias_slots": bias_slots}
+    bos, eos = _special_tokens(spec, config)
+    return TaskPlan(
+        task="generate",
+        func=decoder_step,
+        func_kwargs=kwargs,
+        example_inputs=[step_inputs(config.vocab_size, b, s, slots, bias_slots) for b, s in shapes.values()],
+        bucket_names=list(shapes),
+        checkpoint_loader_callable=functools.partial(named_weights, decoder_step, kwargs),
+        metadata={
+            "task": "generate",
+            "model_type": config.model_type,
+            "vocab_size": config.vocab_size,
+            "max_len": max_len,
+            "slots": slots,
+            "prompt_buckets": lengths,
+            "batch_sizes": batches,
+            "dtype": str(dtype).removeprefix("torch."),
+            "eos_token_ids": eos,
+            "bos_token_id": bos,
+            "top_logprobs": TOP_LOGPROBS,
+            "bias_slots": bias_slots,
+        },
+    )
+
+
+def _special_tokens(spec: registry.ModelSpec, config: DecoderConfig) -> tuple[int | None, list[int]]:
+    """Begin and end of a sequence; ``generation_config.json`` comes before ``config.json``, as in transformers."""
+    file = spec.path / "generation_config.json"
+    fields = read_json(file) if file.is_file() else {}
+    eos = fields.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else list(config.eos_token_ids)
+    bos = fields.get("bos_token_id", config.bos_token_id)
+    return bos if isinstance(bos, int) else None, [int(i) for i in ids]
+
+
+def _encode(
+    spec: registry.ModelSpec,
+    task: str,
+    batches: list[int],
+    lengths: list[int],
+    max_len: int | None,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> TaskPlan:
+    config = spec.config
+    if not isinstance(config, EncoderConfig):
+        raise ModelConfigError(f"{spec.path}: model_type = {config.model_type!r} is no encoder")
+    longest = max(lengths) if max_len is None else max_len
+    if max_len is not None and max_len > config.max_length:
+        raise ModelConfigError(
+            f"max_len = {max_len} is beyond max_position_embeddings = {config.max_position} of this "
+            f"{config.model_type} model; use at most {config.max_length}"
+        )
+    longest = min(longest, config.max_length)
+    lengths = sorted({min(length, longest) for length in lengths} | ({longest} if max_len is not None else set()))
+    shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
+    kwargs = {"model_dir": str(spec.path), "task": task, "dtype": dtype, **options}
+    metadata: dict[str, Any] = {
+        "task": task,
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "max_len": lengths[-1],
+        "batch_sizes": batches,
+        "length_buckets": lengths,
+        "dtype": str(dtype).removeprefix("torch."),
+        "pad_token_id": config.pad_token_id,
+        "input_ranges": {
+            "input_ids": [0, config.vocab_size - 1],
+            "attention_mask": [0, 1],
+            "token_type_ids": [0, config.type_vocab_size - 1],
+        },
+    }
+    if task == "embed":
+        metadata |= {"dimensions": config.hidden_size, **options}
+    else:
+        metadata |= {"labels": list(config.labels), "regression": config.regression}
+    return TaskPlan(
+        task=task,
+        func=encoder_step,
+        func_kwargs=kwargs,
+        example_inputs=[_encoder_inputs(b, s) for b, s in shapes.values()],
+        bucket_names=list(shapes),
+        checkpoint_loader_callable=functools.partial(named_weights, encoder_step, kwargs),
+        metadata=metadata,
+    )
+
+
+def _encoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.zeros(batch, length, dtype=torch.int64),
+        "attention_mask": torch.ones(batch, length, dtype=torch.int64),
+        "token_type_ids": torch.zeros(batch, length, dtype=torch.int64),
+    }
+
+
+# --- functions that a trace calls, in whatever process -------------------------------------------------
+
+
+def decoder_step(model_dir: str, dtype: torch.dtype, slots: int, max_len: int, bias_slots: int) -> nn.Module:
+    """The step that is traced for generation, parallel over the current context; no weights are read."""
+    config = registry.load_config(model_dir).config
+    if not isinstance(config, DecoderConfig):
+        raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no decoder")
+    return DecoderStep(config, dtype, slots=slots, max_len=max_len, bias_slots=bias_slots).eval()
+
+
+def encoder_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """The step that is traced for "embed" or "classify", parallel over the current context; no weights are read."""
+    config = registry.load_config(model_dir).config
+    if not isinstance(config, EncoderConfig):
+        raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no encoder")
+    if task == "embed":
+        return bert.EmbedStep(config, dtype, **options).eval()
+    return bert.classify_step(config, dtype).eval()
+
+
+def named_weights(func: Callable[..., nn.Module], kwargs: dict[str, Any]) -> hf.NamedSource:
+    """The weights of ``kwargs["model_dir"]`` under the names that the module of ``func`` reads, checked."""
+    with torch.device("meta"):
+        module = func(**kwargs)
+    return hf.named_weights(module, hf.weights(kwargs["model_dir"]))

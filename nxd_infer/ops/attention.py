@@ -1,0 +1,113 @@
+"""Attention over a cache of keys and values that stays with the rank: write the new entries, then attend.
+
+One operator serves decode (S = 1), prefill (start = 0), chunked prefill and verification of drafts (S > 1 at an
+offset). Shapes use B rows, S positions, H query heads, KH key/value heads, D head dimension, N blocks of L positions,
+n blocks a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
+_LIBRARY.define(
+    "cache_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, "
+    "Tensor start, Tensor length, float scale) -> Tensor"
+)
+
+
+def cache_attention(
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    k_cache_NKLD: Tensor,
+    v_cache_NKLD: Tensor,
+    block_table_Bn: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write keys and values into the caches in place, then attend causally. Returns [B, S, H, D].
+
+    Row b holds positions ``start[b] .. start[b] + length[b] - 1``; position p lives in block ``block_table[b, p // L]``
+    at ``p % L``. Query i attends to the positions ``<= start[b] + i``. Query head h reads key/value head
+    ``h // (H / KH)``.
+
+    Queries past ``length``, and positions that no block of the row holds, are padding: their keys and values go to
+    the last block (the scratch block, which no row may own), and their results are finite and mean nothing. Whatever
+    lies in the cache outside a row's live positions, NaN included, has no influence on that row.
+
+    Args:
+        q_BSHD, k_BSKD, v_BSKD: rotated queries, rotated keys, values.
+        k_cache_NKLD, v_cache_NKLD: changed in place; same dtype as ``k`` and ``v``.
+        block_table_Bn, start_B, length_B: int64. Blocks in ``0 .. N-1``, ``start >= 0``, ``0 <= length <= S``.
+        scale: factor of the scores, usually ``D ** -0.5``.
+    """
+    return torch.ops.nxd.cache_attention(
+        q_BSHD, k_BSKD, v_BSKD, k_cache_NKLD, v_cache_NKLD, block_table_Bn, start_B, length_B, scale
+    )
+
+
+def cache_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    start: Tensor,
+    length: Tensor,
+    scale: float,
+) -> Tensor:
+    """:func:`cache_attention` in plain PyTorch. Reads the whole of each row's blocks."""
+    B, S, H, D = q.shape
+    N, KH, L, _ = k_cache.shape
+    n, G = block_table.shape[1], H // KH
+
+    step_S = torch.arange(S, device=q.device)
+    position_BS = start[:, None] + step_S
+    live_BS = (step_S < length[:, None]) & (position_BS < n * L)
+    if n == 1:
+        own_BS = block_table.expand(B, S)
+        offset_BS = position_BS.clamp(0, L - 1)
+    else:
+        own_BS = block_table.gather(1, (position_BS // L).clamp(0, n - 1))
+        offset_BS = position_BS % L
+    block_BS = torch.where(live_BS, own_BS, N - 1)
+    # One index_put_ a cache: it survives export and lowering as an in-place write of B*S entries.
+    torch.ops.aten.index_put_(k_cache, [block_BS, None, offset_BS], k.to(k_cache.dtype))
+    torch.ops.aten.index_put_(v_cache, [block_BS, None, offset_BS], v.to(v_cache.dtype))
+
+    # Entries past the live ones are stale, of another request perhaps; masking scores would let a NaN through.
+    T = n * L
+    past_T = torch.arange(T, device=q.device)
+    end_B = (start + length).clamp(max=T)
+    stale_B1T1 = (past_T >= end_B[:, None])[:, None, :, None]
+    keys = _rows(k_cache, block_table).masked_fill(stale_B1T1, 0.0)
+    values = _rows(v_cache, block_table).masked_fill(stale_B1T1, 0.0)
+
+    # The group is folded into the query dimension: [B, KH, G*S, D]. Expanding keys (enable_gqa) costs 4-8 times more.
+    folded = q.reshape(B, S, KH, G, D).permute(0, 2, 3, 1, 4).reshape(B, KH, G * S, D)
+    mask_BST = past_T <= position_BS[:, :, None]
+    mask = mask_BST[:, None, None].expand(B, 1, G, S, T).reshape(B, 1, G * S, T)
+    out = F.scaled_dot_product_attention(folded, keys.to(q.dtype), values.to(q.dtype), attn_mask=mask, scale=scale)
+    return out.reshape(B, KH, G, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H, D)
+
+
+def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:
+    """Each row's blocks one after the other: [B, KH, n*L, D]."""
+    B, n = block_table_Bn.shape
+    _, KH, L, D = cache_NKLD.shape
+    if n == 1:
+        return cache_NKLD.index_select(0, block_table_Bn[:, 0])
+    return cache_NKLD[block_table_Bn].permute(0, 2, 1, 3, 4).reshape(B, KH, n * L, D)
+
+
+def _fake(q, k, v, k_cache, v_cache, block_table, start, length, scale):
+    return q.new_empty(q.shape)
+
+
+_LIBRARY.impl("cache_attention", cache_attention_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("nxd::cache_attention", _fake, lib=_LIBRARY)

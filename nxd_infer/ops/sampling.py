@@ -1,0 +1,216 @@
+"""Choosing a token: truncation by exact thresholds without a sort, and counter-based random numbers.
+
+Shapes use B rows and V vocabulary entries. Every row is its own experiment: its result depends on its own logits and
+settings, on ``(seed, position)`` and on token ids, never on its place in the batch, on the batch size or on the
+tensor-parallel degree.
+
+Definitions, for the logits ``x`` of a row:
+
+1. ``temperature < 1e-5`` (or not a number) is greedy: the first largest logit. Otherwise
+   ``s = (x - max x) / temperature`` and ``p = softmax(s)``.
+2. *top-k* keeps the k largest ``s``, and every token equal to the smallest of them; ``k <= 0`` keeps all.
+3. *top-p* keeps the smallest set of largest ``p``, renormalised over what top-k kept, whose sum reaches ``top_p``, and
+   every token equal to the smallest of them; ``top_p >= 1`` keeps all, ``top_p <= 0`` keeps the largest.
+4. *min-p* keeps tokens with ``p >= min_p * max p``; ``min_p <= 0`` keeps all.
+5. The token is ``argmax(s - log(-log1p(-u)))`` over the tokens that all three keep (the Gumbel-max trick), with ``u``
+   uniform in (0, 1) from ``(seed, position, token id)``: a draw from ``p`` restricted to them.
+
+A NaN logit counts as minus infinity, plus infinity as the largest finite number, so a damaged row stays a valid token.
+The order (temperature, top-k, top-p, min-p) is that of Hugging Face; these break ties by sort order, we keep all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+LOGPROB_FLOOR = -9999.0
+"""Reported in place of minus infinity, so that results stay representable in JSON."""
+
+_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
+_LIBRARY.define(
+    "sample(Tensor logits, Tensor raw, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
+    "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def sample(
+    logits_BV: Tensor,
+    raw_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    top: int = 20,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw one token a row as the module says.
+
+    Args:
+        logits_BV: float32, what to draw from (after penalties, bias and masks).
+        raw_BV: float32, the distribution that log probabilities are reported of.
+        temperature_B, top_p_B, min_p_B: float32. top_k_B, seed_B, position_B: int64.
+        top: how many of the most probable tokens to report.
+
+    Returns:
+        token [B] int64; its natural log probability under ``raw`` [B] float32; the ids [B, top] int64 and the log
+        probabilities [B, top] float32 of the most probable tokens under ``raw``, best first. Where the vocabulary is
+        smaller than ``top`` the rest holds id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
+    """
+    return torch.ops.nxd.sample(logits_BV, raw_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
+
+
+def sample_reference(
+    logits: Tensor,
+    raw: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    top: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`sample` in plain PyTorch."""
+    logits, raw = finite_or_absent(logits), finite_or_absent(raw)
+    hot_B = temperature >= GREEDY_BELOW  # False for NaN
+    scale_B1 = torch.where(hot_B, temperature, 1.0).clamp(max=1e30)[:, None]
+    largest_B1 = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    cost_BV = (largest_B1 - logits) / scale_B1
+    keep_BV = truncation(cost_BV, top_k, top_p, min_p)
+    noise_BV = uniform(seed, position, logits.shape[-1])
+    score_BV = -cost_BV - torch.log(-torch.log1p(-noise_BV))
+    drawn_BV = torch.where(keep_BV, score_BV, -torch.inf)
+    token_B = torch.where(hot_B[:, None], drawn_BV, logits).argmax(-1)
+    return (token_B, *logprobs(raw, token_B, top))
+
+
+def finite_or_absent(logits: Tensor) -> Tensor:
+    """NaN becomes minus infinity, plus infinity the largest finite number."""
+    return torch.where(logits.isnan(), -torch.inf, logits).clamp(max=torch.finfo(torch.float32).max)
+
+
+def logprobs(raw_BV: Tensor, token_B: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of ``token`` and of the ``top`` most probable tokens; see :func:`sample`."""
+    count = min(top, raw_BV.shape[-1])
+    total_B1 = raw_BV.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    chosen_B = (raw_BV.gather(-1, token_B[:, None]) - total_B1)[:, 0].clamp(min=LOGPROB_FLOOR)
+    values, ids = raw_BV.topk(count, dim=-1)
+    values = (values - total_B1).clamp(min=LOGPROB_FLOOR)
+    if count < top:
+        values = torch.nn.functional.pad(values, (0, top - count), value=LOGPROB_FLOOR)
+        ids = torch.nn.functional.pad(ids, (0, top - count), value=-1)
+    return chosen_B, ids, values
+
+
+# --- truncation ---------------------------------------------------------------------------------------
+
+
+def truncation(cost_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """Which tokens top-k, top-p and min-p all keep, as bool [B, V].
+
+    ``cost`` is ``-s`` of the module: zero for the best token of a row, infinite for an absent one.
+    """
+    vocabulary = cost_BV.shape[-1]
+    # A non-negative float orders like its bits, so a threshold is found digit by digit, exactly.
+    bits_BV = cost_BV.view(torch.int32)
+    one = torch.ones((), dtype=torch.float64, device=cost_BV.device)
+    wanted_B = torch.where(top_k_B > 0, top_k_B, vocabulary).clamp(max=vocabulary)
+    by_k_B = smallest_threshold(bits_BV, one, wanted_B.double())
+
+    # Whole numbers in float64 add up exactly in any order: the threshold does not depend on how a sum is split.
+    mass_BV = (torch.exp(-cost_BV).double() * 2.0**32).floor()
+    mass_BV = torch.where(bits_BV <= by_k_B[:, None], mass_BV, 0.0)
+    share_B = torch.where(top_p_B < 1.0, top_p_B, 1.0).clamp(min=0.0).double()
+    target_B = (share_B * mass_BV.sum(-1)).clamp(min=1.0)
+    by_p_B = torch.where(top_p_B < 1.0, smallest_threshold(bits_BV, mass_BV, target_B), by_k_B)
+
+    limit_B = torch.where(min_p_B > 0.0, -torch.log(min_p_B.clamp(1e-38, 1.0)), torch.inf)
+    kept_BV = (bits_BV <= torch.minimum(by_k_B, by_p_B)[:, None]) & (cost_BV <= limit_B[:, None])
+    return kept_BV & (cost_BV < torch.inf)
+
+
+_WIDTHS = (11, 10, 10)
+"""Bits settled by each histogram; the sign bit of a cost is 0, so 31 remain."""
+
+
+def smallest_threshold(bits_BV: Tensor, weight: Tensor, target_B: Tensor) -> Tensor:
+    """The smallest int32 ``t`` [B] with ``sum(weight where bits <= t) >= target``, or a larger one than any if none is.
+
+    ``bits`` are non-negative int32; ``weight`` is float64, a scalar or [B, V]. A radix search: each histogram settles
+    the next bits of ``t`` among the entries that share those before.
+    """
+    rows, _ = bits_BV.shape
+    found_B = torch.zeros(rows, dtype=torch.int32, device=bits_BV.device)
+    rest_B, high = target_B, sum(_WIDTHS)
+    for width in _WIDTHS:
+        low, last = high - width, (1 << width) - 1
+        digit_BV = (bits_BV >> low) - (found_B >> low)[:, None]
+        inside_BV = (digit_BV >= 0) & (digit_BV <= last)
+        counted_BV = torch.where(inside_BV, weight, 0.0)
+        histogram = torch.zeros(rows, last + 1, dtype=torch.float64, device=bits_BV.device)
+        sums = histogram.scatter_add(1, torch.where(inside_BV, digit_BV, 0).long(), counted_BV).cumsum(-1)
+        bin_B = (sums < rest_B[:, None]).sum(-1).clamp(max=last)
+        below_B = sums.gather(1, (bin_B - 1).clamp(min=0)[:, None])[:, 0]
+        rest_B = rest_B - torch.where(bin_B > 0, below_B, 0.0)
+        found_B = found_B + (bin_B << low).int()
+        high = low
+    return found_B
+
+
+# --- random numbers -----------------------------------------------------------------------------------
+
+_MASK = 0xFFFFFFFF
+# Odd multipliers below 2^31: a 32-bit value times one of them stays within int64.
+_M1, _M2, _M3 = 0x7FEB352D, 0x2C1B3C6D, 0x297A2D39
+_GOLDEN = 0x1E3779B9
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values (held in int64) in which every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * _M1) & _MASK
+    x = ((x ^ (x >> 15)) * _M2) & _MASK
+    x = ((x ^ (x >> 12)) * _M3) & _MASK
+    return x ^ (x >> 15)
+
+
+def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
+    """32 random bits a token, int64 [B, V] in 0 .. 2^32-1, as a pure function of (seed, position, token id).
+
+    All 64 bits of the seed and the low 32 of the position count.
+    """
+    low_B, high_B = seed_B & _MASK, (seed_B >> 32) & _MASK
+    key_B = _mix(_mix(low_B) ^ ((high_B + _GOLDEN) & _MASK))
+    first_B = _mix((key_B + (position_B & _MASK) * _GOLDEN) & _MASK)
+    second_B = _mix(first_B ^ high_B ^ _M3)
+    ids_V = torch.arange(vocabulary, dtype=torch.int64, device=seed_B.device)
+    token_V = _mix(((ids_V + 1) * _GOLDEN) & _MASK)
+    x = token_V ^ first_B[:, None]
+    x = ((x ^ (x >> 16)) * _M1) & _MASK
+    # The second key comes after the first product: two rows then share no pattern over token ids.
+    x = (x + second_B[:, None]) & _MASK
+    x = ((x ^ (x >> 15)) * _M2) & _MASK
+    x = ((x ^ (x >> 12)) * _M3) & _MASK
+    return x ^ (x >> 15)
+
+
+def uniform(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
+    """Uniform float32 [B, V] in (0, 1), finest near zero, from :func:`random_bits`."""
+    bits = random_bits(seed_B, position_B, vocabulary)
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+
+
+def _fake(logits, raw, temperature, top_k, top_p, min_p, seed, position, top):
+    rows = logits.shape[0]
+    return (
+        torch.empty(rows, dtype=torch.int64, device=logits.device),
+        torch.empty(rows, dtype=torch.float32, device=logits.device),
+        torch.empty((rows, top), dtype=torch.int64, device=logits.device),
+        torch.empty((rows, top), dtype=torch.float32, device=logits.device),
+    )
+
+
+_LIBRARY.impl("sample", sample_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("nxd::sample", _fake, lib=_LIBRARY)
