@@ -124,6 +124,7 @@ class ToyModel:
         for row, slot in enumerate(slots):
             start, length = int(arrays["start"][row]), int(arrays["length"][row])
             assert 1 <= length <= size and start >= 0 and start + length <= self.max_len
+            assert slot == self.slots or arrays["prompt_length"][row] > 0
             self.cache[slot, start : start + length] = arrays["tokens"][row, :length]
             self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
             raw = logits_of(self.cache[slot, : start + length])
@@ -167,7 +168,7 @@ def _bucket(name, batch, size, omit):
         "temperature": (0, f32, batch), "top_k": (0, i64, batch), "top_p": (1, f32, batch), "min_p": (0, f32, batch),
         "seed": (0, i64, batch), "allowed": (-1, i32, batch, mask), "bias_ids": (0, i64, batch, 4),
         "bias_values": (0, f32, batch, 4), "presence_penalty": (0, f32, batch), "frequency_penalty": (0, f32, batch),
-        "repetition_penalty": (1, f32, batch),
+        "repetition_penalty": (1, f32, batch), "prompt_length": (-1, i64, batch),
     }  # fmt: skip
     inputs = [InputSpec.of(key, torch.empty(shape, dtype=dtype)) for key, (dtype, *shape) in required.items()]
     inputs += [

@@ -27,6 +27,7 @@ SAMPLER_DEFAULTS: dict[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
+    "prompt_length": -1,
 }
 """What the engine knows to feed, with the value that means "off"."""
 
@@ -146,6 +147,8 @@ class StepInputs:
         self._owners[index] = (sequence.id, banned)
         for name, default in self._defaults.items():
             arrays[name][index] = sampler.values.get(name, default)
+        if "prompt_length" in arrays:  # tells the penalties what is prompt and what is output
+            arrays["prompt_length"][index] = len(sequence.prompt)
         for place, (token, bias) in enumerate(sampler.bias):
             arrays["bias_ids"][index, place] = token
             arrays["bias_values"][index, place] = bias

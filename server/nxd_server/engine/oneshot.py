@@ -170,8 +170,8 @@ class OneShotEngine(ModelWorker):
             self._take([self._pending[0]])
             self._run_kernel(self._current[0])
             return True
-        bucket, group = self._group()
-        full = sum(job.rows for job in group) >= bucket.inputs[0].shape[0] or len(group) < len(self._pending)
+        bucket, group, room = self._group()
+        full = sum(job.rows for job in group) >= room or len(group) < len(self._pending)
         if self.batches and not full and now - group[0].arrived < self._max_delay and not self._draining:
             return False
         self._take(group)
@@ -196,12 +196,13 @@ class OneShotEngine(ModelWorker):
                 self._book_end("cancelled", 0.0)
                 self._book_told()
 
-    def _group(self) -> tuple[BucketSpec, list[Job]]:
-        """The bucket to run next, and who is in it: always the oldest, and others that share its names and fit."""
+    def _group(self) -> tuple[BucketSpec, list[Job], int]:
+        """The bucket to run next, who is in it (the oldest, and others that share its names and fit), and how many
+        rows there is room for at most."""
         head = self._pending[0]
         fitting = [bucket for bucket in self.model.manifest.buckets if bucket_fits(bucket, head.inputs)]
         if not self.batches or head.alone:
-            return min(fitting, key=elements), [head]
+            return min(fitting, key=elements), [head], 1
         # The smallest length that takes the oldest; among its batch sizes the one with the most rows per second.
         shape = row_shape(min(fitting, key=lambda bucket: (row_elements(bucket), bucket.inputs[0].shape[0])))
         buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
@@ -226,7 +227,7 @@ class OneShotEngine(ModelWorker):
             return jobs
 
         best = max(buckets, key=lambda bucket: sum(job.rows for job in taken(bucket)) / self.costs[bucket.name])
-        return best, taken(best) or [head]
+        return best, taken(best), room
 
     def _run_group(self, bucket: BucketSpec) -> None:
         jobs = self._current
