@@ -232,7 +232,7 @@ class RowParallelLinear(ParallelLayer):
             "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
         )
         if self.bias is not None:
-            self.init_parameter("bias", init_linear_bias(self.input_size))
+            self.init_parameter("bias", init_linear_bias(self.input_plan.size))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[..., input_size]``, or this rank's part of it, -> ``[..., output_size]``; see the class."""

@@ -87,6 +87,11 @@ def _member(path: str, layer: nn.Module) -> Iterator[Member]:
         # GQAQKVColumnParallelLinear, known by its plans: modules lie a floor above this package.
         kind = "own" if getattr(layer, "gather_output", False) else "out"
         yield Member(path, layer, kind, {name: getattr(layer, name) for name in ("q_plan", "kv_plan")})
+    elif isinstance(layer, ParallelLayer):
+        # Convolutions hold no heads: their channels are filled up where they do not divide.
+        plans = {name: getattr(layer, name) for name in ("output_plan", "input_plan") if hasattr(layer, name)}
+        if plans:
+            yield Member(path, layer, "own", plans)
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:

@@ -13,7 +13,13 @@ from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, load_weights, merge_state_dicts, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import pad
-from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.layers import (
+    ColumnParallelLinear,
+    InputChannelParallelConv2d,
+    OutputChannelParallelConv2d,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from nxd_infer.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from tests.layout.attention import Shape, logical_weights
 from tests.layout.pad_models import F64, STYLES, ParallelAttention, compare, difference, inputs, reference, run_padded
@@ -347,6 +353,38 @@ def test_meta_models_are_padded_without_values():
         assert model.q.weight.is_meta and model.q.weight.shape == (4, 5)
 
     run_threads(meta, 2)
+
+
+@pytest.mark.check
+def test_fake_models_are_padded_without_a_transport():
+    """Tracing builds every rank of a model in one process, on fake tensors and with no group."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from nxd_infer.context import make_context, use_context
+
+    for rank in range(2):
+        with use_context(make_context(2, rank, tp=2)), FakeTensorMode():
+            model = ParallelAttention(Shape(6, 3), "fused")
+            pad_model(model, 2, 6)
+        assert model.o.weight.shape == (5, 6)
+        layout = weight_layout(model)["qkv.weight_qkv"]
+        assert layout.logical_shapes == {"q.weight": (12, 5), "k.weight": (6, 5), "v.weight": (6, 5)}
+        assert layout.rank_shape(2) == tuple(model.qkv.weight_qkv.shape) == (18, 5)
+
+
+def test_channels_of_convolutions_are_filled_up():
+    def make():
+        return nn.Sequential(
+            OutputChannelParallelConv2d(2, 5, 3, gather_output=False, dtype=F64),
+            InputChannelParallelConv2d(5, 2, 1, input_is_parallel=True, dtype=F64),
+        )
+
+    def convolve():
+        model = pad_model(built(make), current_context().tp.degree, 3)
+        return model(torch.ones(1, 2, 4, 4, dtype=F64)).detach()
+
+    (expected,) = run_threads(convolve, 1)
+    assert all(difference(y, expected) < 1e-10 for y in run_threads(convolve, 2))
 
 
 @pytest.mark.check

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -90,6 +92,46 @@ def test_round_trip_is_exact(layout, degree):
     merged = merge_state_dicts(ranks, {"p": layout})
     assert merged.keys() == logical.keys()
     assert all(torch.equal(merged[name], logical[name]) for name in logical)
+
+
+LEAVES = st.one_of(
+    st.builds(AxisPlan.even, st.integers(1, 12)),
+    st.builds(AxisPlan.padded, st.integers(1, 12), st.integers(1, 4), st.sampled_from([0.0, -1.0])),
+    st.builds(AxisPlan.heads, st.integers(1, 6), st.integers(1, 3)),
+    st.builds(lambda n, stride: AxisPlan.strided(n * stride, stride), st.integers(1, 6), st.integers(1, 3)),
+    st.builds(
+        lambda kv, group, d, multiplier, q: getattr(
+            gqa_plan(kv * group, kv, 1, kv_size_multiplier=multiplier), "q_axis" if q else "kv_axis"
+        )(d),
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(0, 4),
+        st.booleans(),
+    ),
+)
+ONE_TENSOR = st.recursive(
+    LEAVES,
+    lambda plans: st.one_of(
+        st.lists(plans, min_size=1, max_size=3).map(AxisPlan.sections),
+        st.builds(AxisPlan.recut, plans, st.integers(1, 6)),
+    ),
+    max_leaves=4,
+)
+ANY_PLAN = ONE_TENSOR | st.lists(ONE_TENSOR, min_size=1, max_size=3).map(AxisPlan.fused)
+
+
+@given(ANY_PLAN, st.integers(1, 8), st.booleans())
+def test_any_composition_of_plans_goes_there_and_back(plan, degree, last):
+    sources = {part: f"w{part}" for part in plan.parts}
+    layout = ParamLayout.of([2, plan] if last else [plan, 2], sources)
+    logical = logical_of(layout)
+    ranks = [{"p": shard_tensor(logical, layout.rank_layout(degree, rank))} for rank in range(degree)]
+    assert {tuple(rank["p"].shape) for rank in ranks} == {layout.rank_shape(degree)}
+    merged = merge_state_dicts(ranks, {"p": layout})
+    assert all(torch.equal(merged[name], logical[name]) for name in logical)
+    owned = sum(block.numel for rank in range(degree) for block in owned_blocks(layout, degree, rank))
+    assert owned == sum(tensor.numel() for tensor in logical.values())
 
 
 @pytest.mark.parametrize("degree", [1, 3, 4])
