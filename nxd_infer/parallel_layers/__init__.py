@@ -12,16 +12,31 @@ _NAMES = {
     "ParallelEmbedding": "layers",
     "RowParallelLinear": "layers",
     "SPMDRank": "layers",
+    "copy_to_tensor_model_parallel_region": "mappings",
+    "gather_from_sequence_parallel_region": "mappings",
+    "gather_from_tensor_model_parallel_region": "mappings",
+    "load": "checkpointing",
+    "parallel_cross_entropy": "loss_functions",
+    "reduce_from_tensor_model_parallel_region": "mappings",
+    "reduce_scatter_to_sequence_parallel_region": "mappings",
+    "save": "checkpointing",
+    "scatter_to_sequence_parallel_region": "mappings",
+    "scatter_to_tensor_model_parallel_region": "mappings",
 }
 _MODULES = (
+    "checkpointing",
     "initialization",
     "layers",
+    "loss_functions",
     "mappings",
+    "pad",
     "parallel_state",
+    "random",
     "utils",
 )
 
 if TYPE_CHECKING:
+    from nxd_infer.parallel_layers.checkpointing import load, save
     from nxd_infer.parallel_layers.layers import (
         ColumnParallelLinear,
         InputChannelParallelConv2d,
@@ -29,6 +44,16 @@ if TYPE_CHECKING:
         ParallelEmbedding,
         RowParallelLinear,
         SPMDRank,
+    )
+    from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+    from nxd_infer.parallel_layers.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region,
     )
 
 __all__ = [
@@ -38,6 +63,16 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "SPMDRank",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "load",
+    "parallel_cross_entropy",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "save",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
 ]
 
 

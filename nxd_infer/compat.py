@@ -1,0 +1,115 @@
+"""Let unchanged scripts ``import neuronx_distributed``.
+
+::
+
+    import nxd_infer.compat
+    nxd_infer.compat.install()
+
+    import neuronx_distributed as nxd                               # this package
+    from neuronx_distributed.parallel_layers import layers          # nxd_infer.parallel_layers.layers, the same object
+
+or, without touching the script: ``python -m nxd_infer.compat script.py arguments...``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from nxd_infer.errors import NxdError
+
+ALIAS = "neuronx_distributed"
+TARGET = "nxd_infer"
+
+
+class AliasError(NxdError, ImportError):
+    """The alias would hide a package that is installed."""
+
+
+class _AliasFinder(importlib.abc.MetaPathFinder):
+    """Finds ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
+            return None
+        ours = TARGET + fullname.removeprefix(ALIAS)
+        try:
+            found = importlib.util.find_spec(ours)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ModuleNotFoundError(
+                f"{fullname} was looked for as {ours}, which this package does not have", name=fullname
+            )
+        return importlib.machinery.ModuleSpec(
+            fullname, _AliasLoader(), is_package=found.submodule_search_locations is not None
+        )
+
+
+class _AliasLoader(importlib.abc.Loader):
+    """Imports the module under its own name and hands it out: one object under two names."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(TARGET + spec.name.removeprefix(ALIAS))
+        self._own = getattr(module, "__spec__", None)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has been executed under its own name; the import system has just renamed its spec.
+        if self._own is not None:
+            module.__spec__ = self._own
+
+
+def install(*, force: bool = False) -> None:
+    """Make ``neuronx_distributed`` and its submodules names of this package, in this process. Twice is once.
+
+    Raises AliasError when a package ``neuronx_distributed`` is installed or has been imported; ``force=True`` hides it.
+    """
+    if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        return
+    there = _installed()
+    if there is not None and not force:
+        raise AliasError(
+            f"a package {ALIAS} is here ({there}); uninstall it, or pass force=True to hide it in this process"
+        )
+    for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _AliasFinder())
+
+
+def uninstall() -> None:
+    """Take the names away again; modules that are imported already stay as they are."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
+    for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
+        del sys.modules[name]
+
+
+def _installed() -> str | None:
+    """Where a real package of that name is, None when there is none."""
+    loaded = sys.modules.get(ALIAS)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None) or "imported already"
+    found = importlib.util.find_spec(ALIAS)
+    return None if found is None else found.origin or "a namespace package"
+
+
+def main() -> None:
+    """Run a script with the names installed."""
+    import runpy
+
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m nxd_infer.compat script.py [arguments...]")
+    install()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

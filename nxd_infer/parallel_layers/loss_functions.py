@@ -1,0 +1,108 @@
+"""Losses of logits whose vocabulary is split over the tensor-parallel ranks, without gathering them.
+
+Source: API guide, "Loss functions".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import ParallelConfigError
+
+__all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
+
+
+class _LogProbs(torch.autograd.Function):
+    """Of each target its log-probability, and with it the mean log-probability of the whole vocabulary."""
+
+    @staticmethod
+    def forward(ctx, logits, target, context, want_mean):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        size = wide.shape[-1]
+        top = comm.all_reduce(wide.amax(-1), context, "tp", "max")
+        shifted = wide - top.unsqueeze(-1)
+        log_sum = comm.all_reduce(shifted.exp().sum(-1), context).log()
+        local = target - comm.axis_rank(context, "tp", target.device) * size
+        own = (local >= 0) & (local < size)
+        local = local.masked_fill(~own, 0)
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0)
+        chosen = comm.all_reduce(picked, context) - log_sum
+        mean = torch.zeros_like(chosen)
+        vocabulary = size * context.tp.degree
+        if want_mean:
+            mean = comm.all_reduce(shifted.sum(-1), context) / vocabulary - log_sum
+        ctx.save_for_backward(shifted, log_sum, local, own)
+        ctx.dtype, ctx.vocabulary = logits.dtype, vocabulary
+        return chosen, mean
+
+    @staticmethod
+    def backward(ctx, *grads):
+        # d chosen / d logit = [is target] - p;  d mean / d logit = 1 / vocabulary - p
+        for_chosen, for_mean = grads
+        shifted, log_sum, local, own = ctx.saved_tensors
+        grad = (shifted - log_sum.unsqueeze(-1)).exp() * -(for_chosen + for_mean).unsqueeze(-1)
+        grad = grad + (for_mean / ctx.vocabulary).unsqueeze(-1)
+        grad.scatter_add_(-1, local.unsqueeze(-1), (for_chosen * own).unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None, None
+
+
+def parallel_cross_entropy(
+    parallel_logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """The cross entropy of every token, as ``F.cross_entropy(..., reduction="none")`` over the whole vocabulary.
+
+    Args:
+        parallel_logits: ``[..., vocabulary / degree]``, this rank's part of the logits; not changed.
+        labels: ``[...]`` int64 over the whole vocabulary, the same on every rank. Where they are ``ignore_index`` the
+            loss and its gradient are zero.
+        label_smoothing: 0 to 1.
+
+    Returns ``[...]`` in float32 (float64 for float64 logits). Raises ParallelConfigError for a smoothing outside 0 to
+    1 and for shapes that do not fit, IndexError for a label outside the vocabulary.
+    """
+    context = current_context() if context is None else context
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ParallelConfigError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+    if parallel_logits.shape[:-1] != labels.shape:
+        raise ParallelConfigError(
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(parallel_logits.shape)}: "
+            "they have all its dimensions but the last"
+        )
+    counted = labels != ignore_index
+    target = labels.masked_fill(~counted, 0)
+    _check_range(target, parallel_logits.shape[-1] * context.tp.degree)
+    chosen, mean = _LogProbs.apply(parallel_logits, target, context, label_smoothing > 0)  # pyright: ignore
+    loss = -(1 - label_smoothing) * chosen - label_smoothing * mean
+    return loss.masked_fill(~counted, 0)
+
+
+def from_parallel_logits_to_logprobs(
+    parallel_logits: Tensor, target: Tensor, inference: bool = True, *, context: ParallelContext | None = None
+) -> Tensor:
+    """The log-probability of each next token: ``[batch, sequence - 1]`` in float32.
+
+    ``parallel_logits`` ``[batch, sequence, vocabulary / degree]``; ``target`` ``[batch, sequence]``, the tokens
+    themselves: position i is scored with token i + 1. ``inference=False`` keeps the graph for a backward.
+    """
+    context = current_context() if context is None else context
+    _check_range(target, parallel_logits.shape[-1] * context.tp.degree)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
+        chosen, _ = _LogProbs.apply(parallel_logits[:, :-1], target[:, 1:], context, False)  # pyright: ignore
+    return chosen
+
+
+def _check_range(labels: Tensor, vocabulary: int) -> None:
+    if torch.compiler.is_compiling() or labels.device.type != "cpu" or not labels.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(labels))
+    if low < 0 or high >= vocabulary:
+        bad = low if low < 0 else high
+        raise IndexError(f"label {bad} is outside the vocabulary: labels must be 0 to {vocabulary - 1}")

@@ -1,0 +1,92 @@
+"""Random numbers over ranks: one stream that tensor-parallel ranks share, and one that differs between them.
+
+Dropout on a replicated tensor must draw the same numbers on every rank, dropout on a split one different numbers. The
+default generator is the shared stream; inside ``get_xla_rng_tracker().fork()`` the default generator is the own one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import ParallelConfigError
+
+__all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+_OWN_SEED_OFFSET = 2718
+"""As in Megatron: far enough from the shared seed that no rank's own seed equals it."""
+
+
+def _state() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _restore(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+class RNGStatesTracker:
+    """Named generator states of this process."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, list[torch.Tensor]] = {}
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._states.clear()
+
+    def get_states(self) -> dict[str, list[torch.Tensor]]:
+        """A copy of the streams, for a checkpoint."""
+        return {name: [state.clone() for state in states] for name, states in self._states.items()}
+
+    def set_states(self, states: dict[str, list[torch.Tensor]]) -> None:
+        self._states = {name: [state.clone() for state in kept] for name, kept in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Start a stream. Raises ParallelConfigError when the name is taken."""
+        if name in self._states:
+            raise ParallelConfigError(f"there is a random stream {name!r} already; reset() forgets all")
+        outside = _state()
+        torch.manual_seed(seed)
+        self._states[name] = _state()
+        _restore(outside)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside, the default generator is the stream ``name``, which goes on from where it was."""
+        if name not in self._states:
+            raise ParallelConfigError(
+                f"there is no random stream {name!r}; call model_parallel_xla_manual_seed() or add() first"
+            )
+        outside = _state()
+        _restore(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _state()
+            _restore(outside)
+
+
+_tracker = RNGStatesTracker()
+
+
+def get_xla_rng_tracker() -> RNGStatesTracker:
+    """The tracker of this process."""
+    return _tracker
+
+
+def model_parallel_xla_manual_seed(seed: int, context: ParallelContext | None = None) -> None:
+    """Seed both streams: the shared one with ``seed``, each tensor-parallel rank's own with a number of its own."""
+    context = current_context() if context is None else context
+    _tracker.reset()
+    torch.manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL_RNG, seed + _OWN_SEED_OFFSET + context.tp.rank)
