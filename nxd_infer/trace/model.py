@@ -201,6 +201,7 @@ class TensorParallelModel(nn.Module):
             for files in self._updates:
                 self._swap(ranks, files)
         except BaseException:
+            ranks.close()
             self._ranks = None  # nothing of it is left; the next call tries again
             raise
         return ranks

@@ -78,6 +78,7 @@ class RankProcesses:
                 spawned.set()
             self._follow()
             self.ended.set()
+            self._on_exit = _nothing  # no cycle keeps the channels and the shared memory open
 
         threading.Thread(target=live, name="nxd-ranks", daemon=True).start()
         spawned.wait()
@@ -227,6 +228,10 @@ class RankProcesses:
     def _how(self, rank: int) -> str:
         code = self._processes[rank].returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def _nothing(rank: int, text: str) -> None:
+    """The report of a rank's end when nobody waits for one any more."""
 
 
 def _libraries(artifact: LoadedArtifact) -> list[str]:

@@ -80,6 +80,7 @@ def main(arguments: list[str]) -> int:
         arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
     except BaseException:
         channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started, traceback.format_exc())
+        channel.receive_request()  # stay until the caller has read it: an end would look like the cause
         return 1
     channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started)
     while (message := channel.receive_request()) is not None:

@@ -1,7 +1,7 @@
 """Small artifacts for the tests of saving, loading and calling: written directly, without tracing a module.
 
 ``y = all_reduce(x @ up @ down)`` with ``up`` split by columns and ``down`` by rows, a state ``count`` that grows with
-every call of every bucket, and a state ``memory`` that does not start as zeros.
+every call of every bucket, a state ``memory`` that does not start as zeros, and ``shift``, a constant of each rank.
 """
 
 from __future__ import annotations
@@ -67,11 +67,14 @@ def expected(weights: dict[str, Tensor], x: Tensor, ids: Tensor | None = None) -
 
 
 def _graph(degree: int, bucket: Bucket) -> Callable[..., tuple[Tensor, ...]]:
-    def step(count: Tensor, memory: Tensor, x: Tensor, ids: Tensor, up: Tensor, down: Tensor, table: Tensor):
+    def step(
+        count: Tensor, memory: Tensor, x: Tensor, ids: Tensor, up: Tensor, down: Tensor, table: Tensor, shift: Tensor
+    ):
+        row = torch.nn.functional.embedding(ids + shift, table).unsqueeze(1)
         y = torch.matmul(torch.matmul(x, up), down)
         if degree > 1:
             y = torch.ops.nxd.all_reduce(y, "tp", "sum", degree)
-        y = y + torch.nn.functional.embedding(ids, table).unsqueeze(1)
+        y = y + row
         count.add_(1)
         memory.add_(1)
         return y, count.clone(), memory.clone()
@@ -86,18 +89,18 @@ def build(
     buckets: Sequence[Bucket] = BUCKETS,
     weights: dict[str, Tensor] | None = None,
     kernel: Callable | None = None,
-    rank_tables: dict[int, Tensor] | None = None,
+    shifts: dict[int, int] | None = None,
     pad: bool = True,
     change: Callable[[Manifest], None] | None = None,
 ) -> Path:
-    """Write the toy artifact. ``rank_tables`` gives single ranks another table; ``change`` edits the manifest."""
+    """Write the toy artifact. ``shifts`` makes single ranks add to their ids; ``change`` edits the manifest."""
     logical = weights or logical_weights()
     states = [TensorSpec.of("count", torch.zeros(1)), TensorSpec.of("memory", torch.zeros(3))]
     shards = [
         {name: _cut(tensor, LAYOUTS[name], degree, rank) for name, tensor in logical.items()} for rank in range(degree)
     ]
-    for rank, table in (rank_tables or {}).items():
-        shards[rank]["table"] = table
+    for rank, shard in enumerate(shards):
+        shard["shift"] = torch.tensor([(shifts or {}).get(rank, 0)])
     specs = [WeightSpec.of(name, tensor) for name, tensor in shards[0].items()]
     with ArtifactWriter(target) as writer:
         bucket_specs, graphs = [], {}

@@ -1,0 +1,357 @@
+"""Ranks that die, stop, raise or never start, and callers that do: typed errors in time, and no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.trace.artifact import parallel_model_load
+from nxd_infer.trace.model import TensorParallelModel
+from tests.trace import toy
+
+TIMEOUT = 3.0
+X = torch.zeros(1, 1, toy.HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return toy.build(tmp_path_factory.mktemp("faults") / "artifact")
+
+
+def started(path: Path, **options) -> TensorParallelModel:
+    return parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120, **options).start()
+
+
+def pids_of(model: TensorParallelModel) -> list[int]:
+    return [rank.pid for rank in model.health() if rank.pid is not None]
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    """Whether the process has ended, within ``seconds``; a zombie nobody waits for counts as ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def assert_closed(model: TensorParallelModel, pids: list[int], reason: str) -> None:
+    """All ranks are gone at once, later calls say why, and a restart brings the model back."""
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(rank.alive for rank in model.health())
+    with pytest.raises(ModelClosedError, match=rf"{reason}.*restart\(\)"):
+        model(X)
+    with pytest.raises(ModelClosedError):
+        model.update_weights(toy.logical_weights())
+    model.restart()
+    assert model(X)["count"].item() == 1
+    model.close()
+
+
+def call_in_thread(model: TensorParallelModel, *inputs: torch.Tensor) -> tuple[threading.Thread, list]:
+    result: list = []
+
+    def run() -> None:
+        begin = time.monotonic()
+        try:
+            result.append(model(*inputs))
+        except BaseException as error:
+            result.append(error)
+        result.append(time.monotonic() - begin)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, result
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_during_a_call(path, victim):
+    model = started(path)
+    pids = pids_of(model)
+    os.kill(pids[1 - victim], signal.SIGSTOP)  # so that the call is under way when the victim dies
+    thread, result = call_in_thread(model, X)
+    time.sleep(0.5)
+    assert thread.is_alive()
+    os.kill(pids[victim], signal.SIGKILL)
+    thread.join(TIMEOUT + 5)
+    assert not thread.is_alive()
+    error, seconds = result
+    assert isinstance(error, RankDiedError)
+    assert error.rank == victim
+    assert f"rank {victim} of 2 was ended by SIGKILL" in str(error)
+    assert seconds < TIMEOUT
+    assert_closed(model, pids, f"rank {victim} of 2 was ended by SIGKILL")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_stopped_during_a_call(path, victim):
+    model = started(path)
+    pids = pids_of(model)
+    os.kill(pids[victim], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        model(X)
+    assert TIMEOUT - 0.1 <= time.monotonic() - begin < TIMEOUT + 2
+    assert caught.value.rank == victim
+    assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
+    assert_closed(model, pids, f"rank {victim} of 2 did not finish its step within 3 s")
+
+
+def test_a_rank_killed_under_load(path):
+    """Calls of several threads: each ends in its own right result, or in a typed error."""
+    model = started(path)
+    pids = pids_of(model)
+    results: list[object] = []
+
+    def caller(number: int) -> None:
+        weights = toy.logical_weights()
+        while True:
+            x = torch.full((1, 1, toy.HIDDEN), float(number))
+            try:
+                y = model(x)["y"]
+            except (RankDiedError, ModelClosedError) as error:
+                results.append(error)
+                return
+            assert torch.allclose(y, toy.expected(weights, x), rtol=1e-5, atol=1e-5)
+
+    threads = [threading.Thread(target=caller, args=(n,), daemon=True) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGKILL)
+    for thread in threads:
+        thread.join(TIMEOUT + 5)
+    assert len(results) == 4
+    assert all("rank 1 of 2 was ended by SIGKILL" in str(error) for error in results)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_rank_that_dies_while_nobody_calls_is_noticed(path):
+    model = started(path)
+    pids = pids_of(model)
+    os.kill(pids[0], signal.SIGKILL)
+    assert all(gone(pid) for pid in pids)  # the others do not linger
+    assert not any(rank.alive for rank in model.health())
+    assert_closed(model, pids, "rank 0 of 2 was ended by SIGKILL")
+
+
+def test_a_rank_that_raises(path):
+    model = started(path)
+    pids = pids_of(model)
+    with pytest.raises(RankFailedError, match="rank 0 of 2 raised during step: IndexError") as caught:
+        model(X, torch.tensor([toy.VOCABULARY]))
+    assert caught.value.rank == 0
+    assert "Traceback (most recent call last)" in caught.value.remote_traceback
+    assert_closed(model, pids, "rank 0 of 2 raised during step: IndexError")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_that_raises_while_the_other_waits(tmp_path, victim):
+    """The victim raises before a collective in which the other waits: that wait does not hide the cause."""
+    model = started(toy.build(tmp_path / "artifact", shifts={victim: toy.VOCABULARY}))
+    pids = pids_of(model)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match=f"rank {victim} of 2 raised during step: IndexError") as caught:
+        model(X)
+    assert time.monotonic() - begin < TIMEOUT
+    assert caught.value.rank == victim
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_cannot_load_says_why(path, tmp_path):
+    """The artifact is damaged after it was verified: the start fails with the rank and its traceback."""
+    import shutil
+
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    model = parallel_model_load(copy, call_timeout=TIMEOUT, start_timeout=120)
+    for graph in (copy / "graphs").glob("*/ir.json"):
+        graph.write_text("x" * graph.stat().st_size)
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0 of 2 raised during start.*ArtifactCorruptError"):
+        model.start()
+    assert model.health() == []
+    with pytest.raises(RankFailedError):
+        model(X)  # the next call tries again
+
+
+def test_a_replaced_artifact_is_noticed(path, tmp_path):
+    target = toy.build(tmp_path / "artifact")
+    model = parallel_model_load(target, call_timeout=TIMEOUT, start_timeout=120)
+    toy.build(target, weights=toy.logical_weights(3))
+    with pytest.raises(RankFailedError, match="was replaced while it was loaded"):
+        model.start()
+
+
+def test_a_start_that_takes_too_long(path):
+    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=0.3)
+    with pytest.raises(RankTimeoutError, match=r"did not finish its start within 0\.3 s"):
+        model.start()
+
+
+def test_close_ends_a_call_that_is_stuck(path):
+    model = started(path)
+    pids = pids_of(model)
+    os.kill(pids[1], signal.SIGSTOP)
+    thread, result = call_in_thread(model, X)
+    time.sleep(0.3)
+    model.close()
+    thread.join(5)
+    assert isinstance(result[0], ModelClosedError)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_segmentation_fault_shows_its_stack(path):
+    model = started(path)
+    pids = pids_of(model)
+    os.kill(pids[1], signal.SIGSTOP)
+    thread, result = call_in_thread(model, X)
+    time.sleep(0.3)
+    os.kill(pids[0], signal.SIGSEGV)
+    thread.join(TIMEOUT + 5)
+    assert isinstance(result[0], RankDiedError)
+    assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
+    assert "Fatal Python error: Segmentation fault" in str(result[0])
+    assert "nxd_infer/trace/worker.py" in str(result[0])
+
+
+PARENT = """
+    import sys, json, threading, time, torch
+    from nxd_infer.trace.artifact import parallel_model_load
+    model = parallel_model_load(sys.argv[1], call_timeout=30, start_timeout=120)
+    def start():
+        model.start()
+    if sys.argv[2] == "thread":       # a thread that ends must not take the ranks with it
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        time.sleep(0.5)
+        model(torch.zeros(1, 1, 8))
+    else:
+        start()
+    print(json.dumps([rank.pid for rank in model.health()]), flush=True)
+    if sys.argv[2] == "exit":
+        sys.exit(3)                   # without close()
+    if sys.argv[2] == "raise":
+        raise RuntimeError("unhandled")
+    while True:
+        model(torch.zeros(1, 1, 8))
+"""
+
+
+def parent(path: Path, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(path), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def read_pids(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate(timeout=10)[1]
+    return json.loads(line)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_killing_the_parent_ends_the_ranks(path, stopped):
+    """Also a rank that is stopped, and so could not notice by itself."""
+    with parent(path, "thread") as process:
+        pids = read_pids(process)
+        assert len(pids) == 2
+        time.sleep(0.3)
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        if stopped:
+            os.kill(pids[0], signal.SIGSTOP)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("how", ["exit", "raise"])
+def test_a_parent_that_ends_takes_its_ranks_along(path, how):
+    with parent(path, how) as process:
+        pids = read_pids(process)
+        code = process.wait(20)
+    assert code == (3 if how == "exit" else 1)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
+    code = """
+        import os, signal, sys, threading, time, torch
+        from nxd_infer.trace.artifact import parallel_model_load
+        model = parallel_model_load(sys.argv[1], call_timeout=20, start_timeout=120).start()
+        x = torch.zeros(1, 1, 8)
+        pid = model.health()[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            model(x)
+        except KeyboardInterrupt:
+            print("interrupted")
+        os.kill(pid, signal.SIGCONT)
+        print(model(x)["count"].item(), model.health()[1].pid == pid)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
+
+
+def test_a_forked_child_neither_calls_nor_ends_the_ranks(path):
+    model = started(path)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            model(X)
+        except ModelClosedError as error:
+            code = 0 if "forked" in str(error) else 2
+        model.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert model(X)["count"].item() == 1
+    model.close()
+
+
+def test_no_descriptor_or_thread_is_left_behind(path):
+    def open_now() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    model = started(path)
+    model.close()
+    before = open_now()
+    for _ in range(2):
+        model.restart()
+        model(X)
+        model.close()
+    time.sleep(0.2)
+    fds, threads = open_now()
+    assert fds <= before[0] + 1
+    assert threads <= before[1]
+
+
+@pytest.mark.check
+def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
+    from nxd_infer.trace import processes
+
+    monkeypatch.setattr(processes, "_libraries", lambda artifact: [])
+    model = started(path)
+    pids = pids_of(model)
+    x = torch.randn(2, 8, toy.HIDDEN)
+    assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish"):
+        model(x)
+    assert all(gone(pid) for pid in pids)
