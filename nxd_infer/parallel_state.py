@@ -20,6 +20,7 @@ from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
 from nxd_infer.context import (
     AXES,
+    LOCAL,
     Axis,
     ParallelContext,
     RankLayout,
@@ -154,9 +155,10 @@ def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dis
     return mine
 
 
+@_constant
 def model_parallel_is_initialized() -> bool:
-    """Whether ``initialize_model_parallel`` has run in this process (or a context is active)."""
-    return default_context() is not None
+    """Whether ``initialize_model_parallel`` has run in this process, or a context other than one rank is current."""
+    return default_context() is not None or current_context() is not LOCAL
 
 
 def destroy_model_parallel() -> None:

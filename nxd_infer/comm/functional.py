@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nxd_infer.comm import ops as _ops  # noqa: F401  (registers torch.ops.nxd.*)
+from nxd_infer.comm import ops as _ops
 from nxd_infer.comm.protocol import collectives_of
 from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError
 
 
 def all_reduce(x: Tensor, context: ParallelContext, axis: str = "tp", op: str = "sum") -> Tensor:
@@ -25,7 +26,7 @@ def all_gather(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int =
     degree = context.axis(axis).degree
     if degree == 1:
         return x
-    dim = dim % x.dim()
+    dim = _ops.check_dim(x, dim, "all_gather")
     if torch.compiler.is_compiling():
         return torch.ops.nxd.all_gather(x, axis, dim, degree)
     return collectives_of(context).all_gather(x, axis, dim)
@@ -36,7 +37,7 @@ def reduce_scatter(x: Tensor, context: ParallelContext, axis: str = "tp", dim: i
     degree = context.axis(axis).degree
     if degree == 1:
         return x
-    dim = dim % x.dim()
+    dim = _ops.check_dim(x, dim, "reduce_scatter")
     _ops.check_divisible(x, dim, degree, "reduce_scatter")
     if torch.compiler.is_compiling():
         return torch.ops.nxd.reduce_scatter(x, axis, dim, degree)
@@ -48,6 +49,8 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
     degree = context.axis(axis).degree
     if degree == 1:
         return x
+    if not 0 <= src < degree:
+        raise CollectiveError(f"broadcast: source rank {src} is not one of the {degree} ranks of axis {axis!r}")
     if torch.compiler.is_compiling():
         return torch.ops.nxd.broadcast(x, axis, src, degree)
     return collectives_of(context).broadcast(x, axis, src)
@@ -58,7 +61,7 @@ def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) 
     here = context.axis(axis)
     if here.degree == 1:
         return x
-    dim = dim % x.dim()
+    dim = _ops.check_dim(x, dim, "shard")
     _ops.check_divisible(x, dim, here.degree, "shard")
     if torch.compiler.is_compiling():
         return torch.ops.nxd.shard(x, axis, dim, here.degree)

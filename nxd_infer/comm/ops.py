@@ -31,6 +31,13 @@ for _schema in SCHEMAS:
     LIBRARY.define(_schema, tags=EFFECT)
 
 
+def check_dim(x: Tensor, dim: int, what: str) -> int:
+    """``dim`` counted from the front. Raises CollectiveError when ``x`` has no such dimension."""
+    if not -x.dim() <= dim < x.dim():
+        raise CollectiveError(f"{what}: dimension {dim} of a tensor of {x.dim()} dimensions")
+    return dim % x.dim()
+
+
 def check_divisible(x: Tensor, dim: int, degree: int, what: str) -> None:
     """Raise CollectiveError unless ``x.shape[dim]`` divides by ``degree``."""
     if x.shape[dim] % degree:

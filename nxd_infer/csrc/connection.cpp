@@ -87,8 +87,8 @@ Connection::Connection(std::string axis, int fd, int64_t rank, int64_t degree, i
   if (degree < 1 || degree > kMaxDegree || rank < 0 || rank >= degree) {
     refuse("rank " + std::to_string(rank) + " of " + std::to_string(degree) + " is not possible (at most 64 ranks)");
   }
-  if (!(timeout > 0)) {
-    refuse("the timeout must be above 0 s");
+  if (!(timeout > 0 && timeout < 1e9)) {
+    refuse("the timeout must be above 0 s and finite");
   }
   struct stat st {};
   if (fstat(fd, &st) != 0) {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -144,6 +148,8 @@ def check_refusals() -> list[str]:
         lambda: all_reduce(torch.ones(3), here, op="product"),
         lambda: reduce_scatter(torch.ones(7), here),
         lambda: shard(torch.ones(7), here),
+        lambda: all_gather(torch.tensor(1.0), here),
+        lambda: broadcast(torch.ones(1), here, src=2),
     ):
         try:
             action()
@@ -187,10 +193,12 @@ def test_distributed_collectives_equal_a_plain_computation(world):
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_refused_call_names_the_reason_and_leaves_the_group_usable(transport):
     for found in run_ranks(check_refusals, 2, collectives=transport):
-        assert len(found) == 4
+        assert len(found) == 6
         assert "booleans have no sum" in found[0]
         assert "'product'" in found[1]
         assert "does not divide by 2" in found[2] and "does not divide by 2" in found[3]
+        assert "dimension -1 of a tensor of 0 dimensions" in found[4]
+        assert "source rank 2 is not one of the 2 ranks" in found[5]
 
 
 def several_axes() -> tuple:
@@ -205,6 +213,62 @@ def test_axes_keep_to_their_groups(transport):
     assert found == [(11, 101, 1), (11, 1010, 10), (1100, 101, 100), (1100, 1010, 1000)]
     found = run_ranks(several_axes, 4, tp=2, pp=2, collectives=transport)
     assert [f[2] for f in found] == [101, 1010, 101, 1010] and [f[1] for f in found] == [1, 10, 100, 1000]
+
+
+def many_rounds(rounds: int) -> int:
+    """Calls of changing kinds and sizes with uneven work between them: a slot reused too early would show."""
+    here = current_context()
+    degree, rank = here.tp.degree, here.tp.rank
+    pick, pace = random.Random(7), random.Random(rank)
+    for number in range(rounds):
+        kind, size = pick.randrange(4), pick.choice((1, 17, 300, 2048, 5000, 40_000))
+        mine = torch.arange(size, dtype=torch.float32) + number + rank
+        if pace.random() < 0.05:
+            time.sleep(pace.random() * 2e-3)
+        if kind == 0:
+            total = degree * (torch.arange(size) + number) + degree * (degree - 1) // 2
+            assert torch.equal(all_reduce(mine, here), total.float()), number
+        elif kind == 1:
+            whole = all_gather(mine, here, dim=0).view(degree, size)
+            assert torch.equal(whole - whole[0], torch.arange(float(degree))[:, None].expand(degree, size)), number
+        elif kind == 2:
+            piece = reduce_scatter(torch.stack([mine + 100 * r for r in range(degree)]), here, dim=0)
+            assert (
+                piece.shape == (1, size) and piece[0, 0] == degree * (number + 100 * rank) + degree * (degree - 1) // 2
+            ), number
+        else:
+            assert broadcast(mine, here, src=number % degree)[-1] == size - 1 + number + number % degree, number
+    return rounds
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_uneven_rounds_never_mix_their_data(world):
+    assert run_ranks(many_rounds, world, 1500, collectives="shm", capacity=16384, timeout=120) == [1500] * world
+
+
+def work_beside_a_wait() -> int:
+    here = current_context()
+    if here.rank == 1:
+        time.sleep(1.0)
+        barrier(here)
+        return 0
+    ticks, done = [], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    barrier(here)
+    done.set()
+    thread.join()
+    return len(ticks)
+
+
+def test_other_threads_run_while_a_rank_waits():
+    assert run_ranks(work_beside_a_wait, 2, collectives="shm")[0] > 20
 
 
 def nan_wins() -> Tensor:

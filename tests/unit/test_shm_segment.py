@@ -1,0 +1,83 @@
+"""The shared memory of a group as its parent sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from nxd_infer.comm.process import process_start, process_state
+from nxd_infer.comm.shm import create_segment, fail_segment, read_counters, read_failure, typed_error
+from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
+
+
+@pytest.fixture
+def segment():
+    fd = create_segment(3)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.check
+def test_a_new_segment_counts_from_zero(segment):
+    assert [(c.rank, c.pid, c.collectives, c.steps, c.last_seconds) for c in read_counters(segment)] == [
+        (rank, 0, 0, 0, 0.0) for rank in range(3)
+    ]
+    assert read_failure(segment) is None
+    with mmap.mmap(segment, 0) as mapped:
+        assert len(read_counters(mapped)) == 3 and read_failure(mapped) is None
+    assert not os.get_inheritable(segment), "only those it is passed to get it"
+
+
+def test_untouched_memory_costs_nothing():
+    fd = create_segment(64, 1 << 30)
+    assert os.fstat(fd).st_size > 128 << 30
+    assert os.fstat(fd).st_blocks * 512 < 1 << 20
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("degree", "capacity"), [(0, 4096), (65, 4096), (2, 0), (2, -1)])
+def test_an_impossible_segment_is_refused(degree, capacity):
+    with pytest.raises(ParallelConfigError):
+        create_segment(degree, capacity)
+
+
+def test_the_first_failure_stays(segment):
+    fail_segment(segment, "nxd: rank 1 was lost" + "!" * 1000, (1, 2))
+    fail_segment(segment, "nxd: something later", (0,))
+    failure = read_failure(segment)
+    assert failure is not None and failure.ranks == (1, 2)
+    assert failure.message.startswith("nxd: rank 1 was lost!!") and len(failure.message) < 440
+
+
+def test_a_descriptor_of_something_else_is_refused(tmp_path):
+    with (tmp_path / "file").open("wb+") as file:
+        with pytest.raises(CollectiveError, match="not a segment"):
+            read_counters(file.fileno())
+        file.write(bytes(8192))
+        file.flush()
+        with pytest.raises(CollectiveError, match="not a segment"):
+            read_failure(file.fileno())
+
+
+def test_a_native_message_becomes_a_typed_error():
+    text = "nxd: rank(s) [1, 3] did not reach all_gather (number 7 on axis 'tp', called by rank 0) within 30.0 s"
+    error = typed_error(f"prefix added by a graph: {text}\nException raised from ...")
+    assert isinstance(error, CollectiveTimeoutError) and error.ranks == (1, 3) and str(error) == text
+    other = typed_error("nxd: the ranks of axis 'tp' went apart")
+    assert type(other) is CollectiveError
+    assert str(typed_error("anything else")) == "anything else"
+
+
+def test_the_state_of_a_process():
+    assert process_state(os.getpid(), process_start(os.getpid())) == "running"
+    assert process_state(os.getpid(), 1) == "ended", "the process id belongs to another process now"
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    start = process_start(child)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert process_state(child, start) == "ended", "a zombie does nothing any more"
+    os.waitpid(child, 0)
+    assert process_state(child, start) == "ended"
