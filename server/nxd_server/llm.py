@@ -1,0 +1,335 @@
+"""A traced model in this process, without HTTP: prompts in, texts (or vectors) out.
+
+from nxd_server import LLM, SamplingParams
+
+with LLM("artifact") as llm:
+    for output in llm.generate(["The raise statement", "A for loop"], SamplingParams(max_tokens=64)):
+        print(output.prompt, output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.encoder import Encoded, TextEncoder
+from nxd_server.engine.engine import Engine
+from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, FinishReason, TokenEvent, Usage
+from nxd_server.engine.oneshot import OneShotEngine
+from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.request import Ticket
+from nxd_server.errors import RequestError
+from nxd_server.text.chat import ChatTemplate
+from nxd_server.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Prompts = Prompt | Sequence[Prompt]
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one place of an answer, under the raw model distribution."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens, best first, as many as ``logprobs`` asked for."""
+
+
+@dataclass
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Every generated token, a stop token at the end included."""
+    logprobs: list[TokenLogprob] | None = None
+    """One entry a token, when ``logprobs`` was asked for."""
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    """The stop string or stop token that ended it."""
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its ``n`` answers."""
+
+    prompt: str | None
+    """The prompt's text; None where token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    """Tokens of the prompt, and of all answers together."""
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """A classifier's verdict on one text."""
+
+    label: str
+    """The likeliest label; its number as text where the model names none."""
+    logits: list[float]
+    probabilities: list[float]
+    """Softmax of the logits."""
+
+
+class LLM:
+    """An artifact, ready to generate (task ``generate``), to embed or to classify.
+
+    Args:
+        artifact_dir: what ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
+        in_process: run degree 1 in this process (default: at degree 1, yes).
+        call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
+        on_progress: called with (done, total, bucket) while every graph runs once.
+        engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
+
+    Raises the errors of ``load_artifact``, and ModelConfigError when files that the task needs are missing. Safe to
+    use from several threads; ``close()`` or the ``with`` block ends the ranks.
+    """
+
+    def __init__(
+        self,
+        artifact_dir: str | os.PathLike[str],
+        *,
+        in_process: bool | None = None,
+        call_timeout: float = 120.0,
+        threads_per_rank: int | None = None,
+        expect_digest: str | None = None,
+        on_progress: Callable[[int, int, str], None] | None = None,
+        **engine_options: Any,
+    ):
+        from nxd_infer.trace import parallel_model_load
+
+        path = Path(artifact_dir)
+        self.model = parallel_model_load(
+            path,
+            call_timeout=call_timeout,
+            expect_digest=expect_digest,
+            threads_per_rank=threads_per_rank,
+            in_process=in_process,
+        )
+        self.engine: Engine | OneShotEngine | None = None
+        try:
+            self.metadata: dict[str, Any] = self.model.manifest.metadata
+            self.task = str(self.metadata.get("task") or "")
+            self.tokenizer = _tokenizer(path)
+            self.chat_template = ChatTemplate.from_dir(path)
+            self.encoder: TextEncoder | None = None
+            engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
+            if self.task == "generate":
+                self.engine = Engine(self.model, self.tokenizer, **engine_options)
+            else:
+                self.engine = OneShotEngine(self.model, **engine_options)
+                if self.task in ("embed", "classify") and self.tokenizer is not None:
+                    self.encoder = TextEncoder(self.engine, self.tokenizer)
+            self.model.start()
+            self.engine.start(on_progress=on_progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the engine and the ranks; what still runs fails. Harmless the second time."""
+        if self.engine is not None:
+            self.engine.close()
+        self.model.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- generation -----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many; the results are in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of those.
+            params: for all, or one for each prompt; default ``SamplingParams()``.
+            progress: show a progress bar on the terminal.
+            timeout: seconds for everything.
+
+        Raises RequestError (nothing has been generated then), or the first failure of any prompt.
+        """
+        listed = _as_list(prompts)
+        many = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        if len(many) != len(listed):
+            raise RequestError("params", f"{len(many)} sets of parameters were given for {len(listed)} prompts")
+        encoded = [self._encode(prompt) for prompt in listed]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return self._answer(texts, encoded, many, progress, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        timeout: float | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's own chat template."""
+        if self.chat_template is None:
+            raise RequestError(
+                "messages", "this artifact has no chat template: put chat_template.jinja beside it, or use generate()"
+            )
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
+        texts = [self.chat_template.render(conversation, **template_variables) for conversation in conversations]
+        encoded = [self._require_tokenizer().encode(text, add_special_tokens=False) for text in texts]
+        return self._answer(list(texts), encoded, [params or SamplingParams()] * len(texts), progress, timeout)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> Iterator[TokenEvent | FinishEvent]:
+        """Answer one prompt, event by event; leaving the loop cancels the rest. Raises what fails it."""
+        params = params or SamplingParams()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ticket = self._engine().submit(self._encode(prompt), params, events.put, timeout=timeout)
+        try:
+            open_choices = params.n
+            while open_choices:
+                event = events.get()
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+                open_choices -= isinstance(event, FinishEvent)
+                yield event
+        finally:
+            ticket.cancel()
+
+    def _answer(
+        self,
+        texts: Sequence[str | None],
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        progress: bool,
+        timeout: float | None,
+    ) -> list[RequestOutput]:
+        engine = self._engine()
+        collectors = [_Collector(one) for one in params]
+        tickets: list[Ticket] = []
+        try:
+            for prompt, one, collector in zip(prompts, params, collectors, strict=True):
+                tickets.append(engine.submit(prompt, one, collector, timeout=timeout))
+            for number in _track(range(len(tickets)), "generating", progress):
+                tickets[number].wait()
+                if (error := collectors[number].error) is not None:
+                    raise error
+        finally:
+            for ticket in tickets:  # after a failure or an interrupt; harmless for those that are done
+                ticket.cancel()
+        return [
+            RequestOutput(
+                text,
+                prompt,
+                collector.outputs,
+                Usage(len(prompt), sum(len(output.token_ids) for output in collector.outputs)),
+            )
+            for text, prompt, collector in zip(texts, prompts, collectors, strict=True)
+        ]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _engine(self) -> Engine:
+        if not isinstance(self.engine, Engine):
+            raise ModelConfigError(f"the artifact's task is {self.task or 'unknown'!r}: it generates no text")
+        return self.engine
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ModelConfigError("the artifact has no tokenizer.json: give token ids instead of text")
+        return self.tokenizer
+
+    # --- encoders -------------------------------------------------------------------------------------
+
+    def embed(self, texts: str | Sequence[Prompt], *, progress: bool = False) -> torch.Tensor:
+        """One vector a text: float32 [texts, dimensions]. Needs task ``embed``."""
+        results = self._encoded(texts, "embed", progress)
+        return torch.stack([result.values for result in results]) if results else torch.empty(0, 0)
+
+    def classify(self, texts: str | Sequence[Prompt], *, progress: bool = False) -> list[ClassificationOutput]:
+        """One verdict a text. Needs task ``classify``."""
+        outputs = []
+        for result in self._encoded(texts, "classify", progress):
+            best = int(result.values.argmax())
+            labels = self.encoder.labels if self.encoder is not None else []
+            label = labels[best] if best < len(labels) else str(best)
+            outputs.append(ClassificationOutput(label, result.values.tolist(), result.values.softmax(-1).tolist()))
+        return outputs
+
+    def _encoded(self, texts: str | Sequence[Prompt], task: str, progress: bool) -> list[Encoded]:
+        if self.task != task:
+            raise ModelConfigError(f"the artifact's task is {self.task or 'unknown'!r}, not {task!r}")
+        if self.encoder is None:
+            self._require_tokenizer()
+            raise ModelConfigError("the artifact has no encoder")
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        futures = [self.encoder.submit(text, field=f"texts[{place}]") for place, text in enumerate(listed)]
+        return [future.result() for future in _track(futures, "encoding", progress)]
+
+
+class _Collector:
+    """Puts a request's events together."""
+
+    def __init__(self, params: SamplingParams):
+        self.error: Exception | None = None
+        self.outputs = [
+            CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
+        ]
+
+    def __call__(self, event: Event) -> None:
+        output = self.outputs[event.index]
+        if isinstance(event, ErrorEvent):
+            self.error = self.error or event.error
+            return
+        output.text += event.text
+        if isinstance(event, FinishEvent):
+            output.finish_reason, output.stop = event.reason, event.stop
+            return
+        output.token_ids.append(event.token)
+        if output.logprobs is not None:
+            output.logprobs.append(TokenLogprob(event.token, event.logprob, event.top))
+
+
+def _as_list(prompts: Prompts) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json")):
+        return None
+    return Tokenizer.from_dir(path)
+
+
+def _track(items: Sequence[Any], title: str, show: bool) -> Iterator[Any]:
+    if not show:
+        yield from items
+        return
+    from rich.progress import track
+
+    yield from track(items, description=title, transient=True)
