@@ -88,7 +88,8 @@ def train(directory: Path, seconds: float, report: Callable[[float, str], None],
         for group in optimizer.param_groups:
             group["lr"] = rate(elapsed / seconds)
         window = next(data)
-        logits = model(window[:, :-1])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(window[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,0 +1,179 @@
+"""``nxd-infer verify``: the traced artifact against the unsharded eager model, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.cli.console import bar, console, table
+from nxd_infer.errors import ArtifactError
+
+TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket's verdict."""
+
+    bucket: str
+    difference: float
+    """max|a - b| / max|b| over the floating-point outputs that do not depend on how ties are broken."""
+    agreement: str
+    """Of the integer outputs, how many are equal; "" where there are none."""
+    ok: bool
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    """max|a - b| / max|b|; infinite when one is not finite where the other is."""
+    a, b = ours.double(), reference.double()
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return float("inf")
+    finite = torch.isfinite(b)
+    a, b = a[finite], b[finite]
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if b.numel() else 0.0
+
+
+def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
+    """(bucket, steps): the last step is compared; those before it fill the slots that it reads."""
+    meta = manifest.metadata
+    vocabulary = meta["vocab_size"]
+
+    def step(bucket: Any, slots: list[int], starts: list[int], lengths: list[int]) -> tuple[str, Tensors]:
+        shape = next(spec.shape for spec in bucket.inputs if spec.name == "tokens")
+        return bucket.name, {
+            "tokens": torch.randint(vocabulary, tuple(shape), generator=generator),
+            "start": torch.tensor(starts),
+            "length": torch.tensor(lengths),
+            "block_table": torch.tensor(slots)[:, None],
+        }
+
+    lengths = {b.name: next(s.shape for s in b.inputs if s.name == "tokens") for b in manifest.buckets}
+    prefills = sorted((b for b in manifest.buckets if lengths[b.name][1] > 1), key=lambda b: lengths[b.name][1])
+    for bucket in prefills:
+        yield bucket.name, [step(bucket, [0], [0], [lengths[bucket.name][1]])]
+    single = next((b for b in manifest.buckets if lengths[b.name] == [1, 1]), None)
+    for bucket in (b for b in manifest.buckets if lengths[b.name][1] == 1):
+        rows = lengths[bucket.name][0]
+        slots = list(range(rows))
+        fill = prefills[0] if prefills else single
+        steps = []
+        begin = 0
+        if fill is not None:
+            begin = lengths[fill.name][1]
+            steps = [step(fill, [slot], [0], [begin]) for slot in slots]
+        if begin < meta["max_len"]:
+            steps.append(step(bucket, slots, [begin] * rows, [1] * rows))
+        yield bucket.name, steps
+
+
+def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
+    """Random ids under masks of random lengths, one step a bucket."""
+    vocabulary = manifest.metadata["vocab_size"]
+    for bucket in manifest.buckets:
+        inputs: Tensors = {}
+        for spec in bucket.inputs:
+            rows, columns = spec.shape
+            if spec.name == "attention_mask":
+                live = torch.randint(1, columns + 1, (rows, 1), generator=generator)
+                inputs[spec.name] = (torch.arange(columns)[None] < live).to(spec.torch_dtype)
+            elif spec.name == "input_ids":
+                inputs[spec.name] = torch.randint(vocabulary, (rows, columns), generator=generator)
+            else:
+                inputs[spec.name] = torch.zeros(rows, columns, dtype=spec.torch_dtype)
+        yield bucket.name, [(bucket.name, inputs)]
+
+
+def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
+    """Floating-point outputs within the tolerance; a sampled token may differ only between near-equal candidates."""
+    if "top_logprobs" not in reference:
+        difference = max(relative(ours[name], reference[name]) for name in reference)
+        return Row(bucket, difference, "", difference <= tolerance)
+    top, token = reference["top_logprobs"][:, 0], reference["token"]
+    difference = relative(ours["top_logprobs"][:, 0], top)
+    same = ours["token"] == token
+    near_tie = (top[:, :1] - top[:, 1:2]) <= tolerance * top.abs().max()
+    return Row(
+        bucket,
+        difference,
+        f"{int(same.sum())} of {same.numel()} tokens",
+        difference <= tolerance and bool((same | near_tie).all()),
+    )
+
+
+def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module]:
+    """Makes the unsharded eager module that the artifact's graphs should equal, states empty."""
+    from nxd_infer.trace.manifest import dtype_of
+    from nxd_models import hf, registry, tasks
+
+    meta = manifest.metadata
+    if meta.get("task") not in registry.TASKS:
+        raise ArtifactError(
+            "verify compares artifacts that `nxd-infer trace` wrote; this one says "
+            f"task = {meta.get('task')!r}, so there is no model directory to rebuild it from"
+        )
+    options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"]} if meta["task"] == "generate" else {}
+    if meta["task"] == "embed":
+        options = {"pooling": meta["pooling"], "normalize": meta["normalize"]}
+    plan = tasks.plan(
+        model_dir,
+        task=meta["task"],
+        batch_sizes=meta["batch_sizes"],
+        length_buckets=meta.get("prompt_buckets") or meta["length_buckets"],
+        max_len=meta["max_len"],
+        dtype=dtype_of(meta["dtype"]),
+        **options,
+    )
+    return lambda: hf.load(plan.func(**plan.func_kwargs), hf.weights(model_dir)).eval()
+
+
+@torch.no_grad()
+def run(artifact: Path, model_dir: Path, tolerance: float | None, seed: int) -> int:
+    """Print a row a bucket; 0 when all are within the tolerance."""
+    from nxd_infer import trace
+
+    rows: list[Row] = []
+    with trace.parallel_model_load(str(artifact)) as model:
+        manifest = model.manifest
+        make = reference_of(manifest, model_dir)
+        limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
+        cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
+        eager = make()
+        with bar() as display:
+            task = display.add_task("comparing", total=len(manifest.buckets), note="")
+            for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
+                display.update(task, note=bucket)
+                ours: Tensors = {}
+                reference: Any = {}
+                for name, inputs in steps:
+                    ours = model.run_bucket(name, inputs)
+                    reference = eager(**full_inputs(manifest.bucket(name), inputs))
+                rows.append(compare(bucket, ours, reference, limit))
+                display.advance(task)
+    verdict = {True: "equal", False: "differs"}
+    table(
+        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {model_dir}, unsharded and eager",
+        ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
+        [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
+    )
+    failed = [row.bucket for row in rows if not row.ok]
+    if failed:
+        console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")
+        return 1
+    console.print(f"all {len(rows)} buckets are within the tolerance of {limit:g}")
+    return 0
+
+
+def full_inputs(bucket: Any, given: Tensors) -> Tensors:
+    """``given`` and, for the inputs that were left out, the defaults that the runtime would fill in."""
+    return {
+        spec.name: given[spec.name]
+        if spec.name in given
+        else torch.full(tuple(spec.shape), spec.default or 0, dtype=spec.torch_dtype)
+        for spec in bucket.inputs
+    }
