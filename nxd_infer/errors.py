@@ -99,7 +99,12 @@ class ModelClosedError(NxdError, RuntimeError):
 
 
 class TraceError(NxdError, RuntimeError):
-    """Tracing or compiling failed."""
+    """Tracing or compiling failed. ``rank`` and ``remote_traceback`` say where, when a rank process did."""
+
+    def __init__(self, message: str, rank: int | None = None, remote_traceback: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.remote_traceback = remote_traceback
 
 
 class TraceConfigError(TraceError, ValueError):

@@ -141,9 +141,15 @@ class Backend(Protocol):
     """A way to compile and run graphs."""
 
     name: str
+    compiles: bool
+    """Whether graphs are compiled, in processes of their own and with a cache; False when the stored graph is run."""
 
     def probe(self) -> Availability:
         """Whether it can run here. Imports what it needs; never raises."""
+        ...
+
+    def probe_compiler(self) -> Availability:
+        """Whether models can be traced for it here; loading may need less."""
         ...
 
     def options(self, compiler_args: Any) -> dict[str, Any]:

@@ -21,9 +21,14 @@ class EagerBackend:
     """``backend="eager"``: compiles nothing and takes no options."""
 
     name = "eager"
+    compiles = False
 
     def probe(self) -> Availability:
         return Availability(True, versions={"torch": torch.__version__})
+
+    def probe_compiler(self) -> Availability:
+        """There is none to look for."""
+        return self.probe()
 
     def options(self, compiler_args: Any) -> dict[str, Any]:
         if compiler_args:

@@ -94,10 +94,12 @@ def _record(exported: Exported, step: Step, library: Any | None, configuration: 
 
 
 def rename_weights(lowered: Lowered, names: Mapping[str, str], configuration: Mapping[str, Any]) -> None:
-    """Give weights other names (two buckets may hold different tensors under one name), and take the digest anew."""
+    """Give weights other names (two buckets may hold different tensors under one name), and take the digest anew.
+
+    ``lowered.constants`` keeps the names the module knows.
+    """
     for weight in lowered.graph.weights:
         weight.name = names.get(weight.name, weight.name)
-    lowered.constants = {names.get(name, name): value for name, value in lowered.constants.items()}
     lowered.text = canonical_text(lowered.ir, lowered.graph, configuration)
     lowered.graph.digest = digest_of(lowered.text)
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "parallel_model_trace": "nxd_infer.trace.trace",
     "bucket_model_trace": "nxd_infer.trace.trace",
-    "parallel_model_save": "nxd_infer.trace.model",
-    "parallel_model_load": "nxd_infer.trace.model",
+    "trace_plan": "nxd_infer.trace.trace",
+    "parallel_model_save": "nxd_infer.trace.artifact",
+    "parallel_model_load": "nxd_infer.trace.artifact",
     "BucketModelConfig": "nxd_infer.trace.buckets",
     "TensorParallelModel": "nxd_infer.trace.model",
     "TensorParallelNeuronModel": "nxd_infer.trace.model",
@@ -25,6 +26,7 @@ __all__ = [  # noqa: RUF022  (documented names first)
     "parallel_model_load",
     "BucketModelConfig",
     "bucket_model_trace",
+    "trace_plan",
     "TensorParallelModel",
     "TensorParallelNeuronModel",
     "load_artifact",
@@ -34,17 +36,12 @@ __all__ = [  # noqa: RUF022  (documented names first)
 ]
 
 if TYPE_CHECKING:
-    from nxd_infer.trace.artifact import ArtifactWriter, load_artifact
+    from nxd_infer.trace.artifact import ArtifactWriter, load_artifact, parallel_model_load, parallel_model_save
     from nxd_infer.trace.buckets import BucketModelConfig
-    from nxd_infer.trace.model import (
-        TensorParallelModel,
-        TensorParallelNeuronModel,
-        parallel_model_load,
-        parallel_model_save,
-    )
-    from nxd_infer.trace.trace import bucket_model_trace, parallel_model_trace
+    from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
     from nxd_infer.trace.plan import TracePlan
     from nxd_infer.trace.progress import Progress
+    from nxd_infer.trace.trace import bucket_model_trace, parallel_model_trace, trace_plan
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,10 @@ _SAFETENSORS_NAMES = {
 }
 
 
+STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
+"""The types a weight file can hold."""
+
+
 def describe_layout(layouts: Mapping[str, ParamLayout], degree: int) -> dict[str, Any]:
     """What ``manifest.layout`` holds, for layouts with absolute logical names (``layout.weight_layout``)."""
     return {
@@ -145,7 +149,7 @@ def write_safetensors(file: BinaryIO, specs: Sequence[WeightSpec], tensors: Iter
         }
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
+    text += b" " * (-(8 + len(text)) % 64)  # the data starts on a cache line; tensors whose size allows stay on one
     file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
         flat = tensor.contiguous().reshape(-1)

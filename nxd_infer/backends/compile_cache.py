@@ -1,0 +1,136 @@
+"""Compiled graphs of earlier traces, under ``cache_dir()/graphs``: keyed by digest, verified, bounded, shared.
+
+The digest covers graph, options, torch and operators; the C++ compiler's version is part of the key as well. Entries
+appear by a rename, are checked file by file when used, and the least recently used go first when the total passes
+``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxd_infer.cache import cache_dir
+
+ENTRY = "entry.json"
+LIMIT = 4 << 30
+
+
+def cache_limit() -> int:
+    """``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 turns the cache off."""
+    text = os.environ.get("NXD_INFER_CACHE_LIMIT", "")
+    return int(text) if text.isdigit() else LIMIT
+
+
+@functools.cache
+def compiler_version() -> str:
+    """What the C++ compiler says it is; empty where there is none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [os.environ.get("CXX", "g++"), "--version"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split("\n")[0]
+    return ""
+
+
+def _root() -> Path:
+    root = cache_dir() / "graphs"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _key(digest: str) -> str:
+    return f"{digest}-{hashlib.sha256(compiler_version().encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
+def _locked(exclusive: bool) -> Iterator[None]:
+    """Readers share, the one that removes entries is alone."""
+    with open(_root() / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fetch(digest: str, graph_dir: Path) -> bool:
+    """Replace ``graph_dir`` by the cached graph; False (and nothing done) when there is none, or it is damaged."""
+    if not cache_limit():
+        return False
+    entry = _root() / _key(digest)
+    copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
+    try:
+        with _locked(exclusive=False):
+            files = json.loads((entry / ENTRY).read_bytes())
+            for name, checksum in files.items():
+                target = copy / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(entry / name, target)
+                if _hash(target) != checksum:
+                    raise ValueError(f"{name} is damaged")
+            os.utime(entry / ENTRY)
+    except (OSError, ValueError, AttributeError):
+        shutil.rmtree(copy, ignore_errors=True)
+        if entry.exists():
+            with contextlib.suppress(OSError), _locked(exclusive=True):
+                shutil.rmtree(entry, ignore_errors=True)
+        return False
+    shutil.rmtree(graph_dir, ignore_errors=True)
+    os.rename(copy, graph_dir)
+    return True
+
+
+def store(digest: str, graph_dir: Path) -> None:
+    """Keep a compiled graph. Another process's entry of the same key is left; a full disk is not an error here."""
+    if not cache_limit():
+        return
+    entry = _root() / _key(digest)
+    if entry.exists():
+        return
+    temporary = _root() / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        files = {}
+        for path in sorted(p for p in graph_dir.rglob("*") if p.is_file()):
+            name = path.relative_to(graph_dir).as_posix()
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            files[name] = _hash(target)
+        (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
+        os.rename(temporary, entry)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+    prune()
+
+
+def prune(limit: int | None = None) -> None:
+    """Remove the least recently used entries until the rest fits; and what killed processes left behind."""
+    limit = cache_limit() if limit is None else limit
+    with contextlib.suppress(OSError), _locked(exclusive=True):
+        entries: list[tuple[float, int, Path]] = []
+        for path in _root().iterdir():
+            if path.name.startswith(".tmp-") and time.time() - path.stat().st_mtime > 3600:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_dir() and (path / ENTRY).exists():
+                size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+                entries.append(((path / ENTRY).stat().st_mtime, size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= limit:
+                break
+            shutil.rmtree(path, ignore_errors=True)
+            total -= size

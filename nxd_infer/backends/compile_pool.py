@@ -1,0 +1,165 @@
+"""A bounded pool of compile processes. Each keeps its imports between graphs; none outlives the call."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import TraceError
+
+WORKER_BYTES = 1 << 30
+"""Memory one compile process is counted with."""
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[str]
+    answers: int
+    graph: Path | None = None
+    started: float = 0.0
+    rest: str = ""
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping; a guess of 4 GiB where the system does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30
+
+
+def worker_count(graphs: int, limit: int | None = None) -> int:
+    """How many graphs to compile at a time: at most two, as many as fit into memory, at least one."""
+    fitting = max(1, int(available_memory() * 0.8) // WORKER_BYTES)
+    return max(1, min(graphs, 2, os.cpu_count() or 1, fitting, limit or 2))
+
+
+def compile_graphs(
+    backend: str,
+    graph_dirs: Sequence[Path],
+    options: Mapping[str, Any],
+    *,
+    workdir: Path | None = None,
+    workers: int | None = None,
+    timeout: float = 3600.0,
+    report: Callable[[Path, float], None] | None = None,
+) -> None:
+    """Compile every graph directory. What compilers write beside it goes below ``workdir`` (None: removed after).
+
+    ``timeout`` bounds each graph. ``report(graph directory, seconds)`` is called as each is done. Raises TraceError
+    with what the compiler said.
+    """
+    if not graph_dirs:
+        return
+    private = tempfile.mkdtemp(prefix="nxd-compile-") if workdir is None else None
+    place = Path(private) if private is not None else Path(workdir or ".").absolute()
+    pool: list[_Worker] = []
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        pending = list(graph_dirs)
+        for _ in range(worker_count(len(pending), workers)):
+            pool.append(_start(backend, place))
+        active = 0
+        while pending or active:
+            for worker in pool:
+                if worker.graph is None and pending:
+                    _assign(worker, pending.pop(0), options)
+                    active += 1
+            for worker, answer in _answers(pool, timeout):
+                if answer["error"]:
+                    raise TraceError(
+                        f"compiling graph {worker.graph and worker.graph.name} failed: {answer['error']}",
+                        remote_traceback=answer.get("traceback", ""),
+                    )
+                if report is not None and worker.graph is not None:
+                    report(worker.graph, answer["seconds"])
+                worker.graph = None
+                active -= 1
+    finally:
+        for worker in pool:
+            _end(worker)
+        if private is not None:
+            shutil.rmtree(private, ignore_errors=True)
+
+
+def _start(backend: str, place: Path) -> _Worker:
+    answers, theirs = os.pipe()
+    temporary = place / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs,),
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
+    finally:
+        os.close(theirs)
+    return _Worker(process, answers)
+
+
+def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
+    worker.graph, worker.started = graph, time.monotonic()
+    assert worker.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
+        worker.process.stdin.write(json.dumps({"graph": str(graph.absolute()), "options": dict(options)}) + "\n")
+        worker.process.stdin.flush()
+
+
+def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[str, Any]]]:
+    """Wait until a worker answers. Raises TraceError when one died or took longer than ``timeout``."""
+    busy = [worker for worker in pool if worker.graph is not None]
+    left = min(worker.started + timeout for worker in busy) - time.monotonic()
+    ready, _, _ = select.select([worker.answers for worker in busy], [], [], max(0.0, left))
+    if not ready:
+        names = ", ".join(worker.graph.name for worker in busy if worker.graph)
+        raise TraceError(f"compiling {names} took longer than {timeout:.0f} s")
+    found = []
+    for worker in busy:
+        if worker.answers not in ready:
+            continue
+        data = os.read(worker.answers, 1 << 20).decode()
+        if not data:
+            code = worker.process.wait(10)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            raise TraceError(f"the process that compiled {worker.graph and worker.graph.name} ended with {how}{hint}")
+        worker.rest += data
+        if worker.rest.endswith("\n"):
+            found.append((worker, json.loads(worker.rest)))
+            worker.rest = ""
+    return found
+
+
+def _end(worker: _Worker) -> None:
+    with contextlib.suppress(BrokenPipeError, OSError):
+        if worker.process.stdin is not None:
+            worker.process.stdin.close()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.process.pid, signal.SIGKILL)  # it and the compilers it runs
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(10)
+    os.close(worker.answers)

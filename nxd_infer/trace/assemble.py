@@ -1,0 +1,268 @@
+"""From what the ranks left behind to an artifact: compare them, compile each distinct graph once, write it down."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.backends import Backend, compile_cache
+from nxd_infer.backends.compile_pool import compile_graphs
+from nxd_infer.backends.lower import read_graph
+from nxd_infer.errors import TraceError
+from nxd_infer.trace.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
+from nxd_infer.trace.rank_trace import CANONICAL_FILE
+from nxd_infer.trace.request import TracedRank, rank_directory
+from nxd_infer.trace.storage import ArtifactWriter
+from nxd_infer.trace.target import versions
+from nxd_infer.trace.weights import write_safetensors
+
+WEIGHTS_FILE = "weights.safetensors"
+
+
+@dataclass
+class Compiled:
+    """The distinct graphs, compiled, by digest."""
+
+    directories: dict[str, Path] = field(default_factory=dict)
+    specs: dict[str, GraphSpec] = field(default_factory=dict)
+    compiled: int = 0
+    cached: int = 0
+    seconds: float = 0.0
+
+
+def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) -> None:
+    """Check that the ranks fit together. Raises TraceError saying what differs.
+
+    ``one_program`` (``spmd_mode``) wants equal graphs; otherwise graphs may differ, but not the collectives in them.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        if [s.model_dump() for s in other.states] != [s.model_dump() for s in first.states]:
+            mine, theirs = {s.name for s in first.states}, {s.name for s in other.states}
+            differing = sorted(mine ^ theirs) or [
+                a.name for a, b in zip(first.states, other.states, strict=True) if a != b
+            ]
+            raise TraceError(
+                f"rank {other.rank} keeps other states than rank 0 ({', '.join(differing[:4])}); states must have the "
+                "same names and shapes on every rank"
+            )
+        for mine, theirs in zip(first.buckets, other.buckets, strict=True):
+            names = [[spec.name for spec in bucket.outputs] for bucket in (mine, theirs)]
+            if names[0] != names[1] or [s.shape for s in mine.outputs] != [s.shape for s in theirs.outputs]:
+                raise TraceError(f"bucket {mine.name!r} returns other outputs on rank {other.rank} than on rank 0")
+            if mine.graph.digest == theirs.graph.digest:
+                continue
+            if one_program:
+                raise TraceError(
+                    f"bucket {mine.name!r} traces to another graph on rank {other.rank} than on rank 0, which "
+                    f"spmd_mode=True forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
+                    "A rank must be data: use nxd_infer.comm.axis_rank or a buffer, not a Python number"
+                )
+            _compare_collectives(mine.name, other.rank, mine.graph.collectives, theirs.graph.collectives)
+    table: dict[str, WeightSpec] = {}
+    for rank in ranks:
+        for spec in rank.weights:
+            known = table.setdefault(spec.name, spec)
+            if (known.dtype, known.shape, known.stride) != (spec.dtype, spec.shape, spec.stride):
+                raise TraceError(
+                    f"the weight {spec.name!r} is {spec.dtype}{spec.shape} on rank {rank.rank} and "
+                    f"{known.dtype}{known.shape} on an earlier one; pad it so that every rank holds the same shape"
+                )
+
+
+def _compare_collectives(bucket: str, rank: int, first: list[str], other: list[str]) -> None:
+    if first == other:
+        return
+    place = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    mine = first[place] if place < len(first) else "none"
+    theirs = other[place] if place < len(other) else "none"
+    raise TraceError(
+        f"bucket {bucket!r}: the ranks would wait for one another for ever: collective {place} is {mine} on rank 0, "
+        f"{theirs} on rank {rank} ({len(first)} and {len(other)} in all). Every rank must reach the same ones in "
+        "the same order, and use their results (an unused collective is dropped)"
+    )
+
+
+def _difference(build: Path, first: TracedRank, other: TracedRank, bucket: str) -> str:
+    texts = []
+    for rank in (first, other):
+        digest = next(b.graph.digest for b in rank.buckets if b.name == bucket)
+        path = rank_directory(build, rank.rank) / "graphs" / digest / CANONICAL_FILE
+        texts.append(path.read_text(encoding="utf-8").splitlines())
+    lines = [line for line in difflib.unified_diff(*texts, lineterm="", n=0) if not line.startswith(("---", "+++"))]
+    return "\n".join(line[:300] for line in lines[:4])
+
+
+def compile_ranks(
+    ranks: list[TracedRank],
+    build: Path,
+    backend: Backend,
+    options: Mapping[str, Any],
+    *,
+    workdir: Path | None,
+    workers: int | None,
+    timeout: float,
+    progress: Callable[[str, int, int, str], None],
+) -> Compiled:
+    """Compile each distinct graph once, or take it from the cache. Raises TraceError."""
+    start = time.monotonic()
+    result = Compiled()
+    buckets: dict[str, str] = {}
+    for rank in ranks:
+        for bucket in rank.buckets:
+            digest = bucket.graph.digest
+            if digest not in result.directories:
+                buckets[digest] = bucket.name
+                result.directories[digest] = rank_directory(build, rank.rank) / "graphs" / digest
+    total = len(result.directories)
+    if backend.compiles:
+        progress("compile graphs", 0, total, "")
+        missing = []
+        for digest, path in result.directories.items():
+            if compile_cache.fetch(digest, path):
+                result.cached += 1
+                progress("compile graphs", result.cached, total, f"{buckets[digest]} (cached)")
+            else:
+                missing.append(path)
+
+        def report(path: Path, seconds: float) -> None:
+            result.compiled += 1
+            (path / CANONICAL_FILE).unlink(missing_ok=True)
+            compile_cache.store(path.name, path)
+            progress(
+                "compile graphs", result.cached + result.compiled, total, f"{buckets[path.name]} ({seconds:.1f} s)"
+            )
+
+        compile_graphs(backend.name, missing, options, workdir=workdir, workers=workers, timeout=timeout, report=report)
+    for digest, path in result.directories.items():
+        result.specs[digest] = read_graph(path, digest).spec()
+    for index, bucket in enumerate(ranks[0].buckets):
+        mine = result.specs[bucket.graph.digest].collectives
+        for other in ranks[1:]:
+            theirs = result.specs[other.buckets[index].graph.digest].collectives
+            _compare_collectives(bucket.name, other.rank, mine, theirs)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+@dataclass
+class Extras:
+    """What the artifact carries besides graphs and weights."""
+
+    metadata: dict[str, Any]
+    bucket_metadata: list[dict[str, Any]]
+    files: dict[str, Path]
+    kernel: Path | None
+    inline_weights: bool
+
+
+def write_artifact(
+    target: Path,
+    ranks: list[TracedRank],
+    build: Path,
+    compiled: Compiled,
+    backend: Backend,
+    options: Mapping[str, Any],
+    extras: Extras,
+    progress: Callable[[str, int, int, str], None],
+) -> Manifest:
+    """Write the artifact directory through ArtifactWriter; files are linked from the build directory where possible."""
+    weights = {spec.name: spec for rank in ranks for spec in rank.weights}
+    manifest = Manifest(
+        requires=[
+            *(["bucket-kernel"] if extras.kernel is not None else []),
+            *(["inline-weights"] if extras.inline_weights else []),
+        ],
+        backend=backend.name,
+        target=backend.target(options),
+        versions=versions(),
+        tp_degree=len(ranks),
+        buckets=[
+            BucketSpec(
+                name=bucket.name,
+                inputs=bucket.inputs,
+                outputs=bucket.outputs,
+                graphs=[rank.buckets[index].graph.digest for rank in ranks],
+                structure=bucket.structure,
+                metadata={**_returns(bucket.structure), **extras.bucket_metadata[index]},
+            )
+            for index, bucket in enumerate(ranks[0].buckets)
+        ],
+        graphs={digest: compiled.specs[digest] for digest in sorted(compiled.specs)},
+        states=ranks[0].states,
+        weights=[weights[name] for name in sorted(weights)],
+        weight_schema=weight_schema_hash(list(weights.values())),
+        layout=ranks[0].layout,
+        metadata=extras.metadata,
+    )
+    steps = len(ranks) + len(compiled.directories) + 1
+    progress("write artifact", 0, steps, "")
+    with ArtifactWriter(target) as writer:
+        for number, (digest, path) in enumerate(sorted(compiled.directories.items())):
+            graph = read_graph(path, digest)
+            manifest.ops = sorted({*manifest.ops, *graph.ops})
+            for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != CANONICAL_FILE):
+                writer.add(f"graphs/{digest}/{file.relative_to(path).as_posix()}", file, link=True)
+            progress("write artifact", number + 1, steps, "")
+        for content_hash in manifest.ops:
+            writer.add(f"ops/{content_hash}.so", _library_path(content_hash))
+        for rank in ranks:
+            source = rank_directory(build, rank.rank) / WEIGHTS_FILE
+            _add_missing(source, rank, manifest.weights)
+            writer.add(f"weights/rank_{rank.rank:02d}.safetensors", source, link=True)
+            progress("write artifact", len(compiled.directories) + rank.rank + 1, steps, "")
+        if extras.kernel is not None:
+            from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME
+
+            writer.add(BUCKET_KERNEL_NAME, extras.kernel)
+        for name, source in extras.files.items():
+            writer.add(name, source)
+        writer.commit(manifest)
+    progress("write artifact", steps, steps, "")
+    return manifest
+
+
+def _returns(structure: Any) -> dict[str, Any]:
+    """The form of what the model returns, in one word, where one word says it."""
+    if isinstance(structure, str):
+        return {"returns": "tensor"}
+    if isinstance(structure, list) and all(isinstance(entry, str) for entry in structure):
+        return {"returns": "tuple"}
+    if isinstance(structure, dict) and all(value == key for key, value in structure.items()):
+        return {"returns": "dict"}
+    return {}
+
+
+def _library_path(content_hash: str) -> Path:
+    from nxd_infer import native
+
+    library = native.load()
+    if library.hash != content_hash:
+        raise TraceError(f"the graphs call the operators {content_hash}, this process has {library.hash}")
+    return Path(library.path)
+
+
+def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> None:
+    """A rank's file holds every weight of the manifest: those only other ranks read are added as zeros."""
+    own = {spec.name for spec in rank.weights}
+    missing = [spec for spec in weights if spec.name not in own]
+    if not missing:
+        return
+    import torch
+    from safetensors import safe_open
+
+    larger = file.with_suffix(".larger")
+    with safe_open(file, framework="pt") as source, open(larger, "wb") as out:
+        present = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  (not a dictionary)
+        specs = [*missing, *(WeightSpec.of(name, source.get_tensor(name)) for name in present)]
+        tensors = (
+            source.get_tensor(spec.name) if spec.name in present else torch.zeros(spec.shape, dtype=spec.torch_dtype)
+            for spec in specs
+        )
+        write_safetensors(out, specs, tensors)
+    shutil.move(larger, file)

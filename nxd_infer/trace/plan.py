@@ -1,0 +1,106 @@
+"""What a trace will do and need, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+EXPORT_BYTES = 700 << 20
+"""What a process that exports holds besides weights: torch, and the graphs of a few dozen layers."""
+SERVE_BYTES = 350 << 20
+"""What a rank process holds besides weights and states."""
+
+
+def human_bytes(count: float) -> str:
+    """``1536`` -> ``"1.5 KB"`` (powers of 1024)."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """One bucket: its name, and its inputs as text (``tokens int64[1, 128]``)."""
+
+    name: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """Buckets, bytes, graphs, memory. Sizes are None where they are known only once ``func`` has run in the ranks."""
+
+    tp_degree: int
+    backend: str
+    buckets: tuple[PlannedBucket, ...]
+    graphs: int
+    """Distinct graphs to compile, when every rank traces to the same ones; none for a backend without a compiler."""
+    weight_bytes: int | None = None
+    """Of one rank."""
+    state_bytes: int | None = None
+    """Of one rank."""
+    largest_tensor_bytes: int | None = None
+    """The largest whole weight that is read at a time."""
+    ranks_at_once: int = 1
+    """Ranks that hold weights at a time while tracing."""
+    compile_processes: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def trace_peak_bytes(self) -> int | None:
+        """Estimated peak memory of the trace, over all its processes."""
+        if self.weight_bytes is None:
+            return None
+        if self.largest_tensor_bytes is not None:  # cut from a checkpoint, one tensor at a time
+            return EXPORT_BYTES + 2 * self.largest_tensor_bytes + self.compile_processes * _worker_bytes()
+        exporting = self.ranks_at_once * (EXPORT_BYTES + self.weight_bytes + (self.state_bytes or 0))
+        return max(exporting, EXPORT_BYTES + self.compile_processes * _worker_bytes())
+
+    @property
+    def serve_bytes(self) -> int | None:
+        """Estimated memory of all ranks once loaded."""
+        if self.weight_bytes is None:
+            return None
+        return self.tp_degree * (SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
+
+    def table(self) -> str:
+        """The plan as text."""
+        unknown = "known once func has run in the ranks"
+        rows = [
+            ("tensor parallel degree", str(self.tp_degree)),
+            ("backend", self.backend),
+            ("graphs to compile", str(self.graphs) if self.compile_processes else "none (run as exported)"),
+            ("weights a rank", human_bytes(self.weight_bytes) if self.weight_bytes is not None else unknown),
+            ("states a rank", human_bytes(self.state_bytes) if self.state_bytes is not None else unknown),
+            ("peak memory, tracing", _about(self.trace_peak_bytes) or unknown),
+            ("memory, serving", _about(self.serve_bytes) or unknown),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows), "buckets"]
+        name_width = max((len(bucket.name) for bucket in self.buckets), default=0)
+        for bucket in self.buckets:
+            shown = ", ".join(bucket.inputs[:4]) + (
+                f", and {len(bucket.inputs) - 4} more" if len(bucket.inputs) > 4 else ""
+            )
+            lines.append(f"  {bucket.name:<{name_width}}  {shown}")
+        return "\n".join([*lines, *self.notes])
+
+
+def _worker_bytes() -> int:
+    from nxd_infer.backends.compile_pool import WORKER_BYTES
+
+    return WORKER_BYTES
+
+
+def _about(count: int | None) -> str:
+    return "" if count is None else f"about {human_bytes(count)}"
+
+
+def planned_inputs(names: Sequence[str], tensors: Sequence) -> tuple[str, ...]:
+    """Inputs as text."""
+    return tuple(
+        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        for name, tensor in zip(names, tensors, strict=True)
+    )

@@ -1,0 +1,17 @@
+"""Progress of a trace, as a callback: ``progress(stage, done, total, note)``. The command line draws it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called from the thread that traces, in order; stages follow one another and ``done`` never falls in one."""
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """``stage`` is ``trace ranks``, ``compile graphs`` or ``write artifact``."""
+        ...
+
+
+def silent(stage: str, done: int, total: int, note: str = "") -> None:
+    """Report nothing."""

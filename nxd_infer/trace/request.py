@@ -1,0 +1,68 @@
+"""What is asked of a trace, and what one rank answers: plain data that crosses process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from nxd_infer.backends.base import GraphFile
+from nxd_infer.trace.buckets import Bucket
+from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+
+
+@dataclass
+class TraceRequest:
+    """Arguments of ``parallel_model_trace``, checked, as the ranks need them."""
+
+    func: Callable[..., Any]
+    buckets: list[Bucket]
+    tp_degree: int
+    backend: str
+    configuration: dict[str, Any]
+    """What compiled code depends on beside its graph; part of every digest."""
+    states: list[Any] = field(default_factory=list)
+    shared_states: list[Tensor] | None = None
+    state_preprocessor: Callable[..., Any] | None = None
+    native: bool = True
+    """Whether collectives become native operators; False keeps ``nxd::`` ones, which run on the rank's transport."""
+
+
+class TracedBucket(BaseModel):
+    """One bucket as one rank traced it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    graph: GraphFile
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    structure: Any = None
+
+
+class TracedRank(BaseModel):
+    """What one rank leaves behind: ``rank_NN/result.json``, beside its graphs and its weight file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rank: int
+    buckets: list[TracedBucket]
+    states: list[TensorSpec]
+    weights: list[WeightSpec]
+    layout: dict[str, Any] = Field(default_factory=dict)
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    warnings: list[str] = Field(default_factory=list)
+
+
+def rank_directory(build: Path, rank: int) -> Path:
+    return build / f"rank_{rank:02d}"
+
+
+def distinct(items: Sequence[Any]) -> list[Any]:
+    """Without repeats, in order of first appearance."""
+    return list(dict.fromkeys(items))

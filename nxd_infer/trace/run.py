@@ -1,0 +1,158 @@
+"""The steps of a trace in order, and its plan."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.backends.compile_pool import worker_count
+from nxd_infer.backends.lower import native_library
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.trace.assemble import WEIGHTS_FILE, Extras, compare_ranks, compile_ranks, write_artifact
+from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
+from nxd_infer.trace.request import TracedRank, rank_directory
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.model import TensorParallelModel
+    from nxd_infer.trace.trace import _Settings
+
+Report = Callable[[str, int, int, str], None]
+
+
+def run(settings: _Settings, build: Path, kernel: Path | None, progress: Report) -> TensorParallelModel:
+    """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
+    from nxd_infer.trace.artifact import load_artifact
+    from nxd_infer.trace.model import TensorParallelModel
+
+    start = time.monotonic()
+    request = settings.request
+    _check_native(settings)
+    if settings.loader is not None:
+        from nxd_infer.trace.loader_mode import trace_ranks_here
+
+        ranks = trace_ranks_here(request, build, settings.loader, progress)
+    else:
+        from nxd_infer.trace.func_mode import trace_ranks
+
+        ranks = trace_ranks(
+            request, build, max_parallel=settings.max_parallel, timeout=settings.timeout, progress=progress
+        )
+    traced = time.monotonic()
+    compare_ranks(ranks, build, one_program=settings.one_program)
+    compiled = compile_ranks(
+        ranks,
+        build,
+        settings.backend,
+        settings.options,
+        workdir=settings.workdir,
+        workers=settings.max_parallel,
+        timeout=settings.timeout,
+        progress=progress,
+    )
+    if settings.serialization_path is not None:
+        settings.serialization_path.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            source = rank_directory(build, rank.rank) / WEIGHTS_FILE
+            shutil.copyfile(source, settings.serialization_path / f"tp{rank.rank}_sharded_checkpoint.safetensors")
+    extras = Extras(
+        metadata=settings.metadata,
+        bucket_metadata=[bucket.metadata for bucket in request.buckets],
+        files=settings.extra_files,
+        kernel=kernel,
+        inline_weights=settings.inline_weights,
+    )
+    temporary = settings.artifact_dir is None
+    holder = Path(tempfile.mkdtemp(prefix="nxd-artifact-")) if temporary else None
+    target = settings.artifact_dir or Path(str(holder))
+    try:
+        write_artifact(target, ranks, build, compiled, settings.backend, settings.options, extras, progress)
+        artifact = load_artifact(target, verify=False, temporary=temporary)
+        model = TensorParallelModel(artifact)
+    except BaseException:
+        if holder is not None:
+            shutil.rmtree(holder, ignore_errors=True)
+        raise
+    model.trace_report = {
+        "graphs": len(compiled.directories),
+        "compiled": compiled.compiled,
+        "cached": compiled.cached,
+        "trace_seconds": traced - start,
+        "compile_seconds": compiled.seconds,
+        "seconds": time.monotonic() - start,
+        "rank_seconds": [rank.seconds for rank in ranks],
+        "rank_peak_bytes": [rank.peak_bytes for rank in ranks],
+        "weight_bytes": sum(spec.nbytes for spec in ranks[0].weights),
+        "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
+    }
+    return model
+
+
+def _check_native(settings: _Settings) -> None:
+    """Build the operators before any rank needs them. Compiled graphs cannot do without for several ranks."""
+    library = native_library() if settings.request.native else None
+    if library is None and settings.backend.compiles and settings.request.tp_degree > 1:
+        from nxd_infer import native
+
+        raise BackendUnavailableError(
+            f"the {settings.backend.name} backend needs the native collectives for tp_degree="
+            f"{settings.request.tp_degree}: {native.availability().reason or 'they could not be built'}; "
+            "use backend='eager'"
+        )
+
+
+def make_plan(settings: _Settings) -> TracePlan:
+    """See ``trace_plan``."""
+    from nxd_infer.backends.export import named_inputs
+
+    request = settings.request
+    buckets = []
+    sizes: dict[str, Any] = {}
+    module = None
+    if settings.loader is not None:
+        from nxd_infer.trace.loader_mode import measure
+
+        measured = measure(request)
+        module = measured.modules
+        sizes = {
+            "weight_bytes": measured.weight_bytes,
+            "state_bytes": measured.state_bytes,
+            "largest_tensor_bytes": measured.largest_tensor_bytes,
+        }
+    for bucket in request.buckets:
+        if module is not None:
+            named, _ = named_inputs(module[bucket.index], bucket.example, f"example_inputs of bucket {bucket.name!r}")
+            shown = planned_inputs(list(named), list(named.values()))
+        else:
+            shown = _shapes(bucket.example)
+        buckets.append(PlannedBucket(bucket.name, shown))
+    compiles = settings.backend.compiles
+    return TracePlan(
+        tp_degree=request.tp_degree,
+        backend=settings.backend.name,
+        buckets=tuple(buckets),
+        graphs=len(buckets) if compiles else 0,
+        ranks_at_once=1
+        if settings.loader is not None
+        else min(settings.max_parallel or request.tp_degree, request.tp_degree),
+        compile_processes=worker_count(len(buckets), settings.max_parallel) if compiles else 0,
+        **sizes,
+    )
+
+
+def _shapes(example: Any) -> tuple[str, ...]:
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    pairs = [
+        (".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path), leaf)
+        for path, leaf in pytree.tree_flatten_with_path(example)[0]
+        if isinstance(leaf, Tensor)
+    ]
+    return planned_inputs([name for name, _ in pairs], [leaf for _, leaf in pairs])
+
+
+__all__ = ["TracedRank", "make_plan", "run"]

@@ -1,0 +1,325 @@
+"""``parallel_model_trace`` and ``bucket_model_trace``: check the arguments, trace the ranks, compile, write, wrap.
+
+Source: the API guide's chapter "Model Trace", and the autobucketing guide.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nxd_infer import backends
+from nxd_infer.errors import ArtifactBackendError, BackendUnavailableError, TraceConfigError
+from nxd_infer.trace.buckets import BucketModelConfig, list_buckets, save_kernel
+from nxd_infer.trace.progress import Progress, silent
+from nxd_infer.trace.request import TraceRequest
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.model import TensorParallelModel
+    from nxd_infer.trace.plan import TracePlan
+
+__all__ = ["bucket_model_trace", "parallel_model_trace", "trace_plan"]
+
+
+@dataclass
+class _Settings:
+    """The checked arguments that are not part of the request."""
+
+    request: TraceRequest
+    config: BucketModelConfig | None
+    backend: backends.Backend
+    options: dict[str, Any]
+    loader: Callable[[], Any] | None
+    one_program: bool
+    inline_weights: bool
+    max_parallel: int | None
+    workdir: Path | None
+    artifact_dir: Path | None
+    serialization_path: Path | None
+    metadata: dict[str, Any]
+    extra_files: dict[str, Path]
+    timeout: float
+
+
+def parallel_model_trace(
+    func: Callable[..., Any],
+    example_inputs: Any,
+    compiler_workdir: str | os.PathLike[str] | None = None,
+    compiler_args: Any = None,
+    inline_weights_to_neff: bool = True,
+    bucket_config: BucketModelConfig | None = None,
+    tp_degree: int = 1,
+    max_parallel_compilations: int | None = None,
+    *,
+    states: Sequence[str | Tensor] | None = None,
+    spmd_mode: bool = False,
+    checkpoint_loader_callable: Callable[[], Any] | None = None,
+    force_custom_init_on_device: bool = False,
+    serialization_path: str | os.PathLike[str] | None = None,
+    backend: str = "inductor",
+    func_kwargs: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, str | os.PathLike[str]] | None = None,
+    artifact_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    trace_timeout: float = 7200.0,
+) -> TensorParallelModel:
+    """Trace a model for ``tp_degree`` ranks and return it ready to call.
+
+    Args:
+        func: returns ``(model, aliases)`` (or the model alone) for the rank that calls it; ``aliases`` maps a buffer or
+            parameter of the model to the number of the output that is its next value. It stays with the rank and the
+            output is not returned. Runs in a spawned process a rank, so it must be importable by name.
+        example_inputs: a tensor, a tuple or list of tensors, or a dictionary of them by name; with a ``bucket_config``
+            a list of such entries, one a bucket.
+        compiler_workdir: where everything the compiler writes is kept. Default: a private directory, removed.
+        compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
+            dictionary or ``key=value`` strings.
+        inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They
+            are stored once, beside the graphs, in both cases.
+        bucket_config: several shapes in one model. Needs ``inline_weights_to_neff=False``.
+        tp_degree: number of ranks.
+        max_parallel_compilations: at most this many ranks hold weights at a time, and at most this many graphs compile
+            at a time. Below ``tp_degree``, ``func`` must not communicate. Default: all ranks at once.
+        states: further buffers (qualified names) that the model changes in place. Those it is seen to change are found.
+        spmd_mode: every rank must trace to the same graphs. Needs ``checkpoint_loader_callable`` and
+            ``inline_weights_to_neff=False``.
+        checkpoint_loader_callable: returns the unsharded weights: a dictionary, a WeightSource, or the path of
+            safetensors. ``func`` then runs in this process and its parameters are never materialised; each rank's are
+            cut from these.
+        force_custom_init_on_device: accepted; parameters that a loader fills are never initialised here.
+        serialization_path: with ``spmd_mode``, also write ``tp{r}_sharded_checkpoint.safetensors`` there.
+        backend: ``"inductor"`` or ``"eager"``.
+        func_kwargs: keyword arguments of ``func`` for every bucket.
+        metadata: what a server needs to know; stored in the artifact.
+        extra_files: ``{name in the artifact: file}``.
+        artifact_dir: write the artifact here for good, instead of into a temporary directory that
+            ``parallel_model_save`` links from.
+        progress: called as ``progress(stage, done, total, note)``.
+        trace_timeout: seconds that tracing all ranks, and compiling each graph, may take.
+
+    Returns:
+        TensorParallelModel; its ``trace_report`` says how many graphs there are and how many were compiled now.
+
+    Raises:
+        TraceConfigError: arguments that contradict each other.
+        TraceError: tracing or compiling failed; with the rank and its traceback.
+    """
+    from nxd_infer.trace.run import run
+
+    settings = _check(
+        func,
+        example_inputs,
+        compiler_workdir,
+        compiler_args,
+        inline_weights_to_neff,
+        bucket_config,
+        tp_degree,
+        max_parallel_compilations,
+        states,
+        spmd_mode,
+        checkpoint_loader_callable,
+        serialization_path,
+        backend,
+        func_kwargs,
+        metadata,
+        extra_files,
+        artifact_dir,
+        trace_timeout,
+    )
+    build = Path(tempfile.mkdtemp(prefix="nxd-trace-", dir=_temporary_root(settings)))
+    try:
+        kernel = None
+        if settings.config is not None and settings.config.bucket_kernel is not None:
+            kernel = build / "bucket_kernel.pt"
+            save_kernel(settings.config, kernel)
+        return run(settings, build, kernel, progress or silent)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def bucket_model_trace(
+    func: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    bucket_config: BucketModelConfig,
+    compiler_workdir: str | os.PathLike[str] | None = None,
+    compiler_args: Any = None,
+    **more: Any,
+) -> TensorParallelModel:
+    """Trace several shapes of a model for one device: :func:`parallel_model_trace` with ``tp_degree=1``."""
+    return parallel_model_trace(func, example_inputs, compiler_workdir, compiler_args, False, bucket_config, 1, **more)
+
+
+def trace_plan(
+    func: Callable[..., Any],
+    example_inputs: Any,
+    compiler_workdir: str | os.PathLike[str] | None = None,
+    compiler_args: Any = None,
+    inline_weights_to_neff: bool = True,
+    bucket_config: BucketModelConfig | None = None,
+    tp_degree: int = 1,
+    max_parallel_compilations: int | None = None,
+    *,
+    states: Sequence[str | Tensor] | None = None,
+    spmd_mode: bool = False,
+    checkpoint_loader_callable: Callable[[], Any] | None = None,
+    serialization_path: str | os.PathLike[str] | None = None,
+    backend: str = "inductor",
+    func_kwargs: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, str | os.PathLike[str]] | None = None,
+    artifact_dir: str | os.PathLike[str] | None = None,
+    trace_timeout: float = 7200.0,
+    **_: Any,
+) -> TracePlan:
+    """What :func:`parallel_model_trace` would do with the same arguments; runs and compiles nothing.
+
+    With a ``checkpoint_loader_callable``, ``func`` is called once (without parameters in memory) to count bytes.
+    Raises TraceConfigError as the trace would.
+    """
+    from nxd_infer.trace.run import make_plan
+
+    settings = _check(
+        func,
+        example_inputs,
+        compiler_workdir,
+        compiler_args,
+        inline_weights_to_neff,
+        bucket_config,
+        tp_degree,
+        max_parallel_compilations,
+        states,
+        spmd_mode,
+        checkpoint_loader_callable,
+        serialization_path,
+        backend,
+        func_kwargs,
+        metadata,
+        extra_files,
+        artifact_dir,
+        trace_timeout,
+    )
+    return make_plan(settings)
+
+
+def _temporary_root(settings: _Settings) -> str | None:
+    """Beside the artifact where that is given, so that files can be linked; else the system's choice."""
+    if settings.artifact_dir is None:
+        return None
+    settings.artifact_dir.parent.mkdir(parents=True, exist_ok=True)
+    return str(settings.artifact_dir.parent)
+
+
+def _check(
+    func: Any,
+    example_inputs: Any,
+    compiler_workdir: Any,
+    compiler_args: Any,
+    inline_weights: Any,
+    bucket_config: Any,
+    tp_degree: Any,
+    max_parallel: Any,
+    states: Any,
+    spmd_mode: bool,
+    loader: Any,
+    serialization_path: Any,
+    backend: str,
+    func_kwargs: Any,
+    metadata: Any,
+    extra_files: Any,
+    artifact_dir: Any,
+    timeout: Any,
+) -> _Settings:
+    """Every contradiction is reported before anything runs."""
+    if "NXD_SKIP_RENDEZVOUS" in os.environ:
+        raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
+    if not callable(func):
+        raise TraceConfigError(f"func must be a callable that returns the model, got {type(func).__name__}")
+    for name, value in (("tp_degree", tp_degree), ("max_parallel_compilations", max_parallel)):
+        if (value is not None or name == "tp_degree") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise TraceConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if bucket_config is not None and not isinstance(bucket_config, BucketModelConfig):
+        if not hasattr(bucket_config, "bucket_kernel"):
+            raise TraceConfigError(f"bucket_config must be a BucketModelConfig, got {type(bucket_config).__name__}")
+        bucket_config = _adopt(bucket_config)
+    if bucket_config is not None and inline_weights:
+        raise TraceConfigError(
+            "bucket_config needs inline_weights_to_neff=False: the buckets share one copy of the weights; "
+            "pass inline_weights_to_neff=False"
+        )
+    if spmd_mode and inline_weights:
+        raise TraceConfigError("spmd_mode=True needs inline_weights_to_neff=False; pass inline_weights_to_neff=False")
+    if spmd_mode and loader is None:
+        raise TraceConfigError(
+            "spmd_mode=True needs checkpoint_loader_callable, a function that returns the unsharded weights"
+        )
+    if loader is not None and not callable(loader):
+        raise TraceConfigError(f"checkpoint_loader_callable must be callable, got {type(loader).__name__}")
+    if serialization_path is not None and not spmd_mode:
+        raise TraceConfigError("serialization_path needs spmd_mode=True")
+    if not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {timeout!r}")
+    found = _backend(backend)
+    options = found.options(compiler_args)
+    buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
+    files = {str(name): Path(path) for name, path in (extra_files or {}).items()}
+    absent = [str(path) for path in files.values() if not path.is_file()]
+    if absent:
+        raise TraceConfigError(f"extra_files: there is no file {absent[0]}")
+    request = TraceRequest(
+        func=func,
+        buckets=buckets,
+        tp_degree=tp_degree,
+        backend=backend,
+        configuration={"backend": backend, "options": options, "inputs": "states, inputs, weights"},
+        states=list(states or ()),
+        shared_states=bucket_config.shared_state_buffer if bucket_config is not None else None,
+        state_preprocessor=bucket_config.shared_state_buffer_preprocessor if bucket_config is not None else None,
+    )
+    return _Settings(
+        request=request,
+        config=bucket_config,
+        backend=found,
+        options=options,
+        loader=loader,
+        one_program=spmd_mode,
+        inline_weights=bool(inline_weights),
+        max_parallel=max_parallel,
+        workdir=Path(compiler_workdir) if compiler_workdir is not None else None,
+        artifact_dir=Path(artifact_dir).absolute() if artifact_dir is not None else None,
+        serialization_path=Path(serialization_path) if serialization_path is not None else None,
+        metadata=dict(metadata or {}),
+        extra_files=files,
+        timeout=float(timeout),
+    )
+
+
+def _adopt(config: Any) -> BucketModelConfig:
+    """A configuration object of another package with the documented attributes."""
+    return BucketModelConfig(
+        config.bucket_kernel,
+        shared_state_buffer=getattr(config, "shared_state_buffer", None),
+        shared_state_buffer_preprocessor=getattr(config, "shared_state_buffer_preprocessor", None),
+        func_kwargs=getattr(config, "func_kwargs", None),
+        bucket_kernel_constant_args=getattr(config, "bucket_kernel_constant_args", None),
+    )
+
+
+def _backend(name: str) -> backends.Backend:
+    try:
+        found = backends.get(name)
+    except ArtifactBackendError as error:
+        raise TraceConfigError(str(error)) from None
+    probe = found.probe_compiler()
+    if not probe.ok:
+        raise BackendUnavailableError(f"the backend {name!r} cannot trace here: {probe.reason}")
+    return found
