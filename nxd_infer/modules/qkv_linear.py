@@ -206,7 +206,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         )
 
     def _linear(self, x: Tensor, parts: str) -> Tensor:
-        weight, bias = self._parameters[f"weight_{parts}"], self._parameters.get(f"bias_{parts}")
+        weight, bias = self.get_parameter(f"weight_{parts}"), self._parameters.get(f"bias_{parts}")
         elements = self.elements[parts]
         return F.linear(x, self.logical(weight, elements), None if bias is None else self.logical(bias, elements))
 

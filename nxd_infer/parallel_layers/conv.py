@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
 from nxd_infer.errors import ParallelConfigError
@@ -23,6 +23,9 @@ _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "repli
 
 
 class _ParallelConv2d(ParallelLayer):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_channels: int,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import init
 
 from nxd_infer import comm
@@ -38,6 +38,8 @@ class ParallelEmbedding(ParallelLayer):
     Ids are ``[...]`` int64 or int32, the result is ``[..., embedding_dim]``. An id outside the vocabulary raises
     IndexError at every degree (on CUDA a device-side assertion; an exported graph does not check).
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class ParallelEmbedding(ParallelLayer):
             return
         if ids.device.type == "cuda":
             inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
-            torch._assert_async(inside, f"an id is outside the vocabulary of {self.num_embeddings}")
+            torch.ops.aten._assert_async.msg(inside, f"an id is outside the vocabulary of {self.num_embeddings}")
             return
         low, high = (int(value) for value in torch.aminmax(ids))
         if low < 0 or high >= self.num_embeddings:

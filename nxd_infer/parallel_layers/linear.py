@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan
@@ -47,6 +47,9 @@ class ColumnParallelLinear(ParallelLayer):
     ``x`` is ``[..., input_size]`` with any number of leading dimensions. An ``output_size`` that does not divide over
     the ranks raises ShardingError at the first call, so that ``pad_model`` can be applied before.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -156,6 +159,9 @@ class RowParallelLinear(ParallelLayer):
         reduce_dtype: the results are summed over ranks in this type and cast back (float64 stays float64).
         input_plan: how the inputs lie on the ranks; the ``output_plan`` of the layer before.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
