@@ -196,6 +196,8 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
         if len(bucket.graphs) != manifest.tp_degree:
             problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.tp_degree} ranks")
         problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
+        known = {output.name for output in bucket.outputs}
+        problems += [f"output {n!r} of bucket {bucket.name!r}" for n in _names_in(bucket.structure) if n not in known]
     for key, graph in manifest.graphs.items():
         problems += [f"state {name!r} of graph {key}" for name in graph.states if name not in states]
         problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
@@ -207,6 +209,14 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
     problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
     if problems:
         raise ArtifactCorruptError(f"{path} does not hold together: {'; '.join(problems[:5])}")
+
+
+def _names_in(structure: Any) -> list[str]:
+    """The output names in a bucket's structure."""
+    if isinstance(structure, str):
+        return [structure]
+    entries = structure.values() if isinstance(structure, dict) else structure or []
+    return [name for entry in entries for name in _names_in(entry)]
 
 
 def _check_versions(root: Path, manifest: Manifest) -> None:
@@ -332,10 +342,12 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
     """Save a traced model as the artifact directory ``save_dir``, all or nothing.
 
     An artifact that is there already is replaced in one step; any other non-empty directory is refused
-    (ArtifactError). Files of a freshly traced model are hard-linked where the file system allows, else copied and
-    checked. Raises ArtifactSpaceError when the disk is full; nothing half-written is left.
+    (ArtifactError). Weights that ``update_weights`` swapped in are saved with it. Files of a freshly traced model are
+    hard-linked where the file system allows, else copied and checked. Raises ArtifactSpaceError when the disk is full;
+    nothing half-written is left.
     """
     from nxd_infer.trace.model import TensorParallelModel
+    from nxd_infer.trace.weights import replace_weights
 
     if not isinstance(model, TensorParallelModel):
         raise ArtifactError(
@@ -343,12 +355,17 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
             f"got {type(model).__name__}"
         )
     source = model.artifact
-    if Path(os.path.abspath(save_dir)) == source.path:
+    updated = [model.updated_weights(rank) for rank in range(model.tp_degree)]
+    if Path(os.path.abspath(save_dir)) == source.path and not any(updated):
         return  # it is there, whole
     manifest = source.manifest.model_copy(deep=True)
     with ArtifactWriter(save_dir, replace=replace) as writer:
+        for rank, tensors in enumerate(updated):
+            if tensors:
+                replace_weights(source.weight_file(rank), writer.file(weight_name(rank)), tensors)
         for name, spec in source.manifest.files.items():
-            writer.add(name, source.path / name, link=source.temporary, known=spec)
+            if not (writer.path / name).exists():
+                writer.add(name, source.path / name, link=source.temporary, known=spec)
         writer.commit(manifest)
 
 

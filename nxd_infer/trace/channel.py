@@ -154,7 +154,7 @@ def wait_readable(fds: list[int], seconds: float) -> list[int]:
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(max(0.0, seconds) * 1000)]
+    return [fd for fd, _ in poll.poll(min(max(0.0, seconds), 1e6) * 1000)]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ serialised, and every caller gets its own result.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
@@ -30,6 +32,7 @@ from nxd_infer.trace.cores import default_threads
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec, Manifest
+from nxd_infer.trace.rank import load_weights
 from nxd_infer.trace.router import Route, Router, bucket_table, cut, fill
 from nxd_infer.trace.supervisor import Supervisor
 from nxd_infer.trace.weights import Weights, WeightUpdate
@@ -230,8 +233,6 @@ class TensorParallelModel(nn.Module):
 
         The first run of a graph loads code and reads weights, so it may take up to ``start_timeout``.
         """
-        import time
-
         seconds = {}
         for index, bucket in enumerate(self.buckets):
             inputs = {
@@ -290,6 +291,13 @@ class TensorParallelModel(nn.Module):
         for file in (file for group in outdated for file in group):
             file.close()
 
+    def updated_weights(self, rank: int) -> dict[str, Tensor]:
+        """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
+        with self._lock:
+            files = [f"/proc/self/fd/{group[rank].fileno()}" for group in self._updates]
+            updates = [load_weights(Path(file), self.manifest.weights, partial=True) for file in files]
+        return {name: tensor for update in updates for name, tensor in update.items()}
+
     def _swap(self, ranks: Ranks, files: list[BinaryIO]) -> None:
         """All ranks map and check the new weights; only then does any of them use them."""
         fds = [file.fileno() for file in files]
@@ -329,13 +337,15 @@ def _load_kernel(artifact: LoadedArtifact) -> Any:
 
 
 def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:
-    """Outputs in the form the traced module returned them."""
-    form = bucket.metadata.get("returns")
-    if form is None:
-        numbered = all(spec.name == f"output_{i}" for i, spec in enumerate(bucket.outputs))
-        form = ("tensor" if len(outputs) == 1 else "tuple") if numbered else "dict"
-    if form == "tensor":
-        return outputs[0]
-    if form == "dict":
-        return {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)}
-    return tuple(outputs)
+    """Outputs in the form the traced module returned them; a list comes back as a tuple."""
+    if bucket.structure is None:
+        return tuple(outputs)
+    return _filled(bucket.structure, {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)})
+
+
+def _filled(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(structure, Mapping):
+        return {key: _filled(value, tensors) for key, value in structure.items()}
+    if isinstance(structure, list):
+        return tuple(_filled(value, tensors) for value in structure)
+    return tensors[structure]

@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -258,8 +259,10 @@ def _environment(threads: int) -> dict[str, str]:
 
     root = str(Path(nxd_infer.__file__).parent.parent)
     environment = dict(os.environ)
-    paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    environment["OMP_NUM_THREADS"] = str(threads)
+    if root not in {*site.getsitepackages(), site.getusersitepackages()}:
+        paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    environment["PYTHONSAFEPATH"] = "1"  # a torch.py in the caller's directory is not the rank's torch
     environment["PYTHONUNBUFFERED"] = "1"
+    environment["OMP_NUM_THREADS"] = str(threads)
     return environment

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -156,6 +157,19 @@ def write_safetensors(file: BinaryIO, specs: Sequence[WeightSpec], tensors: Iter
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
     file.flush()
+
+
+def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a rank's weight file with ``tensors`` in place of those of the same names."""
+    from safetensors import safe_open
+
+    with safe_open(source, framework="pt") as file, open(target, "wb") as out:
+        names = list(file.keys())
+
+        def tensor(name: str) -> Tensor:
+            return tensors[name] if name in tensors else file.get_tensor(name)
+
+        write_safetensors(out, [WeightSpec.of(name, tensor(name)) for name in names], map(tensor, names))
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:

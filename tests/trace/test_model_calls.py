@@ -24,7 +24,7 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.trace.artifact import load_artifact, parallel_model_load
-from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
+from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel, parallel_model_save
 from tests.trace import toy
 
 WEIGHTS = toy.logical_weights()
@@ -306,6 +306,21 @@ def test_weights_that_do_not_fit_change_nothing(model):
     with pytest.raises(WeightSchemaError):
         model.update_weights({})
     assert close_to(model(x)["y"], toy.expected(WEIGHTS, x))
+
+
+@pytest.mark.check
+def test_saving_saves_the_new_weights(artifacts, tmp_path):
+    x = torch.randn(2, 4, toy.HIDDEN)
+    new = toy.logical_weights(3)
+    with parallel_model_load(artifacts[1]) as model:
+        model.update_weights({"up": new["up"]}, strict=False)
+        model.update_weights({"down": new["down"]}, strict=False)
+        parallel_model_save(model, tmp_path / "saved")
+    with parallel_model_load(tmp_path / "saved") as saved:
+        out = saved(x)
+    assert close_to(out["y"], toy.expected({**WEIGHTS, "up": new["up"], "down": new["down"]}, x))
+    assert out["memory"].tolist() == [2.0, 3.0, 4.0]  # states are saved as traced
+    assert load_artifact(artifacts[1]).digest != load_artifact(tmp_path / "saved").digest
 
 
 @pytest.mark.check

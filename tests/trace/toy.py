@@ -124,7 +124,15 @@ def build(
             writer.write_bytes(f"{folder}/{GRAPH_FILE}", graph.model_dump_json().encode())
             writer.write_bytes(f"{folder}/{IR_FILE}", ir.ir_text(ir.graph_to_ir(traced)).encode())
             graphs[digest] = graph.spec()
-            bucket_specs.append(BucketSpec(name=bucket.name, inputs=inputs, outputs=outputs, graphs=[digest] * degree))
+            bucket_specs.append(
+                BucketSpec(
+                    name=bucket.name,
+                    inputs=inputs,
+                    outputs=outputs,
+                    graphs=[digest] * degree,
+                    structure={n: n for n in ("y", "count", "memory")},
+                )
+            )
         for rank, shard in enumerate(shards):
             initial = {"state:memory": torch.tensor([1.0, 2.0, 3.0])}
             writer.write_safetensors(weight_name(rank), {**shard, **initial})
