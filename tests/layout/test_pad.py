@@ -427,6 +427,18 @@ def test_what_cannot_be_padded_is_refused():
     run_threads(wrong_degree, 2)
 
 
+def test_ties_between_padded_layers_hold():
+    def tied():
+        model = nn.ModuleList([Mlp(), Mlp()])
+        model[1].up.weight = model[0].up.weight
+        pad_model(model, 2, 3)
+        assert model[0].up.weight.shape == (8, 6) and model[0].up.bias is not model[1].up.bias
+        assert model[1].up.weight is model[0].up.weight
+        assert weight_layout(model)["1.up.weight"].alias_of == "0.up.weight"
+
+    run_threads(tied, 2)
+
+
 def test_a_tie_to_something_that_is_not_padded_is_refused():
     def tied():
         model = Gathered()
