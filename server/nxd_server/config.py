@@ -1,0 +1,204 @@
+"""Every setting of the server in one model: command-line arguments, then ``NXD_*`` variables, then a file.
+
+A later source never overrides an earlier one: what was typed wins over the environment, the environment over the
+file, the file over the defaults below. Secrets are :class:`~pydantic.SecretStr`, so neither ``repr`` nor a log line
+nor a validation error ever shows one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from nxd_infer.errors import NxdError
+
+ENV_PREFIX = "NXD_"
+SINGLE_KEY = ENV_PREFIX + "API_KEY"
+"""The name a person with one key would try; ignoring it would leave the server open."""
+
+
+class SettingsError(NxdError, ValueError):
+    """A setting that cannot be used; names the setting, never the value of a secret."""
+
+
+class ServerSettings(BaseSettings):
+    """The settings of ``nxd-infer serve``; build one with :meth:`resolve`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", hide_input_in_errors=True, frozen=True, allow_inf_nan=False
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name under /v1/models; by default the one in the artifact."
+    )
+
+    api_keys: Annotated[list[SecretStr], NoDecode] = Field(
+        default_factory=list, description="Keys that open the server; a list, or text with commas between them."
+    )
+    api_keys_file: Path | None = Field(None, description="File with one key a line, for secrets mounted by a host.")
+
+    max_queued_requests: int = Field(
+        128, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
+    )
+    max_choices: int = Field(64, ge=1, description="Prompts times n of one request.")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; a larger one is answered 413.")
+    request_timeout: float = Field(600.0, gt=0, description="Seconds a request may take in all; then 504.")
+    keep_alive_interval: float = Field(
+        10.0, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
+    )
+    connection_timeout: int = Field(75, ge=1, description="Seconds an idle connection is kept for the next request.")
+
+    drain_timeout: float = Field(
+        30.0, ge=0, description="Seconds running requests may take to finish after SIGTERM before they are cut."
+    )
+    call_timeout: float = Field(
+        10.0, gt=0, description="Seconds one step may take before its rank counts as stuck (at least 5 measured steps)."
+    )
+    start_timeout: float = Field(300.0, gt=0, description="Seconds the ranks may take to load the artifact.")
+    recovery_timeout: float = Field(
+        18.0, ge=0, description="Seconds the ranks may take to be ready again after a failure; then the server exits."
+    )
+    max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
+    threads_per_rank: int | None = Field(None, ge=1, description="CPU threads a rank; by default the cores divided.")
+
+    expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
+    log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: bool = Field(True, description="Log every request except the health routes' successes.")
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.startswith("["):
+                try:
+                    return json.loads(text)
+                except ValueError:
+                    raise ValueError("looks like a JSON list but is not one") from None
+            return [key.strip() for key in text.split(",") if key.strip()]
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_empty_key(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        if any(not key.get_secret_value().strip() for key in keys):
+            raise ValueError("an empty key would open the server to everyone")
+        return keys
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+    @classmethod
+    def resolve(cls, config_file: str | Path | None = None, **arguments: Any) -> ServerSettings:
+        """Settings from ``arguments`` (``None`` = not given), the environment, then ``config_file`` (JSON or YAML).
+
+        Raises:
+            SettingsError: an unreadable file, an unknown name, or a value out of range; says which and why.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None and value != []}
+        if "api_keys" not in given and not os.environ.get(ENV_PREFIX + "API_KEYS") and os.environ.get(SINGLE_KEY):
+            given["api_keys"] = [os.environ[SINGLE_KEY]]
+        data = _read_file(Path(config_file)) if config_file is not None else {}
+
+        class _Settings(cls):
+            @classmethod
+            def settings_customise_sources(
+                cls, settings_cls: type[BaseSettings], **sources: Any
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                return *super().settings_customise_sources(settings_cls, **sources), InitSettingsSource(cls, data)
+
+        _Settings.__name__ = _Settings.__qualname__ = cls.__name__
+        try:
+            return _Settings(**given)
+        except ValidationError as error:
+            raise SettingsError(_explain(error)) from None
+
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys as UTF-8 bytes, from the setting and the file; empty when the server is open.
+
+        Raises:
+            SettingsError: ``api_keys_file`` cannot be read, or holds no key.
+        """
+        keys = [key.get_secret_value().strip().encode() for key in self.api_keys]
+        if self.api_keys_file is not None:
+            try:
+                lines = self.api_keys_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} cannot be read: {error}") from None
+            found = [line.strip().encode() for line in lines if line.strip()]
+            if not found:
+                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key: one a line is expected")
+            keys += found
+        return tuple(dict.fromkeys(keys))
+
+
+load_settings = ServerSettings.resolve
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the configuration file {str(path)!r} cannot be read: {error}") from None
+    try:
+        if path.suffix == ".json":
+            data = json.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            data = _load_yaml(text)
+        else:
+            raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
+    except ValueError as error:
+        if isinstance(error, SettingsError):
+            raise
+        # The parser's message may quote the line with a key in it; only the place is safe to show.
+        place = getattr(error, "lineno", None)
+        where = f" (line {place})" if place else ""
+        raise SettingsError(f"the configuration file {str(path)!r} is not valid{where}") from None
+    if not isinstance(data, dict):
+        raise SettingsError(f"the configuration file {str(path)!r} must hold a mapping of setting names to values")
+    return {str(name).replace("-", "_"): value for name, value in data.items()}
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise SettingsError("a YAML configuration file needs PyYAML (pip install pyyaml), or write JSON") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError("not YAML") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """One line a setting: its name and what is wrong, without the value."""
+    lines = []
+    for item in error.errors(include_url=False, include_input=False, include_context=False):
+        name = ".".join(str(part) for part in item["loc"]) or "settings"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{name}: there is no such setting")
+        else:
+            lines.append(f"{name}: {item['msg']}")
+    return "invalid server settings: " + "; ".join(lines)

@@ -1,0 +1,128 @@
+"""The application: routes over a service. It runs no graph: tokenising and bookkeeping are all it does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+import nxd_infer
+
+from . import health, models, sagemaker, text
+from .chat import chat
+from .completions import completions
+from .embeddings import classify, embeddings
+from .errors import CODES, TYPES, ApiError
+from .keys import Keys
+from .metrics import Metrics
+from .middleware import InFlight, RequestMiddleware
+from .predict import predict
+from .requests import Context, context_of, parse
+from .schemas import (
+    Body,
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PredictBody,
+    TokenizeBody,
+)
+
+if TYPE_CHECKING:
+    from nxd_server.config import ServerSettings
+    from nxd_server.service import Service
+
+
+def create_app(service: Service, settings: ServerSettings) -> FastAPI:
+    """All routes over ``service``; ``app.state.in_flight.count`` requests are being answered at any moment."""
+    app = FastAPI(
+        title="nxd_infer",
+        version=getattr(nxd_infer, "__version__", "0"),
+        docs_url=None,  # the page would load its scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        separate_input_output_schemas=False,
+    )
+    metrics = Metrics(service)
+    app.state.context = Context(service, settings, metrics)
+    app.state.in_flight = InFlight()
+    app.add_middleware(
+        RequestMiddleware,
+        keys=Keys(settings.keys()),
+        metrics=metrics,
+        in_flight=app.state.in_flight,
+        access_log=settings.access_log,
+    )
+    app.add_exception_handler(HTTPException, _http_exception)
+
+    _post(app, "/v1/completions", CompletionBody, completions)
+    _post(app, "/v1/chat/completions", ChatBody, chat)
+    _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
+    _post(app, "/v1/classify", ClassifyBody, classify)
+    _post(app, "/v1/predict", PredictBody, predict)
+    _post(app, "/tokenize", TokenizeBody, text.tokenize, ready=False)
+    _post(app, "/detokenize", DetokenizeBody, text.detokenize, ready=False)
+    app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
+
+    _get(app, "/v1/models", models.list_models)
+    _get(app, "/v1/models/{model:path}", models.get_model)
+    _get(app, "/v1/buckets", models.list_buckets)
+    _get(app, "/livez", health.livez)
+    _get(app, "/readyz", health.readyz)
+    _get(app, "/health", health.health)
+    _get(app, "/ping", health.ping)
+    _get(app, "/version", health.version)
+    _get(app, "/metrics", health.metrics)
+    return app
+
+
+def _get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
+    app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+
+def _post(
+    app: FastAPI,
+    path: str,
+    kind: type[Body],
+    handler: Callable[[Request, Any], Awaitable[Any]],
+    *,
+    ready: bool = True,
+) -> None:
+    """A route whose body is parsed by ``kind``: strictly, and with refusals of our own shape."""
+
+    async def endpoint(request: Request) -> Any:
+        if ready:  # before the body: a server that cannot answer need not read
+            context_of(request).service.require_ready()
+        return await handler(request, await parse(request, kind))
+
+    schema = kind.model_json_schema()
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        response_model=None,
+        name=kind.__name__.removesuffix("Body"),
+        description=handler.__doc__,
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    )
+
+
+async def _http_exception(request: Request, error: Exception) -> Any:
+    """The framework's own refusals (404, 405) in our shape."""
+    if not isinstance(error, HTTPException):
+        raise error
+    path = request.scope["path"].encode("utf-8", "backslashreplace").decode()[:200]
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 404:
+        message = f"there is no {request.method} {path}"
+    elif error.status_code == 405:
+        message = f"{path} does not take {request.method}; it takes {headers.get('allow', 'another method')}"
+    else:
+        message = str(error.detail)
+    status = error.status_code if error.status_code in TYPES else 400
+    raise ApiError(status, message, code=CODES[status], headers=headers)

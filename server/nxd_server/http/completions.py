@@ -1,0 +1,184 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.text.tokenizer import Tokenizer
+
+from .errors import bad_request, encode
+from .generation import Generation
+from .logprobs import LegacyLogprobs
+from .requests import check_model, context_of, encode_prompts, request_id, require_task
+from .schemas import CompletionBody, token_lists
+from .sse import EventStream
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def usage_object(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def fit_max_tokens(asked: int | None, default: int | None, longest: int, max_len: int, field: str) -> int:
+    """Tokens to generate: what was asked, if it fits behind the longest prompt, else what is left of ``default``.
+
+    Raises:
+        ApiError: 400 ``context_length_exceeded`` when the prompt and what was asked are more than ``max_len``.
+    """
+    room = max(1, max_len - longest)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room and longest <= max_len:  # a prompt that is too long itself is the engine's to refuse
+        raise bad_request(
+            f"`{field}` = {asked} does not fit: this model's maximum length is {max_len} tokens, and the prompt has "
+            f"{longest}, which leaves {room}",
+            param=field,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def check_choices(prompts: int, n: int, limit: int) -> None:
+    if n >= 1 and prompts * n > limit:
+        raise bad_request(
+            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for {limit} (max_choices)",
+            param="n" if prompts == 1 else "prompt",
+        )
+
+
+async def completions(request: Request, body: CompletionBody) -> Any:
+    """Answer one completion request, whole or as a stream."""
+    context = context_of(request)
+    service, settings = context.service, context.settings
+    check_model(service, body.model)
+    require_task(service, "/v1/completions", "generate")
+    body.check_stream_options()
+    if body.best_of is not None and body.best_of != body.n:
+        raise bad_request(
+            f"`best_of` = {body.best_of} is not supported: only the value of `n` ({body.n}) is",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    most = service.top_logprobs
+    if body.logprobs is not None and not 0 <= body.logprobs <= most:
+        raise bad_request(f"`logprobs` must be from 0 to {most}, got {body.logprobs}", param="logprobs")
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "`echo` together with `logprobs` is not supported: no log-probabilities of the prompt are computed",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    tokenizer = service.require_tokenizer()
+    prompts = token_lists(body.prompt, "prompt")
+    check_choices(len(prompts), body.n, settings.max_choices)
+    body.sampling(body.max_tokens, body.logprobs)  # a wrong value is told before a long prompt is tokenised
+    tokens = await encode_prompts(service, prompts, "prompt", special=body.add_special_tokens)
+    longest = max(len(ids) for ids in tokens)
+    max_tokens = fit_max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, longest, service.max_len, "max_tokens")
+    generation = Generation(
+        service,
+        context.metrics,
+        tokens,
+        body.sampling(max_tokens, body.logprobs),
+        receive=request.receive,
+        timeout=settings.request_timeout,
+        request_id=request_id(request),
+    )
+    echoes = [""] * len(tokens)
+    if body.echo:
+        echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+    head["model"] = service.model_name
+    shape = _Shape(head, tokenizer, body, echoes)
+    if body.stream:
+        return EventStream(generation, _Chunks(shape), settings.keep_alive_interval, request_id(request))
+    return await _whole(generation, shape)
+
+
+class _Shape:
+    """What the whole answer and the chunks share."""
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: CompletionBody, echoes: list[str]):
+        self.head = head
+        self.tokenizer = tokenizer
+        self.body = body
+        self.echoes = echoes
+
+    def logprobs(self) -> LegacyLogprobs | None:
+        return None if self.body.logprobs is None else LegacyLogprobs(self.tokenizer, self.body.logprobs)
+
+
+async def _whole(generation: Generation, shape: _Shape) -> Response:
+    texts = [shape.echoes[choice // shape.body.n] for choice in range(generation.choices)]
+    logprobs = [shape.logprobs() for _ in texts]
+    reasons = [""] * len(texts)
+    async with generation:
+        while generation.unfinished:
+            item = await generation.next()
+            if item is None:
+                continue
+            choice, event = item
+            texts[choice] += event.text
+            if isinstance(event, FinishEvent):
+                reasons[choice] = event.reason
+            elif (table := logprobs[choice]) is not None and not event.is_stop:
+                table.add(event)
+    choices = [
+        {"index": index, "text": text, "logprobs": table.take() if table else None, "finish_reason": reason}
+        for index, (text, table, reason) in enumerate(zip(texts, logprobs, reasons, strict=True))
+    ]
+    answer = {**shape.head, "choices": choices, "usage": usage_object(generation.usage)}
+    return Response(encode(answer), media_type="application/json")
+
+
+class _Chunks:
+    """:class:`~.sse.ChunkWriter` of ``/v1/completions``; the parts that never change are rendered once."""
+
+    def __init__(self, shape: _Shape):
+        self._shape = shape
+        self._logprobs: dict[int, LegacyLogprobs | None] = {}
+        self._head = json.dumps(shape.head)[:-1].encode()
+        self._tail = b'],"usage":null}\n\n' if shape.body.include_usage else b"]}\n\n"
+
+    def begin(self) -> bytes:
+        n = self._shape.body.n
+        return b"".join(
+            self._chunk(place * n + index, echo, None, None)
+            for place, echo in enumerate(self._shape.echoes)
+            for index in range(n)
+            if echo
+        )
+
+    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        if isinstance(event, FinishEvent):
+            return self._chunk(choice, event.text, None, event.reason)
+        table = self._logprobs.setdefault(choice, self._shape.logprobs())
+        if table is not None and not event.is_stop:
+            table.add(event)
+            return self._chunk(choice, event.text, table.take(), None)
+        return self._chunk(choice, event.text, None, None) if event.text else b""
+
+    def usage(self, usage: Usage) -> bytes:
+        if not self._shape.body.include_usage:
+            return b""
+        return self._head_only() + b',"choices":[],"usage":' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
+
+    def _head_only(self) -> bytes:
+        return b"data: " + self._head
+
+    def _chunk(self, choice: int, text: str, logprobs: dict | None, reason: str | None) -> bytes:
+        part = f'{{"index":{choice},"text":{json.dumps(text)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
+        end = f'"{reason}"}}' if reason else "null}"
+        return self._head_only() + b',"choices":[' + (part + end).encode() + self._tail

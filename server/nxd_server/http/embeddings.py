@@ -1,0 +1,127 @@
+"""``POST /v1/embeddings`` and ``POST /v1/classify``: texts through an encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.engine.encoder import Encoded
+from nxd_server.errors import QueueFullError
+
+from .errors import bad_request, encode
+from .oneshot import wait_all
+from .requests import INLINE_TEXT, check_model, context_of, require_task
+from .schemas import ClassifyBody, EmbeddingBody, token_lists
+
+MAX_INPUTS = 2048
+"""Texts of one request, as OpenAI's limit."""
+RETRY_SECONDS = 0.05
+
+
+async def embeddings(request: Request, body: EmbeddingBody) -> Response:
+    """One vector a text, in the order they came."""
+    service = context_of(request).service
+    check_model(service, body.model)
+    require_task(service, "/v1/embeddings", "embed")
+    size = _output_size(service.manifest, "embedding")
+    if body.dimensions is not None and body.dimensions != size:
+        raise bad_request(
+            f"`dimensions` = {body.dimensions} is not supported: this model's embeddings have {size}",
+            "dimensions",
+            "unsupported_parameter",
+        )
+    results = await _encode(request, body.input)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(result.values, body.encoding_format)}
+        for index, result in enumerate(results)
+    ]
+    return _answer({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
+
+
+async def classify(request: Request, body: ClassifyBody) -> Response:
+    """The likeliest label of each text, and the probabilities of all."""
+    service = context_of(request).service
+    check_model(service, body.model)
+    require_task(service, "/v1/classify", "classify")
+    results = await _encode(request, body.input)
+    labels = service.require_encoder().labels
+    data = []
+    for index, result in enumerate(results):
+        logits = result.values
+        probabilities = torch.softmax(logits, -1) if logits.numel() > 1 else torch.sigmoid(logits)
+        best = int(logits.argmax())
+        data.append(
+            {
+                "index": index,
+                "label": labels[best] if best < len(labels) else str(best),
+                "probs": probabilities.tolist(),
+                "num_classes": logits.numel(),
+            }
+        )
+    head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return _answer({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+
+
+async def _encode(request: Request, value: Any) -> list[Encoded]:
+    """Every text's result. Long lists go in waves of one batch, so that they leave room for other requests."""
+    context = context_of(request)
+    encoder, settings = context.service.require_encoder(), context.settings
+    texts = token_lists(value, "input")
+    if len(texts) > MAX_INPUTS:
+        raise bad_request(f"`input` has {len(texts)} texts; one request may have {MAX_INPUTS}", "input")
+    several = len(texts) > 1
+    for place, text in enumerate(texts):
+        if not text:
+            path = f"input[{place}]" if several else "input"
+            raise bad_request(f"`{path}` must not be empty", path)
+    deadline = time.monotonic() + settings.request_timeout
+    wave = max(1, encoder.engine.capacity)
+    results: list[Encoded] = []
+    while len(results) < len(texts):
+        left = max(0.01, deadline - time.monotonic())
+        submits = [
+            _submitter(encoder, text, left, f"input[{len(results) + place}]" if several else "input")
+            for place, text in enumerate(texts[len(results) : len(results) + wave])
+        ]
+        long = any(isinstance(text, str) and len(text) > INLINE_TEXT for text in texts)
+        try:
+            results += await wait_all(request, submits, timeout=left, threaded=long)
+        except QueueFullError:
+            if not results:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
+    return results
+
+
+def _submitter(encoder: Any, text: str | list[int], timeout: float, field: str) -> Any:
+    return lambda: encoder.submit(text, timeout=timeout, field=field)
+
+
+def _vector(values: torch.Tensor, form: str) -> list[float] | str:
+    if form == "float":
+        return values.tolist()
+    return base64.b64encode(values.to(torch.float32).numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _usage(results: list[Encoded]) -> dict[str, int]:
+    tokens = sum(result.tokens for result in results)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _answer(content: dict[str, Any]) -> Response:
+    return Response(encode(content), media_type="application/json")
+
+
+def _output_size(manifest: Any, name: str) -> int | None:
+    for bucket in manifest.buckets:
+        for spec in bucket.outputs:
+            if spec.name == name:
+                return spec.shape[-1]
+    return None

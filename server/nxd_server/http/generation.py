@@ -1,0 +1,196 @@
+"""One HTTP request's choices in the engine: submitted together, watched together, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive
+
+from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
+from nxd_server.engine.params import SamplingParams
+from nxd_server.errors import DeadlineExceededError, EngineUnavailableError
+
+from .body import ClientLeft
+
+if TYPE_CHECKING:
+    from nxd_server.service import Service
+
+    from .metrics import Metrics
+
+DEADLINE_GRACE = 0.5
+"""The engine ends an overdue request itself; only when its thread is stuck does this side do it, a moment later."""
+_LEFT: Any = object()
+
+
+class Mailbox:
+    """From the engine's thread to one coroutine, a wake-up for as many events as have come."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def put(self, item: Any) -> None:
+        """From any thread; never blocks, and is silent once the loop is gone."""
+        self._items.append(item)
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            return
+
+    def get_nowait(self) -> Any | None:
+        return self._items.popleft() if self._items else None
+
+    async def get(self, wait: float) -> Any | None:
+        """The next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` would make a task a token.)"""
+        if not self._items and wait > 0:
+            self._waiter = self._loop.create_future()
+            timer = self._loop.call_later(wait, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        return self.get_nowait()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+
+class Generation:
+    """An asynchronous context: entering submits every prompt, leaving cancels what has not finished.
+
+    Choices are numbered ``prompt * n + index``, as OpenAI numbers them.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        receive: Receive,
+        timeout: float,
+        request_id: str,
+    ):
+        self._service = service
+        self._metrics = metrics
+        self._prompts = prompts
+        self._params = params
+        self._receive = receive
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._request_id = request_id
+        self._mailbox: Mailbox | None = None
+        self._tickets: list[Any] = []
+        self._watcher: asyncio.Task[None] | None = None
+        self._last_token: dict[int, float] = {}
+        self.choices = len(prompts) * params.n
+        self.unfinished = self.choices
+        self.completion_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, however many choices were asked of it."""
+        return Usage(sum(len(prompt) for prompt in self._prompts), self.completion_tokens)
+
+    async def __aenter__(self) -> Generation:
+        self._mailbox = mailbox = Mailbox()
+        try:
+            for place, prompt in enumerate(self._prompts):
+                self._tickets.append(
+                    self._service.submit(
+                        list(prompt),
+                        self._params,
+                        _handover(mailbox, place * self._params.n),
+                        timeout=self._timeout,
+                        request_id=self._request_id,
+                    )
+                )
+        except BaseException:  # all or nothing: a queue that had room for half of the prompts answers none
+            self._cancel()
+            raise
+        self._watcher = asyncio.create_task(self._watch(mailbox))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.unfinished:
+            self._cancel()
+
+    async def next(self, wait: float | None = None) -> tuple[int, TokenEvent | FinishEvent] | None:
+        """The next event with its choice's number; ``None`` after ``wait`` seconds without one.
+
+        Raises:
+            ClientLeft: the connection closed.
+            NxdError: a choice failed, or the deadline passed; the request as a whole has failed then.
+        """
+        left = self._deadline + DEADLINE_GRACE - time.monotonic()
+        patience = left if wait is None else min(wait, left)
+        item = await self._box.get(patience)
+        if item is not None:
+            return self._take(item)
+        if time.monotonic() - self._deadline >= DEADLINE_GRACE:
+            raise self._overdue()
+        return None
+
+    def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
+        """An event that is already here, if any; raises as :meth:`next` does."""
+        item = self._box.get_nowait()
+        return None if item is None else self._take(item)
+
+    @property
+    def _box(self) -> Mailbox:
+        if self._mailbox is None:
+            raise RuntimeError("a Generation is used as `async with generation:`")
+        return self._mailbox
+
+    def _overdue(self) -> DeadlineExceededError:
+        return DeadlineExceededError(f"the request was not finished after {self._timeout:g} s (request_timeout)")
+
+    def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
+        if item is _LEFT:
+            self._metrics.disconnected()
+            raise ClientLeft
+        base, event = item
+        choice = base + event.index
+        if isinstance(event, TokenEvent):
+            now = time.monotonic()
+            if choice in self._last_token:
+                self._metrics.inter_token.observe(now - self._last_token[choice])
+            self._last_token[choice] = now
+            return choice, event
+        self.unfinished -= 1
+        self._metrics.finished(event)
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if event.reason == "cancelled":  # not by this side: the server is going down
+            raise EngineUnavailableError("the server ended the request before it was finished", state="draining")
+        self.completion_tokens += event.usage.completion_tokens
+        return choice, event
+
+    async def _watch(self, mailbox: Mailbox) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                mailbox.put(_LEFT)
+                return
+
+    def _cancel(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+def _handover(mailbox: Mailbox, base: int) -> OnEvent:
+    """``on_event`` for the engine's thread."""
+    return lambda event: mailbox.put((base, event))

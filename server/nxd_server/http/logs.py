@@ -1,0 +1,69 @@
+"""Log lines as text or JSON, and the access log: a request's id, route, status and time, never a key or a query."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Any
+
+EXTRA = "nxd"
+"""Records carry their structured fields under this attribute."""
+access = logging.getLogger("nxd_server.access")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, EXTRA, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """One line a record: a path or header of a client cannot forge another line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.name == access.name:  # what clients send; the messages of others may have several lines
+            record.message = record.message.encode("unicode_escape").decode("ascii")
+        return super().formatMessage(record)
+
+
+def configure(log_format: str, level: str) -> None:
+    """Log to standard error, once; uvicorn's own loggers speak through the same handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name in ("nxd_server", "nxd_infer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("uvicorn").level))
+
+
+def log_access(method: str, path: str, status: int, seconds: float, request_id: str, client: str, sent: int) -> None:
+    fields = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 4),
+        "request_id": request_id,
+        "client": client,
+        "bytes": sent,
+    }
+    access.info(
+        "%s %s %d %.1f ms %s %s", method, path, status, seconds * 1e3, request_id, client, extra={EXTRA: fields}
+    )

@@ -1,0 +1,115 @@
+"""Around every request: its id, its key, its log line, its count, and a last net under every error."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .body import ClientLeft, DrainingReceive
+from .errors import as_api_error
+from .keys import OPEN_PATHS, Keys
+from .logs import log_access
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+logger = logging.getLogger("nxd_server.http")
+ID_HEADER = b"x-request-id"
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+CLIENT_CLOSED = 499
+"""What nginx logs for a client that left; it is never sent, nobody is there."""
+
+
+class InFlight:
+    """The requests inside the server; a drain waits until none is left that has come in completely."""
+
+    def __init__(self) -> None:
+        self._requests: set[DrainingReceive] = set()
+
+    def add(self, request: DrainingReceive) -> None:
+        self._requests.add(request)
+
+    def remove(self, request: DrainingReceive) -> None:
+        self._requests.discard(request)
+
+    @property
+    def count(self) -> int:
+        """Requests that are being answered; one whose body is still on its way does not hold up an end."""
+        return sum(not request.body_left for request in self._requests)
+
+
+class RequestMiddleware:
+    """Pure ASGI, so that streams pass through untouched and a disconnect is seen where it matters."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, in_flight: InFlight, access_log: bool):
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._in_flight = in_flight
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.monotonic()
+        request_id = _request_id(scope)
+        scope["nxd.request_id"] = request_id
+        status, sent, started = 0, 0, False
+
+        async def count(message: Message) -> None:
+            nonlocal status, sent, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                message = {**message, "headers": [*message.get("headers", []), (ID_HEADER, request_id.encode())]}
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        body = DrainingReceive(receive, scope)
+        self._in_flight.add(body)
+        try:
+            try:
+                self._keys.check(scope)
+                await self._app(scope, body, count)
+            except ClientLeft:
+                status = CLIENT_CLOSED
+            except Exception as error:
+                refusal = as_api_error(error, request_id)
+                if refusal.status == 500 and refusal.code == "internal_error":
+                    logger.exception("request %s failed", request_id)
+                if started:
+                    raise  # the connection is closed without an end: the client sees that it is incomplete
+                await body.drain()
+                await refusal.response()(scope, receive, count)
+        except ClientLeft:
+            status = CLIENT_CLOSED
+        finally:
+            self._in_flight.remove(body)
+            seconds = time.monotonic() - begin
+            route = _route(scope)
+            self._metrics.http(scope["method"], route, status, seconds)
+            if self._access_log and not (scope["path"] in OPEN_PATHS and status < 400):
+                client = scope.get("client")
+                log_access(
+                    scope["method"], scope["path"], status, seconds, request_id, client[0] if client else "-", sent
+                )
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id if it is harmless, else a new one."""
+    for name, value in scope["headers"]:
+        if name == ID_HEADER and _SAFE_ID.fullmatch(value):
+            return value.decode("ascii")
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _route(scope: Scope) -> str:
+    """The route's template, so that a scanner cannot fill the metrics with paths."""
+    route = scope.get("route")
+    return getattr(route, "path", None) or "unmatched"

@@ -1,0 +1,109 @@
+"""What every route needs of a request: its id, its body, the service behind it, the model it names."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from .body import read_json
+from .errors import ApiError, bad_request
+from .schemas import Body
+
+if TYPE_CHECKING:
+    from nxd_server.config import ServerSettings
+    from nxd_server.service import Service
+
+    from .metrics import Metrics
+
+BodyT = TypeVar("BodyT", bound=Body)
+INLINE_TEXT = 4096
+"""A longer text is tokenised in a thread: the library frees the interpreter while it works."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The application's parts, on ``app.state.context``."""
+
+    service: Service
+    settings: ServerSettings
+    metrics: Metrics
+
+
+def context_of(request: Request) -> Context:
+    return request.app.state.context
+
+
+def request_id(request: Request) -> str:
+    return request.scope.get("nxd.request_id", "")
+
+
+async def parse(request: Request, kind: type[BodyT]) -> BodyT:
+    """The body as ``kind``; raises ApiError 400 or 413, or ClientLeft."""
+    data = await read_json(request, context_of(request).settings.max_body_bytes)
+    return kind.parse(data)
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """404 for another model's name."""
+    if name is not None and name != service.model_name:
+        raise ApiError(
+            404,
+            f"the model {_short(name)!r} does not exist; this server has {service.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def require_task(service: Service, route: str, *tasks: str) -> None:
+    """400 when the loaded artifact is of a kind that this route cannot ask; 503 until it is known."""
+    service.require_ready()
+    if service.task not in tasks:
+        raise bad_request(
+            f"{route} needs a model traced for {' or '.join(tasks)}; {service.model_name!r} was traced for "
+            f"{service.task or 'no task of its own'}: use {service.main_route}",
+            code="task_not_supported",
+        )
+
+
+async def encode_text(service: Service, text: str, field: str, *, special: bool = True) -> list[int]:
+    """Token ids of ``text``; raises RequestError naming ``field``."""
+    tokenizer = service.require_tokenizer()
+    if len(text) <= INLINE_TEXT:
+        return tokenizer.encode(text, add_special_tokens=special, field=field)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special, field=field)
+
+
+async def encode_prompts(
+    service: Service, prompts: list[str | list[int]], field: str, *, special: bool = True
+) -> list[list[int]]:
+    """Token ids of prompts given as texts or as token ids already."""
+    several = len(prompts) > 1
+    tokens = []
+    for place, prompt in enumerate(prompts):
+        path = f"{field}[{place}]" if several else field
+        if isinstance(prompt, str):
+            ids = await encode_text(service, prompt, path, special=special)
+        else:
+            ids = prompt
+            check_ids(service, ids, path)
+        if not ids:
+            raise bad_request(f"`{path}` has no tokens", param=path)
+        tokens.append(ids)
+    return tokens
+
+
+def check_ids(service: Service, ids: list[int], field: str) -> None:
+    """400 for an id outside the model's vocabulary."""
+    size: Any = service.metadata.get("vocab_size")
+    if isinstance(size, int):
+        for place, token in enumerate(ids):
+            if not 0 <= token < size:
+                raise bad_request(f"`{field}`: token id {token} at {place} is not in 0 .. {size - 1}", param=field)
+
+
+def _short(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 100 else text[:97] + "..."

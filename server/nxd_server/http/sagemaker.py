@@ -1,0 +1,40 @@
+"""``POST /invocations``: SageMaker's one route; what the body holds says which of ours it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from .body import read_json
+from .chat import chat
+from .completions import completions
+from .embeddings import classify, embeddings
+from .errors import bad_request
+from .predict import predict
+from .requests import context_of
+from .schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PredictBody
+
+
+async def invocations(request: Request) -> Any:
+    """Chat (``messages``), completion (``prompt``), embedding or classification (``input``) or tensors (``inputs``)."""
+    context = context_of(request)
+    context.service.require_ready()
+    data = await read_json(request, context.settings.max_body_bytes)
+    if data.get("messages") is not None:
+        return await chat(request, ChatBody.parse(data))
+    if data.get("prompt") is not None:
+        return await completions(request, CompletionBody.parse(data))
+    if data.get("input") is not None:
+        if context.service.task == "classify":
+            return await classify(request, ClassifyBody.parse(data))
+        return await embeddings(request, EmbeddingBody.parse(data))
+    if data.get("inputs") is not None or data.get("safetensors") is not None:
+        return await predict(request, PredictBody.parse(data))
+    raise bad_request(
+        "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
+        + {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}.get(
+            context.service.task, "`inputs`"
+        ),
+        code="missing_parameter",
+    )

@@ -1,0 +1,292 @@
+"""What a request's body may hold, route by route, and how a body becomes a checked object.
+
+A field falls in one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
+*Harmless* ones (``user``, ``metadata``, ...) are about bookkeeping and pass with any value. *Neutral* ones are not
+acted on, so only the values that ask for nothing pass (``best_of`` 1, ``suffix`` null); another value is a 400 that
+names the field. Everything else is unknown: a 400 that names it. ``null`` always means "not given".
+
+Ranges are checked once, where they are used: :class:`~nxd_server.engine.params.SamplingParams` for sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nxd_server.engine.params import SamplingParams
+
+from .errors import bad_request, unsupported
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+
+class Body(BaseModel):
+    """Base of all request bodies: strict types, unknown fields refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
+
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier"})
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+
+    @classmethod
+    def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
+        """``data`` as this body.
+
+        Raises:
+            ApiError: 400, its ``param`` the path of the first field that is wrong.
+        """
+        given = {}
+        for name, value in data.items():
+            if value is None or name in cls.HARMLESS:
+                continue
+            if name in cls.NEUTRAL:
+                if not cls.NEUTRAL[name](value):
+                    raise unsupported(name)
+                continue
+            if name not in cls.model_fields:
+                raise bad_request(f"unknown field `{_clip(name)}`", param=_clip(name), code="unknown_parameter")
+            given[name] = value
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            path = field_path(first["loc"])
+            if first["type"] == "missing":
+                raise bad_request(f"`{path}` is required", param=path, code="missing_parameter") from None
+            if first["type"] == "extra_forbidden":
+                raise bad_request(f"unknown field `{path}`", param=path, code="unknown_parameter") from None
+            raise bad_request(f"`{path}`: {first['msg']}", param=path) from None
+
+
+def field_path(loc: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "role")`` -> ``messages[0].role``."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return _clip(path)
+
+
+def _clip(name: str) -> str:
+    name = name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return name if len(name) <= 100 else name[:97] + "..."
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    """Accepts exactly these values (``True`` is not 1 here)."""
+    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+
+
+def _empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = Field(None, description="A last chunk with the token counts.")
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat share."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        "response_format": _is({"type": "text"}),
+        "service_tier": _is("auto", "default"),
+        "skip_special_tokens": _is(True),
+        "include_stop_str_in_output": _is(False),
+        "use_beam_search": _is(False),
+        "length_penalty": lambda value: value == 1 and not isinstance(value, bool),
+        "early_stopping": _is(False),
+        "guided_json": _empty,
+        "guided_regex": _empty,
+        "guided_choice": _empty,
+        "guided_grammar": _empty,
+    }
+
+    model: str | None = Field(None, description="The served model's name; the only one when absent.")
+    stream: bool = Field(False, description="Answer as server-sent events, a chunk a piece of text.")
+    stream_options: StreamOptions | None = None
+
+    n: int = Field(1, description="Choices a prompt.")
+    max_tokens: int | None = Field(None, description="Tokens to generate at most.")
+    min_tokens: int = Field(0, description="No end before this many tokens.")
+    temperature: float = Field(1.0, description="0 is greedy; up to 2.")
+    top_p: float = 1.0
+    top_k: int = Field(0, description="0 or -1: off.")
+    min_p: float = 0.0
+    seed: int | None = Field(None, description="The same seed gives the same answer.")
+    stop: str | list[str] | None = Field(None, description="Up to 16 strings that end the text.")
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict, description="From token id to -100 .. 100.")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters; raises its RequestError for a value out of range."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=[self.stop] if isinstance(self.stop, str) else list(self.stop or []),
+            stop_token_ids=self.stop_token_ids,
+            n=self.n,
+            logprobs=logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
+        )
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise bad_request(f"`logit_bias`: {_clip(text)!r} is not a token id", param="logit_bias")
+    return int(text)
+
+
+class CompletionBody(SamplingBody):
+    """``POST /v1/completions``."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": _is("")}
+
+    prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    best_of: int | None = Field(None, description="Only the value of n: the best of more is not chosen here.")
+    echo: bool = Field(False, description="Put the prompt before the text.")
+    logprobs: int | None = Field(None, description="Log-probabilities of the tokens and of this many likeliest ones.")
+    add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
+
+
+class ChatBody(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        **SamplingBody.NEUTRAL,
+        "audio": _empty,
+        "modalities": _is(["text"]),
+        "tools": _empty,
+        "tool_choice": _is("none", "auto"),
+        "functions": _empty,
+        "function_call": _is("none", "auto"),
+        "prediction": _empty,
+        "moderation": _empty,
+        "reasoning_effort": _is("none"),
+        "store": _is(False),
+        "verbosity": _is("medium"),
+        "web_search_options": lambda value: False,
+        "continue_final_message": _is(False),
+        "add_generation_prompt": _is(True),
+        "chat_template": lambda value: False,
+        "documents": _empty,
+        "echo": _is(False),
+    }
+
+    messages: list[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the template.")
+
+
+class EmbeddingBody(Body):
+    """``POST /v1/embeddings``."""
+
+    input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, description="Only the model's own size.")
+
+
+class ClassifyBody(Body):
+    """``POST /v1/classify``."""
+
+    input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    model: str | None = None
+
+
+class PredictBody(Body):
+    """``POST /v1/predict``."""
+
+    inputs: dict[str, Any] | None = Field(
+        None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
+    )
+    safetensors: str | None = Field(None, description="The inputs as one base64 safetensors file, instead.")
+    model: str | None = None
+    output_format: Literal["json", "safetensors"] | None = Field(
+        None, description="How the outputs come back; by default as the inputs came."
+    )
+    outputs: list[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def token_lists(value: Any, field: str) -> list[str | list[int]]:
+    """A prompt in any of its four forms, as a list of texts and token-id lists.
+
+    Raises:
+        ApiError: 400 for another form, an empty list, or a negative id.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
+    if not value:
+        raise bad_request(f"`{field}` must not be an empty list", param=field)
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if _ids(value):
+        return [list(value)]
+    for i, item in enumerate(value):
+        path = f"{field}[{i}]"
+        if not isinstance(item, list) or not _ids(item):
+            raise bad_request(
+                f"`{path}` must be a list of token ids, as `{field}` is not a list of strings", param=path
+            )
+        if not item:
+            raise bad_request(f"`{path}` must not be an empty list", param=path)
+    return [list(item) for item in value]
+
+
+def _ids(value: list[Any]) -> bool:
+    return all(type(item) is int and 0 <= item < 2**31 for item in value)

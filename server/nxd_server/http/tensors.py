@@ -1,0 +1,151 @@
+"""Tensors in JSON, both ways, without a silent conversion: what does not fit a dtype is refused, not wrapped."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from typing import Any
+
+import torch
+
+from .errors import bad_request
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> torch.Tensor:
+    """Nested lists (or a number), or ``{"data": ..., "dtype": ..., "shape": ...}`` as a tensor.
+
+    Without a ``dtype`` the graph's own (``default``) is taken, or int64, float32 or bool by what the lists hold.
+
+    Raises:
+        ApiError: 400 naming ``field``: ragged lists, mixed kinds, a number the dtype cannot hold, a wrong shape.
+    """
+    shape: list[int] | None = None
+    dtype = default
+    if isinstance(value, dict):
+        unknown = sorted(set(value) - {"data", "dtype", "shape"})
+        if unknown:
+            raise bad_request(f"unknown field `{field}.{unknown[0][:60]}`", f"{field}.{unknown[0][:60]}")
+        if "data" not in value:
+            raise bad_request(f"`{field}.data` is required", f"{field}.data", "missing_parameter")
+        dtype = _dtype(value["dtype"], field) if value.get("dtype") is not None else default
+        shape = _shape(value["shape"], field) if value.get("shape") is not None else None
+        value = value["data"]
+    flat, own_shape = _flatten(value, field)
+    tensor = _convert(flat, dtype, field)
+    shape = own_shape if shape is None else shape
+    if math.prod(shape) != len(flat):
+        raise bad_request(f"`{field}`: {len(flat)} values do not fill the shape {shape}", field)
+    return tensor.reshape(shape)
+
+
+def _dtype(name: Any, field: str) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise bad_request(f"`{field}.dtype` must be one of {', '.join(DTYPES)}", f"{field}.dtype")
+    return DTYPES[name]
+
+
+def _shape(value: Any, field: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size < 2**40 for size in value):
+        raise bad_request(f"`{field}.shape` must be a list of sizes", f"{field}.shape")
+    return value
+
+
+def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
+    """The numbers in order, and the shape the nesting says."""
+    if not isinstance(value, list):
+        return [value], []
+    shape = [len(value)]
+    level = value
+    while level and isinstance(level[0], list):
+        width = len(level[0])
+        if any(not isinstance(row, list) or len(row) != width for row in level):
+            raise bad_request(f"`{field}` is ragged: rows at depth {len(shape)} differ in length", field)
+        shape.append(width)
+        level = [item for row in level for item in row]
+    return level, shape
+
+
+def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Tensor:
+    kinds = set(map(type, flat))
+    if not kinds <= {int, float, bool} or (bool in kinds and len(kinds) > 1):
+        if list in kinds:
+            raise bad_request(f"`{field}` is ragged: numbers and lists stand side by side", field)
+        raise bad_request(f"`{field}` must hold numbers only, or booleans only", field)
+    if dtype is None:
+        dtype = torch.bool if bool in kinds else torch.float32 if float in kinds or not kinds else torch.int64
+    name = str(dtype).removeprefix("torch.")
+    if (dtype is torch.bool) != (bool in kinds) and kinds:
+        raise bad_request(
+            f"`{field}`: {name} takes {'true and false' if dtype is torch.bool else 'numbers'} only", field
+        )
+    if dtype is torch.bool:
+        return torch.tensor(flat, dtype=dtype)
+    if dtype.is_floating_point:
+        return _floats(flat, dtype, name, field)
+    if float in kinds:
+        raise bad_request(f"`{field}`: {name} takes whole numbers only", field)
+    info = torch.iinfo(dtype)
+    if flat and not (info.min <= min(flat) and max(flat) <= info.max):
+        raise bad_request(f"`{field}`: a value is not in {name}'s range {info.min} .. {info.max}", field)
+    return torch.tensor(flat, dtype=dtype)
+
+
+def _floats(flat: list[Any], dtype: torch.dtype, name: str, field: str) -> torch.Tensor:
+    try:
+        tensor = torch.tensor(flat, dtype=torch.float64).to(dtype)
+    except (OverflowError, RuntimeError, ValueError):
+        raise bad_request(f"`{field}`: a value is beyond {name}'s range", field) from None
+    if not bool(torch.isfinite(tensor).all()):
+        raise bad_request(f"`{field}`: a value is beyond {name}'s range", field)
+    return tensor
+
+
+def tensor_to_json(tensor: torch.Tensor) -> dict[str, Any]:
+    """``{"dtype", "shape", "data"}``; what JSON has no number for stands as "NaN", "Infinity" or "-Infinity"."""
+    data = tensor.tolist()
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        data = _spell(data)
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data}
+
+
+def _spell(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_spell(item) for item in value]
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def tensors_from_safetensors(text: str, field: str) -> dict[str, torch.Tensor]:
+    """The tensors of a base64 safetensors file; 400 naming ``field`` when it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise bad_request(f"`{field}` is not base64", field) from None
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise bad_request(f"`{field}` is not a safetensors file: {error}", field) from None
+
+
+def tensors_to_safetensors(tensors: dict[str, torch.Tensor]) -> str:
+    from safetensors.torch import save
+
+    return base64.b64encode(save({name: tensor.contiguous() for name, tensor in tensors.items()})).decode("ascii")

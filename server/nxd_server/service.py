@@ -1,0 +1,399 @@
+"""What is served: an artifact's ranks, its engine, its tokenizer, and how they are right now.
+
+The service starts in a thread of its own, so that the HTTP half answers ``/livez`` from the first moment; it is ready
+once every graph has run. The graphs run in the ranks' processes, never in this one. A watchdog thread follows the
+engine: it restarts the ranks by itself, and where it cannot within ``recovery_timeout`` the service reports that the
+process should end, because a supervisor above can do what it could not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nxd_infer.errors import ModelConfigError, NxdError
+from nxd_server.config import ServerSettings
+from nxd_server.errors import EngineUnavailableError, RequestError
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.manifest import InputSpec, Manifest
+    from nxd_infer.trace.model import TensorParallelModel
+    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
+    from nxd_server.engine.events import OnEvent
+    from nxd_server.text.chat import ChatTemplate
+    from nxd_server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("nxd_server.service")
+
+WATCH_SECONDS = 0.2
+IDLE_PROBE_SECONDS = 2.0
+SLOW_FACTOR = 10.0
+"""A step may take this many times the slowest one measured, and at least ``call_timeout``."""
+ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
+
+
+class BoundedModel:
+    """The model as the engine sees it: every call is bounded by what calls have taken before.
+
+    A graph's first run reads its weights from disk and may take as long as a start; later ones are stuck long before.
+    """
+
+    def __init__(self, model: TensorParallelModel, call_timeout: float, start_timeout: float):
+        self._model = model
+        self._call_timeout = call_timeout
+        self._start_timeout = start_timeout
+        self._seen: set[str] = set()
+        self._slowest = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def run_bucket(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As :meth:`TensorParallelModel.run_bucket`, with the bound of this moment."""
+        known = name in self._seen
+        limit = max(self._call_timeout, SLOW_FACTOR * self._slowest) if known else self._start_timeout
+        begin = time.monotonic()
+        outputs = self._model.run_bucket(name, inputs, timeout=limit)
+        if known:
+            self._slowest = max(self._slowest, time.monotonic() - begin)
+        self._seen.add(name)
+        return outputs
+
+    def restart(self) -> None:
+        self._seen.clear()
+        self._model.restart()
+
+
+class Service:
+    """One artifact, being served.
+
+    Args:
+        artifact: its directory.
+        settings: the server's settings.
+        on_failure: called once, from another thread, with the reason, when the process should end.
+    """
+
+    def __init__(
+        self,
+        artifact: str | Path,
+        settings: ServerSettings,
+        on_failure: Callable[[str], None] | None = None,
+    ):
+        self.artifact = Path(artifact)
+        self.settings = settings
+        self.created = int(time.time())
+        self.load_seconds: float | None = None
+        self.failure: str | None = None
+        """Why the service can never be ready again."""
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._closing = False
+        self._draining = False
+        self._stage = "loading the artifact"
+        self._manifest: Manifest | None = None
+        self._model: TensorParallelModel | None = None
+        self._engine: Engine | None = None
+        self._oneshot: OneShotEngine | None = None
+        self._encoder: TextEncoder | None = None
+        self._tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            if self._closing:
+                return
+            if isinstance(error, NxdError):
+                logger.error("the artifact cannot be served: %s", error)
+            else:
+                logger.exception("the artifact cannot be served")
+            self._fail(str(error) or type(error).__name__)
+            return
+        self._watch()
+
+    def _load(self) -> None:
+        begin = time.monotonic()
+        model = self._open()
+        if self._closing:
+            return
+        self._start_engine(model)
+        self.load_seconds = time.monotonic() - begin
+        if not self._closing:
+            logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
+
+    def _open(self) -> Any:
+        """Read the artifact and start its ranks; the model as the engine shall see it."""
+        from nxd_infer.trace.artifact import load_artifact
+        from nxd_infer.trace.model import TensorParallelModel
+
+        settings = self.settings
+        logger.info("loading %s", self.artifact)
+        artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest)
+        self._manifest = artifact.manifest
+        self._read_text(self.task)
+        self._stage = f"starting {artifact.manifest.tp_degree} ranks"
+        logger.info("starting %d ranks", artifact.manifest.tp_degree)
+        # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
+        # routes by its user's kernel is not called through it.
+        kernel = "bucket-kernel" in artifact.manifest.requires
+        model = TensorParallelModel(
+            artifact,
+            call_timeout=settings.call_timeout if kernel else settings.start_timeout,
+            start_timeout=settings.start_timeout,
+            in_process=False,
+            threads_per_rank=settings.threads_per_rank,
+        )
+        with self._lock:
+            self._model = model
+            if self._closing:
+                return model
+        model.start()
+        return BoundedModel(model, settings.call_timeout, settings.start_timeout)
+
+    def _read_text(self, task: str) -> None:
+        """The tokenizer and the chat template that lie beside the graphs."""
+        if task not in ROUTES:
+            return
+        from nxd_server.text.chat import ChatTemplate
+        from nxd_server.text.tokenizer import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_dir(self.artifact)
+        except ModelConfigError as error:
+            logger.warning("no text routes, token ids only: %s", error)
+        if task == "generate" and self._tokenizer is not None:
+            self.chat_template = ChatTemplate.from_dir(self.artifact)
+
+    def _start_engine(self, model: Any) -> None:
+        settings = self.settings
+        options: dict[str, Any] = {
+            "max_queued_requests": settings.max_queued_requests,
+            "restart_limit": settings.max_restarts,
+            "idle_probe": IDLE_PROBE_SECONDS,
+        }
+        if self.task == "generate":
+            from nxd_server.engine import Engine
+
+            engine = self._engine = Engine(model, self._tokenizer, **options)
+        else:
+            from nxd_server.engine import OneShotEngine, TextEncoder
+
+            engine = self._oneshot = OneShotEngine(model, **options)
+            if self._tokenizer is not None:
+                self._encoder = TextEncoder(self._oneshot, self._tokenizer)
+        engine.start(on_progress=self._progress)
+
+    def _progress(self, done: int, total: int, bucket: str) -> None:
+        self._stage = f"warming up: graph {min(done + 1, total)} of {total} ({bucket})"
+        logger.info("warmed up %d of %d graphs%s", done, total, "" if done == total else f", next {bucket}")
+
+    def _watch(self) -> None:
+        """Give the engine its time to recover, and no more."""
+        recovering: float | None = None
+        while not self._closing:
+            worker = self._worker
+            if worker is None:
+                return
+            if worker.wait_failed(WATCH_SECONDS):
+                error = worker.health().error
+                self._fail(f"the ranks failed and could not be started again: {error}")
+                return
+            if worker.state != "recovering":
+                recovering = None
+                continue
+            recovering = recovering or time.monotonic()
+            if time.monotonic() - recovering > self.settings.recovery_timeout:
+                self._fail(f"the ranks were not ready again within {self.settings.recovery_timeout:g} s")
+                return
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        logger.critical("giving up: %s", reason)
+        if self._on_failure is not None and not self._closing:
+            self._on_failure(reason)
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._draining = True
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the others; False when ``timeout`` seconds were not enough."""
+        self._draining = True
+        worker = self._worker
+        return True if worker is None else worker.drain(timeout)
+
+    def close(self) -> None:
+        """End everything; what still runs fails. The ranks are gone when this returns."""
+        with self._lock:
+            self._closing = True
+        worker, model = self._worker, self._model
+        if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
+            model.close()  # first: the engine's thread may be inside a start that only this ends
+        if worker is not None:
+            worker.close(5.0)
+        if model is not None:
+            model.close()
+
+    # --- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> Engine | OneShotEngine | None:
+        return self._engine or self._oneshot
+
+    @property
+    def manifest(self) -> Manifest:
+        """The artifact's manifest; raises EngineUnavailableError before it is read."""
+        if self._manifest is None:
+            raise self._unavailable()
+        return self._manifest
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._manifest.metadata if self._manifest is not None else {}
+
+    @property
+    def task(self) -> str:
+        """``generate``, ``embed``, ``classify``, or empty for any other traced model."""
+        return str(self.metadata.get("task") or "")
+
+    @property
+    def main_route(self) -> str:
+        return ROUTES.get(self.task, "/v1/predict")
+
+    @property
+    def model_name(self) -> str:
+        """The name requests may give as ``model``."""
+        name = self.settings.served_model_name or self.metadata.get("model_name")
+        return str(name or self.artifact.resolve().name)
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt and completion together; 0 where there is no such limit."""
+        return int(self.metadata.get("max_len") or 0)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many likeliest tokens the graphs give."""
+        return int(self.metadata.get("top_logprobs") or 0)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the artifact has none."""
+        if self._tokenizer is None:
+            raise RequestError("", f"{self.model_name!r} has no tokenizer: this route needs one")
+        return self._tokenizer
+
+    def require_encoder(self) -> TextEncoder:
+        """Texts to vectors; RequestError when the artifact has no tokenizer."""
+        if self._encoder is None:
+            raise RequestError("", f"{self.model_name!r} has no tokenizer: use /v1/predict with token ids")
+        return self._encoder
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        """Inputs by name, as the first bucket that has them declares them."""
+        specs: dict[str, InputSpec] = {}
+        for bucket in self.manifest.buckets:
+            for spec in bucket.inputs:
+                specs.setdefault(spec.name, spec)
+        return specs
+
+    def bucket_shapes(self) -> list[tuple[str, int, int]]:
+        """Name, batch and length of every bucket; 1 where a first input has no such dimension."""
+        shapes = []
+        for bucket in self._manifest.buckets if self._manifest is not None else []:
+            shape = bucket.inputs[0].shape if bucket.inputs else []
+            shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
+        return shapes
+
+    # --- how it is ------------------------------------------------------------------------------------
+
+    def readiness(self) -> tuple[bool, str, str]:
+        """Whether a request sent now would be served; the state in a word; the reason when not."""
+        if self.failure is not None:
+            return False, "failed", self.failure
+        if self._draining:
+            return False, "draining", "the server is shutting down"
+        health = self.health()
+        if health is None or health.state == "starting":
+            return False, "starting", self._stage
+        if not health.ready:
+            return False, health.state if health.state != "ready" else "stalled", health.reason
+        for rank in health.ranks:
+            if rank.get("state", "running") != "running" or not rank.get("alive", True):
+                state = rank.get("state", "ended")
+                return False, "stalled", f"rank {rank.get('rank')} is {state}"
+        return True, "ready", ""
+
+    @property
+    def ready(self) -> bool:
+        return self.readiness()[0]
+
+    @property
+    def restarts(self) -> int:
+        stats = self.stats()
+        return stats.restarts if stats is not None else 0
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counters, or None before it exists."""
+        worker = self._worker
+        return worker.stats() if worker is not None else None
+
+    def health(self) -> EngineHealth | None:
+        worker = self._worker
+        return worker.health() if worker is not None else None
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Every rank's health, also while the engine is still being built."""
+        if (health := self.health()) is not None:
+            return health.ranks
+        model = self._model
+        return [dataclasses.asdict(rank) for rank in model.health()] if model is not None else []
+
+    def _unavailable(self) -> EngineUnavailableError:
+        _, state, reason = self.readiness()
+        retry = None if state in ("failed", "draining") else 5.0
+        return EngineUnavailableError(f"the server takes no requests now: {reason or state}", state, retry)
+
+    def require_loaded(self) -> None:
+        """EngineUnavailableError until the artifact has been read."""
+        if self._manifest is None:
+            raise self._unavailable()
+
+    def require_ready(self) -> None:
+        """EngineUnavailableError unless a request may be queued. (A stalled step is the engine's to end.)"""
+        worker = self._worker
+        if self.failure is not None or self._draining or worker is None or worker.state != "ready":
+            raise self._unavailable()
+
+    # --- work -----------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, on_event: OnEvent, *, timeout: float, request_id: str
+    ) -> Ticket:
+        """Queue a prompt; the errors of :meth:`Engine.submit`."""
+        self.require_ready()
+        if self._engine is None:
+            raise RequestError("", f"{self.model_name!r} was not traced for generation")
+        return self._engine.submit(list(prompt), params, on_event, timeout=timeout, request_id=request_id)
+
+    def submit_tensors(self, inputs: Mapping[str, torch.Tensor], *, timeout: float) -> Future[dict[str, torch.Tensor]]:
+        """Queue a one-shot call; the errors of :meth:`OneShotEngine.submit`."""
+        self.require_ready()
+        if self._oneshot is None:
+            raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
+        return self._oneshot.submit(dict(inputs), timeout=timeout)

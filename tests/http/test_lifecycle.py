@@ -1,0 +1,230 @@
+"""From the first answer to the exit status: starting, draining, failing, and ports in use."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from http_servers import events_of, http_request, is_error, raw, toy_server, wait_for
+
+from nxd_server.http.logs import TextFormatter
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+SLOW = {"delay": 0.05, "max_len": 400}
+
+
+def test_it_lives_at_once_and_is_ready_when_warm():
+    with toy_server(wait=False, arguments=("--start-delay", "2.5")) as server:
+        assert server.get("/livez").status_code == 200
+        for path in ("/readyz", "/ping", "/health"):
+            response = server.get(path)
+            error = is_error(response, 503, code="starting")
+            assert response.json()["status"] == "starting" and "loading" in error["message"]
+            assert response.headers["retry-after"]
+        for path in (COMPLETIONS, "/v1/embeddings", "/invocations"):
+            is_error(server.post(path, {"prompt": "a"}), 503, code="starting")
+        for path in ("/v1/models", "/v1/buckets"):
+            is_error(server.get(path), 503)
+        is_error(server.post("/tokenize", {"prompt": "a"}), 503)
+        assert server.metric("nxd_ready") == 0
+        server.wait_ready()
+        assert server.metric("nxd_ready") == 1
+        assert server.get("/health").json()["status"] == "ready"
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert "warmed up 5 of 5 graphs" in server.log
+        assert all(bucket["executions"] <= 2 for bucket in server.get("/v1/buckets").json()["data"])
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer):
+    from toy_model import naive_generate
+
+    text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=60, ignore_eos=True))
+    with toy_server(toy=SLOW) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        whole = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(3)]
+        streams = [pool.submit(server.post, COMPLETIONS, {**LONG, "stream": True}) for _ in range(3)]  # two wait
+        wait_for(lambda: server.metric("nxd_num_requests_waiting") == 2, 5)
+        server.process.send_signal(number)
+        wait_for(lambda: server.get("/readyz").status_code == 503, 2)
+        assert server.get("/livez").status_code == 200
+        is_error(server.get("/readyz"), 503, code="draining")
+        is_error(server.post(COMPLETIONS, LONG), 503, code="draining")
+        assert server.wait(30) == 0
+        assert [future.result().json()["choices"][0]["text"] for future in whole] == [text] * 3
+        for future in streams:
+            events = events_of(future.result().text)
+            assert events[-1] == "[DONE]"
+            assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
+        assert "Traceback" not in server.log
+
+
+def test_what_does_not_finish_in_time_is_cut_and_says_so():
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    with toy_server(toy={"delay": 0.1, "max_len": 400}, drain_timeout=0.7) as server, pool:
+        whole = pool.submit(server.post, COMPLETIONS, {**LONG, "max_tokens": 390})
+        stream = pool.submit(server.post, COMPLETIONS, {**LONG, "max_tokens": 390, "stream": True})
+        wait_for(lambda: server.metric("nxd_num_requests_running") == 2, 5)
+        begin = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begin < 6
+        is_error(whole.result(), 503)
+        text = stream.result().text
+        assert "[DONE]" not in text and '"finish_reason":"' not in text
+        assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_a_second_signal_ends_at_once_with_status_1():
+    body = json.dumps({**LONG, "max_tokens": 390, "stream": True}).encode()
+    slow = {"delay": 0.1, "max_len": 400}
+    with toy_server(toy=slow, drain_timeout=60) as server, raw(server, http_request(COMPLETIONS, body)):
+        wait_for(lambda: server.metric("nxd_num_requests_running") == 1, 5)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        begin = time.monotonic()
+        assert server.stop() == 1
+        assert time.monotonic() - begin < 6
+
+
+def test_a_signal_while_starting_exits_0_soon():
+    with toy_server(wait=False, arguments=("--start-delay", "60")) as server:
+        begin = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begin < 5
+
+
+def test_idle_connections_do_not_hold_up_the_end():
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+    with toy_server() as server, raw(server), raw(server, half), httpx.Client() as client:
+        client.get(server.url + "/livez")
+        begin = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begin < 4
+        assert "Traceback" not in server.log
+
+
+def test_load_while_stopping_gets_answers_or_503_but_never_half_a_whole(tokenizer):
+    from toy_model import naive_generate
+
+    text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=10, ignore_eos=True))
+    outcomes: list[str] = []
+    with toy_server(toy={"delay": 0.01}) as server:
+
+        def load():
+            while server.process.poll() is None:
+                try:
+                    response = server.post(COMPLETIONS, {**LONG, "max_tokens": 10})
+                except httpx.TransportError:
+                    return  # the socket is closed: the end
+                if response.status_code == 200:
+                    assert response.json()["choices"][0]["text"] == text
+                    outcomes.append("answer")
+                else:
+                    is_error(response, 503)
+                    outcomes.append("refused")
+                    time.sleep(0.01)
+
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: outcomes.count("answer") > 16, 20)
+        assert server.stop() == 0
+        for thread in threads:
+            thread.join(10)
+        assert "Traceback" not in server.log
+
+
+def test_a_port_in_use_is_told_and_status_1(artifact):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "nxd_server", str(artifact), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr and "in use" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """A directory that looks like an artifact from afar."""
+    (tmp_path / "manifest.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--port", "70000"), "port"),
+        (("--host", "no.such.host.invalid", "--port", "0"), "no.such.host.invalid"),
+        (("--host", "203.0.113.7", "--port", "0"), "203.0.113.7"),
+        (("--log-format", "xml"), "log_format"),
+        (("--api-keys-file", "/nonexistent/keys"), "api_keys_file"),
+        (("--config", "/nonexistent.json"), "nonexistent.json"),
+        (("--port", "0"), "giving up"),  # the manifest is empty
+    ],
+)
+def test_what_cannot_be_served_is_told_and_status_1(artifact, capfd, arguments, words):
+    from nxd_server.__main__ import main
+
+    assert main([str(artifact), *arguments]) == 1
+    told = capfd.readouterr().err
+    assert words in told and "Traceback" not in told
+
+
+def test_what_is_no_artifact_is_told_and_status_1(tmp_path, capfd):
+    from nxd_server.__main__ import main
+
+    assert main([str(tmp_path), "--port", "0"]) == 1
+    assert "manifest.json" in capfd.readouterr().err
+
+
+def test_ranks_that_keep_failing_end_the_server_with_status_1(tmp_path):
+    file = tmp_path / "fail"
+    with toy_server(arguments=("--fail-file", str(file)), max_restarts=1) as server:
+        file.write_text("always")
+        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        assert server.wait(20) == 1
+        assert "giving up" in server.log
+
+
+def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
+    file = tmp_path / "fail"
+    with toy_server(arguments=("--fail-file", str(file)), recovery_timeout=1.0) as server:
+        file.write_text("once")
+        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        server.wait_ready(10)
+        file.write_text("once, then hang")  # the warm-up after the restart does not return
+        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        is_error(server.get("/readyz"), 503, code="recovering")
+        begin = time.monotonic()
+        assert server.wait(20) == 1
+        assert time.monotonic() - begin < 15
+        assert "not ready again within 1 s" in server.log
+
+
+def test_logs_as_json_are_one_object_a_line():
+    with toy_server(log_format="json") as server:
+        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "abc"})
+        server.get("/nope%0Aforged line")
+        assert server.stop() == 0
+    records = [json.loads(line) for line in server.lines]
+    access = [record for record in records if record["logger"] == "nxd_server.access"]
+    assert {record["status"] for record in access} >= {200, 404}
+    (mine,) = [record for record in access if record["request_id"] == "abc"]
+    assert mine["path"] == COMPLETIONS and mine["method"] == "POST" and mine["seconds"] > 0 and mine["bytes"] > 0
+
+
+def test_a_line_of_text_logs_cannot_be_forged():
+    record = logging.LogRecord("nxd_server.access", logging.INFO, "", 0, "GET %s", ("/a\n12:00 INFO \x1b[31m\r",), None)
+    assert TextFormatter().format(record).count("\n") == 0
+    assert "\x1b" not in TextFormatter().format(record)

@@ -1,0 +1,106 @@
+"""The real server over the deterministic toy model: ``python toy_server.py --port 0 [--toy '{"slots": 4}']``.
+
+Only the artifact is missing: settings, sockets, routes, engine, signals and exit status are the ones users get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+
+from toy_model import EOS, VOCAB, ToyModel
+
+from nxd_infer.errors import RankDiedError
+from nxd_server.config import ServerSettings
+from nxd_server.http import logs
+from nxd_server.run import serve_service
+from nxd_server.service import Service
+from nxd_server.text.chat import ChatTemplate
+from nxd_server.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    "{% if shout %}LOUD;{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def toy_tokenizer() -> Tokenizer:
+    """Bytes as tokens: ASCII letters, some punctuation, and the bytes of a few longer characters."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Raw
+
+    specials = {0: "<begin>", 1: "<pad>", EOS[0]: "<end>", EOS[1]: "<end2>"}
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789:;.,!?'" + "Ġ" + "Ċ"
+    high = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(char)[0][0] for char in "éü中😀"]
+    pieces = list(dict.fromkeys(letters + "".join(high)))
+    vocab: dict[str, int] = {text: token for token, text in specials.items()}
+    free = iter(token for token in range(VOCAB) if token not in specials)
+    for piece in pieces:
+        vocab[piece] = next(free)
+    for token in free:
+        vocab[f"~{token}~"] = token
+    raw = Raw(models.BPE(vocab, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials.values()])
+    return Tokenizer(raw, {"bos_token": "<begin>", "eos_token": "<end>"})
+
+
+class ToyService(Service):
+    """A service whose ranks are a :class:`ToyModel` in this process."""
+
+    def __init__(self, settings: ServerSettings, on_failure, toy: dict, start_delay: float, fail_file: str | None):
+        super().__init__("toy", settings, on_failure)
+        self._toy = ToyModel(**toy)
+        self._start_delay = start_delay
+        if fail_file:
+            self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
+
+    def _maybe_fail(self, file: Path) -> None:
+        if not file.exists():
+            return
+        what = file.read_text().strip()
+        if what == "once":
+            file.unlink()
+        if what == "once, then hang":
+            file.write_text("hang")
+        if what == "value":
+            raise ValueError("this step alone")
+        while what == "hang" and file.exists():
+            time.sleep(0.02)
+        raise RankDiedError("rank 0 ended with signal 9", 0)
+
+    def _open(self):
+        self._stage = "loading the toy"
+        threading.Event().wait(self._start_delay)
+        self._manifest = self._toy.manifest
+        self._tokenizer = toy_tokenizer()
+        self.chat_template = ChatTemplate(TEMPLATE)
+        return self._toy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", default="{}")
+    parser.add_argument("--toy", default="{}")
+    parser.add_argument("--start-delay", type=float, default=0.0)
+    parser.add_argument("--fail-file")
+    options = parser.parse_args()
+    settings = ServerSettings.resolve(None, **json.loads(options.settings))
+    logs.configure(settings.log_format, settings.log_level)
+    return serve_service(
+        settings,
+        lambda on_failure: ToyService(
+            settings, on_failure, json.loads(options.toy), options.start_delay, options.fail_file
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
