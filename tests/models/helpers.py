@@ -1,0 +1,55 @@
+"""What the model tests share: Hugging Face on the same weights, prompts, comparisons."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+GAP = 1e-5
+"""Where the reference's two best logits are closer than this, either token is right."""
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """max|a - b| / max|b|."""
+    return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def prompts_of(lengths, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@functools.lru_cache(maxsize=4)
+def reference(path: Path, kind: str):
+    """The Hugging Face model of a directory: kind is CausalLM, Model or SequenceClassification."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    name = "AutoModel" if kind == "Model" else f"AutoModelFor{kind}"
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def greedy_reference(path: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Tokens of ``generate`` and, for each, the gap between the two best logits. The end token is banned."""
+    output = reference(path, "CausalLM").generate(
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    gaps = [float(best[0, 0] - best[0, 1]) for best in (logits.topk(2).values for logits in output.logits)]
+    return output.sequences[0, len(prompt) :].tolist(), gaps
+
+
+def assert_greedy(found: list[int], expected: list[int], gaps: list[float]) -> None:
+    """Equal up to the first position where the reference itself is undecided."""
+    for at, (a, b, gap) in enumerate(zip(found, expected, gaps, strict=True)):
+        if gap < GAP:
+            return
+        assert a == b, f"token {at}: {a} instead of {b} (gap {gap:.3g}): {found} / {expected}"
