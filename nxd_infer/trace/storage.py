@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,7 @@ class ArtifactWriter:
             _remove_abandoned(self.target)
             self._path = self.target.parent / f".{self.target.name}.tmp-{secrets.token_hex(6)}"
             try:
-                self._path.mkdir(mode=0o755)
+                self._path.mkdir()
                 self._lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BaseException:
@@ -203,7 +204,10 @@ class ArtifactWriter:
             }
             new = hash_files({name: path for name, path in files.items() if name not in self._known})
             manifest.files = {name: new.get(name) or self._known[name] for name in files}
+            mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # as the caller's umask says
             for path in files.values():
+                if stat.S_IMODE(path.stat().st_mode) != mode:
+                    path.chmod(mode)  # safetensors writes files that only their owner can read
                 _fsync(path)
             _write_durably(self.path / MANIFEST_NAME, manifest_bytes(manifest))
             for directory in [*(p for p in self.path.rglob("*") if p.is_dir()), self.path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,17 @@ from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artif
 from nxd_infer.trace.manifest import MANIFEST_NAME
 from nxd_infer.trace.model import parallel_model_save
 from tests.trace import toy
+
+
+@pytest.mark.check
+def test_files_are_readable_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = toy.build(tmp_path / "artifact")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.rglob("*") if file.is_file()} == {0o640}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
 
 
 def leftovers(directory: Path) -> list[str]:

@@ -1,0 +1,69 @@
+"""Artifacts written by earlier versions of this package still load and compute what they did.
+
+``golden/format_1_0`` was written once, by ``toy.build(..., degree=2, buckets=BUCKETS[:1])``, and never again. A change
+that breaks this test breaks every artifact there is: raise the format's major version instead.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.trace.artifact import load_artifact
+from nxd_infer.trace.manifest import MANIFEST_NAME
+from nxd_infer.trace.model import TensorParallelModel
+from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.trace.target import architecture
+from tests.trace import toy
+
+GOLDEN = Path(__file__).parent / "golden" / "format_1_0"
+
+
+@pytest.fixture
+def golden(tmp_path) -> Path:
+    """The stored artifact, told that it was written by the torch and on the machine of today."""
+    path = Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
+    manifest = json.loads((path / MANIFEST_NAME).read_text())
+    assert manifest[CHECKSUM_KEY] == manifest_checksum(manifest)  # the stored one is whole
+    manifest["versions"]["torch"] = torch.__version__
+    manifest["target"]["arch"] = architecture()
+    manifest[CHECKSUM_KEY] = manifest_checksum(manifest)
+    (path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.mark.check
+def test_format_1_0_loads(golden):
+    artifact = load_artifact(golden)
+    assert artifact.manifest.format == "1.0"
+    assert artifact.manifest.tp_degree == 2
+    assert artifact.manifest.backend == "eager"
+    assert [spec.default for spec in artifact.manifest.buckets[0].inputs] == [None, 0.0]
+
+
+def test_format_1_0_computes_what_it_did(golden):
+    with TensorParallelModel(str(golden), call_timeout=20, start_timeout=120) as model:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 3, toy.HIDDEN, generator=generator)
+        out = model(x, torch.tensor([1, 2]))
+        weights = model_weights(golden)
+        assert torch.allclose(out["y"], toy.expected(weights, x, torch.tensor([1, 2])), rtol=1e-5, atol=1e-5)
+        assert out["count"].item() == 1
+        assert out["memory"].tolist() == [2.0, 3.0, 4.0]
+        model.update_weights(toy.logical_weights(9))
+        assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(9), x), rtol=1e-5, atol=1e-5)
+
+
+def model_weights(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    ranks = [load_file(path / f"weights/rank_{rank:02d}.safetensors") for rank in range(2)]
+    return {
+        "up": torch.cat([rank["up"] for rank in ranks], 1),
+        "down": torch.cat([rank["down"] for rank in ranks], 0),
+        "table": ranks[0]["table"],
+    }

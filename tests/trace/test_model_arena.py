@@ -1,0 +1,160 @@
+"""What the caller and its ranks share: where tensors lie, who may write, which cores are used."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxd_infer.errors import RankDiedError
+from nxd_infer.trace import cores
+from nxd_infer.trace.artifact import load_artifact, parallel_model_load
+from nxd_infer.trace.channel import ALIGNMENT, Arena, Channel, ChannelClosed, Kind, Request, arena_layout, create_arena
+from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
+from tests.trace import toy
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]
+shapes = st.lists(st.integers(0, 5), max_size=3)
+
+
+@st.composite
+def manifests(draw):
+    buckets = []
+    for number in range(draw(st.integers(1, 3))):
+        tensors = [
+            torch.zeros(draw(shapes), dtype=draw(st.sampled_from(DTYPES))) for _ in range(draw(st.integers(1, 5)))
+        ]
+        split = draw(st.integers(0, len(tensors)))
+        buckets.append(
+            BucketSpec(
+                name=f"b{number}",
+                inputs=[InputSpec.of(f"i{n}", t) for n, t in enumerate(tensors[:split])],
+                outputs=[OutputSpec.of(f"o{n}", t) for n, t in enumerate(tensors[split:])],
+                graphs=["g"],
+            )
+        )
+    return Manifest(backend="eager", tp_degree=draw(st.integers(1, 70)), buckets=buckets, graphs={})
+
+
+@pytest.mark.check
+@settings(max_examples=60, deadline=None)
+@given(manifests())
+def test_tensors_keep_apart_and_arrive(manifest):
+    """Everything written on one side is read on the other; nothing overlaps, counters included."""
+    layout = arena_layout(manifest)
+    fd = create_arena(layout)
+    try:
+        ours = Arena(fd, manifest, writable_inputs=True)
+        theirs = Arena(fd, manifest, writable_inputs=False)
+        for rank in range(manifest.tp_degree):
+            ours.begin(rank, rank + 1)
+            ours.finish(rank)
+        for index, bucket in enumerate(manifest.buckets):
+            pairs = [*zip(ours.inputs[index], theirs.inputs[index], strict=True)]
+            pairs += [*zip(ours.outputs[index], theirs.outputs[index], strict=True)]
+            assert len(pairs) == len(bucket.inputs) + len(bucket.outputs)
+            for number, (mine, _) in enumerate(pairs):
+                mine.fill_(number % 2 if mine.dtype == torch.bool else number + 1)
+                if mine.numel():
+                    assert mine.data_ptr() % ALIGNMENT == 0
+            for number, (mine, other) in enumerate(pairs):
+                assert (other == (number % 2 if mine.dtype == torch.bool else number + 1)).all()
+        assert [theirs.progress(rank) for rank in range(manifest.tp_degree)] == [
+            (1, 1, rank + 1) for rank in range(manifest.tp_degree)
+        ]
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.check
+def test_the_arena_cannot_be_resized(tmp_path):
+    manifest = load_artifact(toy.build(tmp_path / "artifact")).manifest
+    fd = create_arena(arena_layout(manifest))
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, monkeypatch):
+    """All ranks read one copy of the inputs. Tracing refuses such graphs; a rank that runs one faults."""
+    plain = toy._graph
+
+    def writes(degree, bucket):
+        step = plain(degree, bucket)
+
+        def changed(count, memory, x, *rest):
+            x.add_(1)
+            return step(count, memory, x, *rest)
+
+        return changed
+
+    monkeypatch.setattr(toy, "_graph", writes)
+    model = parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=10, start_timeout=120)
+    with pytest.raises(RankDiedError, match="was ended by SIGSEGV"):
+        model(torch.zeros(1, 1, toy.HIDDEN))
+    model.close()
+
+
+@pytest.mark.check
+def test_records_and_descriptors_cross_the_channel():
+    ours, theirs = Channel.pair()
+    read, write = os.pipe()
+    ours.send_request(Request(Kind.STEP, 65535, 2**63), (read,))
+    os.close(read)
+    message = theirs.receive_request()
+    assert message is not None
+    request, fds = message
+    assert request == Request(Kind.STEP, 65535, 2**63)
+    os.write(write, b"x")
+    assert os.read(fds[0], 1) == b"x"
+    for text, expected in (("", ""), ("boom", "boom"), ("ä" * 100_000, None), ("\udcff", "?")):
+        theirs.send_response(request, 123, text)
+        answer = ours.receive_response()
+        assert not answer.ok
+        assert (answer.kind, answer.sequence, answer.nanoseconds) == (Kind.STEP, 2**63, 123)
+        assert expected is None or answer.text == expected
+        assert len(answer.text) <= 50_000
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        ours.receive_response()
+    with pytest.raises(ChannelClosed):
+        ours.send_request(request)
+    os.close(write)
+    os.close(fds[0])
+
+
+@pytest.mark.check
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.setattr(cores, "available_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(cores, "_used", type(cores._used)())
+    first = cores.choose_cores(2, 1)
+    assert sorted(core for group in first for core in group) == [2, 3]  # low cores are left to the caller
+    second = cores.choose_cores(1, 2)
+    assert sorted(second[0]) == [0, 1]  # another model gets what is free
+    cores.release_cores(first)
+    assert sorted(core for group in cores.choose_cores(2, 1) for core in group) == [2, 3]
+    assert cores.choose_cores(3, 2) == [[], [], []]  # more threads than cores: the kernel places them
+    monkeypatch.setenv("NXD_INFER_PIN", "0")
+    assert cores.choose_cores(1, 1) == [[]]
+    assert cores.default_threads(2) == 2
+    assert cores.default_threads(8) == 1
+    assert cores.default_threads(2, 3) == 3
+
+
+def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path):
+    available = sorted(os.sched_getaffinity(0))
+    if len(available) < 2:
+        pytest.skip("needs two cores")
+    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=20, start_timeout=120) as model:
+        pids = [rank.pid for rank in model.health() if rank.pid is not None]
+        used = [os.sched_getaffinity(pid) for pid in pids]
+        assert all(len(group) == 1 for group in used)
+        assert used[0] != used[1]
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        assert model(torch.zeros(1, 1, toy.HIDDEN))["count"].item() == 1
