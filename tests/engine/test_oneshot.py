@@ -34,6 +34,8 @@ def engines():
         made.append(engine)
         engine.start()
         engine.model.calls.clear()
+        for bucket in engine.model.manifest.buckets:  # not measured: tests say what they expect
+            engine.costs.set(bucket.name, 0.001)
         return engine
 
     yield make
