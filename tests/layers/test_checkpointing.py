@@ -297,29 +297,43 @@ def test_degree_and_mixed_saves(tmp_path: Path):
     assert [sorted(value) for value in run_ranks(load, 2, str(tmp_path))] == [["model"], ["model"]]
 
 
+INTERRUPTED = textwrap.dedent(
+    """
+    import os, signal, sys, torch
+    from nxd_infer.parallel_layers.checkpointing import save
+    folder, xser, moment = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+    fsync, replace = os.fsync, os.replace
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+    def before_renaming(fd):
+        fsync(fd)
+        die()
+    def after_renaming(source, target):
+        replace(source, target)
+        if not str(target).endswith("safetensors") or not xser:
+            die()
+    if moment == "before":
+        os.fsync = before_renaming
+    else:
+        os.replace = after_renaming
+    save({"model": {"w": torch.ones(4)}}, folder, save_xser=xser)
+    """
+)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("xser", [False, True])
-def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path, xser: bool):
-    """SIGKILL in the middle of writing the second checkpoint."""
+def test_an_interrupted_save_leaves_a_whole_checkpoint(tmp_path: Path, xser: bool, moment: str):
+    """SIGKILL while the second checkpoint is written: before the rename the old one stays, after it the new one is."""
     save({"model": {"w": torch.zeros(4)}}, tmp_path, save_xser=xser)
-    script = textwrap.dedent(
-        """
-        import os, signal, sys, torch
-        from nxd_infer.parallel_layers import checkpoint_files
-        from nxd_infer.parallel_layers.checkpointing import save
-        written = os.fsync
-        def interrupted(fd):
-            written(fd)
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.fsync = interrupted
-        save({"model": {"w": torch.ones(4)}}, sys.argv[1], save_xser=sys.argv[2] == "True")
-        """
-    )
-    command = [sys.executable, "-c", script, str(tmp_path), str(xser)]
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(xser), moment]
     done = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    leftovers = [p for p in tmp_path.rglob("*") if ".writing-" in p.name]
-    assert leftovers
-    assert not load(tmp_path, load_xser=xser)["model"]["w"].any()
+    assert load(tmp_path, load_xser=xser)["model"]["w"].eq(0.0 if moment == "before" else 1.0).all()
+    if moment == "before":
+        assert [p for p in tmp_path.rglob("*") if ".writing-" in p.name]
     save({"model": {"w": torch.full((4,), 2.0)}}, tmp_path, save_xser=xser)
     assert load(tmp_path, load_xser=xser)["model"]["w"].eq(2).all()
     assert not [p for p in tmp_path.rglob("*") if ".writing-" in p.name]
+    tensors = tmp_path / "tp_rank_00_pp_rank_00.tensors"
+    assert not xser or len(list(tensors.iterdir())) == 1

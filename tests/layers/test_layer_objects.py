@@ -127,6 +127,7 @@ def test_layouts_survive_copies_and_replacements():
         pickle.loads(pickle.dumps(model)),
         copy.deepcopy(model).to(torch.float64),
         copy.deepcopy(model).to("meta").to_empty(device="cpu"),
+        copy.deepcopy(model),
     ]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     copies[-1].load_state_dict(state, assign=True)
