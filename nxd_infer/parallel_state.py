@@ -64,6 +64,8 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 _keys = (f"distributed-{n}" for n in itertools.count())
 
+TRACE_COLLECTIVES = "trace-ranks"
+"""Key of the transport in a rank that parallel_model_trace has started: it is initialised already."""
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for its peers in a collective over torch.distributed."""
 
@@ -104,10 +106,20 @@ def initialize_model_parallel(
     ``mesh_only``: return the groups as lists of ranks and initialise nothing.
 
     Raises ParallelConfigError for degrees that do not divide the world (none is ever clamped), and when called again
-    without ``destroy_model_parallel()``.
+    without ``destroy_model_parallel()``. In a rank of ``parallel_model_trace``, which has done this, asking for the
+    same degrees does nothing.
     """
-    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
     sizes = (tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    given = default_context()
+    if given is not None and given.collectives == TRACE_COLLECTIVES and not mesh_only:
+        degrees = (given.layout.tp, given.layout.pp, given.layout.cp)
+        if sizes != degrees:
+            raise ParallelConfigError(
+                f"this process is a rank of parallel_model_trace with tensor x pipeline x context = {degrees}; "
+                f"func asked for {sizes}: give tp_degree to parallel_model_trace instead"
+            )
+        return None
+    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
     if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
             f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: call "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -27,6 +28,8 @@ WORKER_BYTES = 1 << 30
 class _Worker:
     process: subprocess.Popen[str]
     answers: int
+    log: Path
+    """What the compiler printed."""
     graph: Path | None = None
     started: float = 0.0
     rest: str = ""
@@ -105,20 +108,24 @@ def _start(backend: str, place: Path) -> _Worker:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TMPDIR": str(temporary),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONWARNINGS": "ignore",
     }
+    log = place / f"compile-{secrets.token_hex(4)}.log"
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs,),
-            env=environment,
-            start_new_session=True,
-            text=True,
-        )
+        with open(log, "wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(theirs,),
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
     finally:
         os.close(theirs)
-    return _Worker(process, answers)
+    return _Worker(process, answers, log)
 
 
 def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
@@ -146,12 +153,21 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
             code = worker.process.wait(10)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            raise TraceError(f"the process that compiled {worker.graph and worker.graph.name} ended with {how}{hint}")
+            raise TraceError(
+                f"the process that compiled {worker.graph and worker.graph.name} ended with {how}{hint}\n{_tail(worker.log)}"
+            )
         worker.rest += data
         if worker.rest.endswith("\n"):
             found.append((worker, json.loads(worker.rest)))
             worker.rest = ""
     return found
+
+
+def _tail(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace")[-2000:]
+    except OSError:
+        return ""
 
 
 def _end(worker: _Worker) -> None:

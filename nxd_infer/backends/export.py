@@ -395,7 +395,10 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
             if node.users:
                 name = "constant:" + (spec.target or "").removeprefix(_PREFIX)
                 weights.append((name, node))
-                constants[name] = program.constants[spec.target or ""]
+                value = program.constants[spec.target or ""]
+                if not isinstance(value, Tensor):
+                    raise TraceError(f"the model holds {spec.target!r}, a {type(value).__name__} that cannot be traced")
+                constants[name] = value
         else:
             raise TraceError(f"the model holds {spec.target!r} of a kind that cannot be traced ({spec.kind.name})")
     graph = fx.Graph()

@@ -22,7 +22,7 @@ from nxd_infer.backends.base import Availability, Executable, RankRuntime
 from nxd_infer.backends.executable import CpuExecutable, check_spec
 from nxd_infer.backends.lower import read_graph
 from nxd_infer.backends.target import cpu_target
-from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.trace.manifest import GraphSpec
 from nxd_infer.trace.target import architecture, cpu_features, torch_minor
 
@@ -51,7 +51,7 @@ class InductorBackend:
 
     def probe(self) -> Availability:
         versions = {"torch": torch.__version__}
-        if not hasattr(torch._C, "_aoti") or not hasattr(torch._C._aoti, "AOTIModelPackageLoader"):
+        if _loader_class() is None:
             return Availability(False, f"torch {torch.__version__} has no AOTInductor package loader", versions)
         return Availability(True, "", versions)
 
@@ -131,14 +131,21 @@ class InductorBackend:
         package = Path(graph_dir) / PACKAGE
         if not list((Path(graph_dir) / CODE).glob("*.so")):
             raise ArtifactCorruptError(f"{package} holds no compiled graph; trace again")
+        found = _loader_class()
+        if found is None:
+            raise BackendUnavailableError(self.probe().reason)
         try:
             # One runner: calls are serialised by the rank. Device -1 is the CPU.
-            loader = torch._C._aoti.AOTIModelPackageLoader(str(package), MODEL, True, 1, -1)
+            loader = found(str(package), MODEL, True, 1, -1)
         except RuntimeError as error:
             raise ArtifactCorruptError(f"{package} cannot be loaded: {error}") from error
         if loader.get_constant_fqns():
             raise ArtifactCorruptError(f"{package} holds constants of its own; it was not written by this package")
         return CpuExecutable(graph, states, weights, loader.run)
+
+
+def _loader_class() -> Any:
+    return getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
 
 
 def _parse(compiler_args: Any) -> dict[str, Any]:

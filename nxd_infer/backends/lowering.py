@@ -48,7 +48,8 @@ def inline(node: fx.Node, body: fx.GraphModule, args: Iterable[Any]) -> None:
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise TraceError(f"the result of the nested graph {node.name} is used whole by {user.name}")
-            user.replace_all_uses_with(result[user.args[1]])
+            index: Any = user.args[1]
+            user.replace_all_uses_with(result[index])
             graph.erase_node(user)
     elif result is not None:
         node.replace_all_uses_with(result)
@@ -56,7 +57,7 @@ def inline(node: fx.Node, body: fx.GraphModule, args: Iterable[Any]) -> None:
 
 
 def _move_attribute(node: fx.Node, body: fx.GraphModule, inner: fx.Node) -> fx.Node:
-    owner = node.graph.owning_module
+    owner: Any = node.graph.owning_module
     value: Any = body
     for part in str(inner.target).split("."):
         value = getattr(value, part)
@@ -147,7 +148,8 @@ def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[An
 def _positional(node: fx.Node) -> list[Any]:
     """All arguments of an operator call in the order of its schema, defaults filled in."""
     out = []
-    for i, argument in enumerate(node.target._schema.arguments):
+    target: Any = node.target
+    for i, argument in enumerate(target._schema.arguments):
         if i < len(node.args):
             out.append(node.args[i])
         else:
@@ -178,7 +180,8 @@ def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
-    for i, argument in enumerate(node.target._schema.arguments):
+    target: Any = node.target
+    for i, argument in enumerate(target._schema.arguments):
         if i < len(node.args):
             yield argument, node.args[i]
         elif argument.name in node.kwargs:
@@ -267,7 +270,7 @@ def _call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None,
     return node
 
 
-_IN_PLACE = {
+_IN_PLACE: dict[Any, Any] = {
     aten.index_put.default: aten.index_put_.default,
     aten.index_copy.default: aten.index_copy_.default,
     aten.index_add.default: aten.index_add_.default,

@@ -32,9 +32,9 @@ from nxd_infer import errors
 from nxd_infer.errors import CollectiveError, NotInitializedError, TraceConfigError, TraceError
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 
+Message = list[Any]
 GRACE = 1.0
 """Seconds other ranks have to report after the first failure, so that the cause is shown and not its echo."""
-COLLECTIVES_KEY = "trace-ranks"
 
 
 @dataclass
@@ -99,7 +99,8 @@ def _unimportable(func: Callable[..., Any]) -> str | None:
 @dataclass
 class _Rank:
     process: Any
-    connection: Connection
+    connection: Any
+    """The parent's end of the rank's pipe."""
     rank: int
     place: str = "starting"
 
@@ -181,7 +182,7 @@ def _start(settings: RankSettings, payload: bytes) -> _Rank:
     return _Rank(process, mine, settings.rank)
 
 
-def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[tuple, _Rank]]:
+def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, _Rank]]:
     """What the ranks have to say, waiting for at least one of them. Raises TraceError for a dead or late rank."""
     left = deadline - time.monotonic()
     by_object: dict[Any, _Rank] = {m.connection: m for m in running}
@@ -192,7 +193,7 @@ def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[tuple, _R
     for connection in ready:
         member = by_object[connection]
         try:
-            yield connection.recv(), member  # pyright: ignore[reportAttributeAccessIssue]
+            yield member.connection.recv(), member
         except (EOFError, OSError):
             member.process.join(10)
             raise TraceError(_died(member), rank=member.rank) from None
@@ -210,14 +211,14 @@ def _died(member: _Rank) -> str:
     return f"the process of rank {member.rank} ended with {how} while tracing ({member.place}){hint}"
 
 
-def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, tuple]]:
+def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Message]]:
     """Failures of other ranks that follow closely: the first one heard may be the echo of another."""
-    found: list[tuple[int, tuple]] = []
-    others = {m.connection: m for m in running if m is not first}
+    found: list[tuple[int, Message]] = []
+    others: dict[Any, _Rank] = {m.connection: m for m in running if m is not first}
     end = time.monotonic() + GRACE
     while others and time.monotonic() < end:
         for connection in wait(list(others), timeout=max(0.0, end - time.monotonic())):
-            member = others[connection]  # pyright: ignore[reportArgumentType]
+            member = others[connection]
             try:
                 message = member.connection.recv()
             except (EOFError, OSError):
@@ -229,7 +230,7 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, tuple
     return found
 
 
-def _raise_failure(failures: list[tuple[int, tuple]]) -> None:
+def _raise_failure(failures: list[tuple[int, Message]]) -> None:
     """Raise for the failure that is a cause: one that is not about a collective, of the lowest rank."""
     rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
     cls = _class(kind)
@@ -276,7 +277,7 @@ def _rank_main(connection: Connection, settings: RankSettings) -> None:
         os.setpgid(0, 0)
     try:
         _trace_here(connection, settings)
-        connection.send(("done",))
+        connection.send(["done"])
         connection.close()
     except BaseException as error:
         text = str(error)
@@ -289,7 +290,7 @@ def _rank_main(connection: Connection, settings: RankSettings) -> None:
         remote = io.StringIO()
         traceback.print_exc(file=remote)
         with contextlib.suppress(OSError):
-            connection.send(("error", type(error).__name__, text, remote.getvalue()))
+            connection.send(["error", type(error).__name__, text, remote.getvalue()])
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -327,13 +328,13 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     _connect(settings)
     request: TraceRequest = pickle.loads(payload)
     out = rank_directory(Path(settings.build), settings.rank)
-    connection.send(("place", "func"))
+    connection.send(["place", "func"])
     built = rank_trace.build(request, rank_trace.make_contiguous)
     graphs = rank_trace.trace_buckets(
         request,
         built,
         native_library() if request.native else None,
-        lambda index: connection.send(("bucket", request.buckets[index].name)),
+        lambda index: connection.send(["bucket", request.buckets[index].name]),
     )
     rank_trace.write_graphs(graphs, out)
 
@@ -359,26 +360,28 @@ def _connect(settings: RankSettings) -> None:
 
     from nxd_infer.comm import register_collectives
     from nxd_infer.context import make_context, set_default_context
+    from nxd_infer.parallel_state import TRACE_COLLECTIVES
 
-    context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=COLLECTIVES_KEY)
+    context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
     if settings.together:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import FileStore
 
         from nxd_infer.comm.distributed import DistributedCollectives
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(settings.rendezvous, settings.degree),
+            store=FileStore(settings.rendezvous, settings.degree),
             rank=settings.rank,
             world_size=settings.degree,
             timeout=datetime.timedelta(seconds=settings.timeout),
         )
         world = dist.group.WORLD
         transport = DistributedCollectives(context, {"tp": world} if world is not None else {}, settings.timeout)
-        register_collectives(COLLECTIVES_KEY, transport)
+        register_collectives(TRACE_COLLECTIVES, transport)
     else:
-        register_collectives(COLLECTIVES_KEY, RefusingCollectives())
+        register_collectives(TRACE_COLLECTIVES, RefusingCollectives())
     set_default_context(context)
 
 

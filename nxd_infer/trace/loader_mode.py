@@ -177,7 +177,7 @@ def _weightless() -> Iterator[None]:
             light = getattr(param, "_nxd_weightless", None)
             if light is None:
                 light = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-                light.__dict__.update(param.__dict__)
+                vars(light).update(vars(param))  # pyright: ignore[reportAttributeAccessIssue]
                 param._nxd_weightless = light  # pyright: ignore[reportAttributeAccessIssue]  (keeps ties)
             param = light
         original(self, name, param)
@@ -202,9 +202,8 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
                 with mode:
                     fake = torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 made[id(param)] = nn.Parameter(fake, requires_grad=False)
-                made[id(param)].__dict__.update(
-                    {key: value for key, value in param.__dict__.items() if key != "_nxd_weightless"}
-                )
+                for key, value in vars(param).items():
+                    setattr(made[id(param)], key, value)
             child._parameters[name] = made[id(param)]
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:

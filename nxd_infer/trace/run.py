@@ -76,7 +76,7 @@ def run(settings: _Settings, build: Path, kernel: Path | None, progress: Report)
         if holder is not None:
             shutil.rmtree(holder, ignore_errors=True)
         raise
-    model.trace_report = {
+    vars(model)["trace_report"] = {
         "graphs": len(compiled.directories),
         "compiled": compiled.compiled,
         "cached": compiled.cached,
