@@ -402,8 +402,8 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
         table = tables.setdefault(id(module), weight_layout(module))
         if own in table:
             found[name] = table[own]
-            # Under which other names a checkpoint may hold a tied weight.
-            found.update(
-                {other: entry for other, entry in table.items() if entry.alias_of == own and other not in found}
-            )
+            # Under which other names a checkpoint may hold a tied weight; the graph may know it by any of them.
+            first = table[own].alias_of or own
+            ties = {other: entry for other, entry in table.items() if first in (other, entry.alias_of)}
+            found.update({other: entry for other, entry in ties.items() if other not in found})
     return {name: found[name] for name in sorted(found)}

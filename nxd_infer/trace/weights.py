@@ -62,6 +62,7 @@ class WeightUpdate:
 
     def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True):
         """``strict`` wants every logical tensor of the layout and no other; without it any part of them will do.
+        States of the same names are passed over.
 
         Raises WeightSchemaError listing all that is missing, unexpected, of another shape or of another kind of dtype.
         """
@@ -86,6 +87,7 @@ class WeightUpdate:
         present = set(self.source.keys())
         missing, problems, names = [], [], []
         known = {key for entry in self._layout.values() for key in entry["logical"]}
+        known |= {state.name for state in self.manifest.states}  # a state dict holds them; the ranks keep theirs
         for name in self.entries:
             logical = self._readable(name, present)["logical"]
             absent = [key for key in logical if key not in present]
@@ -112,7 +114,7 @@ class WeightUpdate:
         """The layout to read weight ``name`` by: a tied weight's other name where only that is stored."""
         entry = self.entries[name]
         first = entry.get("alias_of") or name
-        ties = [e for other, e in self._layout.items() if other == first or e.get("alias_of") == first]
+        ties = [e for other, e in self._layout.items() if first in (other, e.get("alias_of"))]
         return next((e for e in [entry, *ties] if set(e["logical"]) <= present), entry)
 
     def tensors(self, rank: int) -> Iterator[tuple[WeightSpec, Tensor]]:
