@@ -1,13 +1,29 @@
-"""What one execution of each graph costs, as measured."""
+"""What one execution of each graph costs, as measured, and which graph to take for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-SMOOTHING = 0.1
+RISE, FALL = 0.05, 0.5
+"""How far one execution moves the estimate: noise only ever adds, so a faster one is believed sooner than a slower."""
 OUTLIER = 4.0
 """A single step counts for at most this many times the estimate: one page fault or one busy core is no trend."""
+RECOVERY = 0.002
+"""How far a graph that did not run moves back to its best: what was slow on a busy machine gets another chance."""
+CLEAR_GAIN = 0.8
+"""A larger graph that does no more useful work must cost less than this share of the smaller one."""
+
+
+class Named(Protocol):
+    """Anything with a graph's name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+G = TypeVar("G", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -24,23 +40,37 @@ class StepCosts:
 
     def __init__(self, graphs: Iterable[Graph]):
         self._seconds = {graph.name: 1e-3 + 1e-5 * graph.batch * graph.length for graph in graphs}
-        self._measured: set[str] = set()
+        self._best: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> float:
         return self._seconds[name]
 
     def set(self, name: str, seconds: float) -> None:
         """Take ``seconds`` as the cost, whatever was known (warm-up does)."""
-        self._seconds[name] = max(seconds, 1e-9)
-        self._measured.add(name)
+        self._seconds[name] = self._best[name] = max(seconds, 1e-9)
 
     def observe(self, name: str, seconds: float) -> None:
         """Let one execution correct the estimate."""
-        if name not in self._measured:
+        if name not in self._best:
             self.set(name, seconds)
             return
         known = self._seconds[name]
-        self._seconds[name] = max(known + SMOOTHING * (min(seconds, OUTLIER * known) - known), 1e-9)
+        weight = FALL if seconds < known else RISE
+        self._seconds[name] = max(known + weight * (min(seconds, OUTLIER * known) - known), 1e-9)
+        self._best[name] = min(self._best[name], self._seconds[name])
+        for other, best in self._best.items():
+            if other != name:
+                self._seconds[other] += RECOVERY * (best - self._seconds[other])
+
+    def cheapest(self, graphs: Sequence[G], useful: Callable[[G], float]) -> G:
+        """Of ``graphs``, smallest first, the one with the most ``useful`` work per second; padding must clearly pay."""
+        chosen, most, rate = graphs[0], 0.0, -1.0
+        for graph in graphs:
+            work = useful(graph)
+            speed = work / self._seconds[graph.name]
+            if rate < 0 or speed > (rate if work > most else rate / CLEAR_GAIN):
+                chosen, most, rate = graph, work, speed
+        return chosen
 
     def as_dict(self) -> dict[str, float]:
         return dict(self._seconds)

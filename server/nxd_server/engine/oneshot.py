@@ -206,8 +206,9 @@ class OneShotEngine(ModelWorker):
         # The smallest length that takes the oldest; among its batch sizes the one with the most rows per second.
         shape = row_shape(min(fitting, key=lambda bucket: (row_elements(bucket), bucket.inputs[0].shape[0])))
         buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
-        room = max(bucket.inputs[0].shape[0] for bucket in buckets)
-        widest = max(buckets, key=lambda bucket: bucket.inputs[0].shape[0])
+        buckets.sort(key=lambda bucket: bucket.inputs[0].shape[0])
+        widest = buckets[-1]
+        room = widest.inputs[0].shape[0]
         group, rows = [], 0
         for job in self._pending:
             same = job.inputs.keys() == head.inputs.keys() and not job.alone
@@ -226,7 +227,7 @@ class OneShotEngine(ModelWorker):
                 left -= job.rows
             return jobs
 
-        best = max(buckets, key=lambda bucket: sum(job.rows for job in taken(bucket)) / self.costs[bucket.name])
+        best = self.costs.cheapest(buckets, lambda bucket: sum(job.rows for job in taken(bucket)))
         return best, taken(best), room
 
     def _run_group(self, bucket: BucketSpec) -> None:

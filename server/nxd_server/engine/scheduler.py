@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.costs import CLEAR_GAIN, Graph, StepCosts
 from nxd_server.engine.sequence import Sequence
 from nxd_server.engine.slots import SlotPool
 
-SPLIT_GAIN = 0.8
-"""Splitting a piece over smaller graphs must cost less than this share of the one that fits: noise is no reason."""
-
 MAX_PIECES = 32
+"""A piece is never split into more than about so many smaller ones."""
 
 S = TypeVar("S", bound=Sequence)
 
@@ -155,11 +153,7 @@ class Scheduler(Generic[S]):
         length = self.piece(head.remaining)
         candidates = [graph for graph in self.graphs if graph.length == length]
         rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
-
-        def useful_per_second(graph: Graph) -> float:
-            return sum(row.length for row in rows[: graph.batch]) / self.costs[graph.name]
-
-        graph = max(candidates, key=useful_per_second)
+        graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))
         return Step("prefill", graph, tuple(rows[: graph.batch]))
 
     def _prefill_row(self, sequence: S, length: int) -> Row[S]:
@@ -168,11 +162,7 @@ class Scheduler(Generic[S]):
 
     def _decode_step(self) -> Step[S]:
         count = len(self._decoding)
-
-        def rows_per_second(graph: Graph) -> float:
-            return min(graph.batch, count) / self.costs[graph.name]
-
-        graph = max(self._decode_graphs, key=rows_per_second)
+        graph = self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
         chosen = list(self._decoding.values())[: graph.batch]
         for sequence in chosen:  # the dictionary is in the order of turns
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
@@ -192,7 +182,7 @@ class Scheduler(Generic[S]):
         if fit == remaining or not smaller:
             return fit
         cost, first = self._cover(remaining, smaller, {})
-        return first if cost < SPLIT_GAIN * self._cost_of(fit) else fit
+        return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
