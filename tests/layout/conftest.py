@@ -1,0 +1,12 @@
+"""Tiny tensors, many of them: a second thread for each operator costs far more than it brings."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
