@@ -153,9 +153,8 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
             code = worker.process.wait(10)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            raise TraceError(
-                f"the process that compiled {worker.graph and worker.graph.name} ended with {how}{hint}\n{_tail(worker.log)}"
-            )
+            name = worker.graph.name if worker.graph else ""
+            raise TraceError(f"the process that compiled {name} ended with {how}{hint}\n{_tail(worker.log)}")
         worker.rest += data
         if worker.rest.endswith("\n"):
             found.append((worker, json.loads(worker.rest)))

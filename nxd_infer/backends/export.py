@@ -268,37 +268,48 @@ def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[
     Yields a dictionary that holds, afterwards, what the module assigned to a buffer or parameter by itself. Assigning
     a new tensor to a plain attribute is an error that names it.
     """
-    slots: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
-    before: dict[tuple[int, str], tuple[dict[str, Any], str, Tensor]] = {}
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    slots: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    names: dict[str, int] = {}
     plain: list[tuple[nn.Module, str, str, Tensor]] = []
-    for path, child in module.named_modules(remove_duplicate=False):
+    for path, child in module.named_modules():
         for table in (child._parameters, child._buffers):
+            saved.append((table, dict(table)))
             for name, value in table.items():
                 if value is not None:
                     qualified = f"{path}.{name}" if path else name
-                    slots.setdefault(id(value), []).append((table, name, qualified))
-                    before[(id(table), name)] = (table, qualified, value)
+                    slots.setdefault(id(value), []).append((child, name, qualified))
+                    names[qualified] = id(value)
         for name, value in vars(child).items():
             if isinstance(value, Tensor):
                 plain.append((child, name, f"{path}.{name}" if path else name, value))
-    own = {qualified: value for _, qualified, value in before.values()}
+    for path, child in module.named_modules(remove_duplicate=False):  # a module may have several names
+        for name in (*child._parameters, *child._buffers):
+            value = child._parameters.get(name, child._buffers.get(name))
+            if value is not None:
+                names.setdefault(f"{path}.{name}" if path else name, id(value))
+    expected: list[tuple[nn.Module, str, str, Tensor]] = []
+    replaced: dict[int, tuple[str, Tensor]] = {names[name]: (name, tensor) for name, tensor in tensors.items()}
+    for key, places in slots.items():
+        for child, name, qualified in places:
+            if key in replaced:
+                # As a buffer: a module refuses a plain tensor under the name of a parameter.
+                child._parameters.pop(name, None)
+                child._buffers[name] = replaced[key][1]
+                expected.append((child, name, *replaced[key]))
+            else:
+                expected.append((child, name, qualified, getattr(child, name)))
     changed: dict[str, Tensor] = {}
-    expected: dict[tuple[int, str], Tensor] = {key: value for key, (_, _, value) in before.items()}
-    owner: dict[tuple[int, str], str] = {}
-    for name, tensor in tensors.items():
-        for table, key, _ in slots[id(own[name])]:
-            table[key] = tensor
-            expected[(id(table), key)] = tensor
-            owner[(id(table), key)] = name
     try:
         yield changed
-        for key, (table, qualified, _) in before.items():
-            now = table.get(key[1])
-            if now is not expected[key] and isinstance(now, Tensor):
-                changed[owner.get(key, qualified)] = now
+        for child, name, qualified, value in expected:
+            now = getattr(child, name, None)
+            if now is not value and isinstance(now, Tensor):
+                changed[qualified] = now
     finally:
-        for key, (table, _, value) in before.items():
-            table[key[1]] = value
+        for table, values in saved:
+            table.clear()
+            table.update(values)
     for child, name, qualified, value in plain:
         if getattr(child, name, None) is not value:
             object.__setattr__(child, name, value)

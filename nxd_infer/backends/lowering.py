@@ -101,8 +101,10 @@ def flatten_nested(module: fx.GraphModule) -> None:
         at = 1 if name == "wrap_with_set_grad_enabled" else 4
         body = getattr(module, str(node.args[at].target))
         args = list(node.args[at + 1 :])
-        flatten_nested(body)
-        if name == "wrap_with_autocast":
+        if name == "wrap_with_set_grad_enabled":
+            flatten_nested(body)
+        else:
+            # Regions inside this one run as they are met, with their own settings.
             device, dtype, enabled, cache = node.args[:4]
 
             def run(

@@ -365,7 +365,7 @@ def _connect(settings: RankSettings) -> None:
     context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
     if settings.together:
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import FileStore
+        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
         from nxd_infer.comm.distributed import DistributedCollectives
 
