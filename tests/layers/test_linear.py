@@ -172,3 +172,9 @@ def all_cases(dtype: torch.dtype) -> list[str]:
 def test_equal_to_plain(tp: int, dtype: torch.dtype):
     for rank, bad in enumerate(run_ranks(all_cases, tp, dtype) if tp > 1 else [all_cases(dtype)]):
         assert not bad, f"rank {rank}: " + "; ".join(bad)
+
+
+def test_equal_to_plain_over_shared_memory():
+    """The same over the transport of rank processes on one host."""
+    for rank, bad in enumerate(run_ranks(all_cases, 2, torch.float32, collectives="shm")):
+        assert not bad, f"rank {rank}: " + "; ".join(bad)
