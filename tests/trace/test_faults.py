@@ -106,7 +106,7 @@ def test_a_rank_stopped_during_a_call(path, victim):
     begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
         model(X)
-    assert TIMEOUT - 0.1 <= time.monotonic() - begin < TIMEOUT + 2
+    assert TIMEOUT - 0.1 <= time.monotonic() - begin < TIMEOUT + 3
     assert caught.value.rank == victim
     assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
     assert_closed(model, pids, f"rank {victim} of 2 did not finish its step within 3 s")
@@ -342,7 +342,6 @@ def test_no_descriptor_or_thread_is_left_behind(path):
     assert threads <= before[1]
 
 
-@pytest.mark.check
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.trace import processes
 

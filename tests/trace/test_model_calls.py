@@ -190,10 +190,9 @@ def test_other_threads_run_while_a_call_waits(artifacts):
             assert not call.done()
             os.kill(pid, signal.SIGCONT)
             assert call.result(20)["count"].item() == 1
-        assert ticks > 50
+        assert ticks > 20
 
 
-@pytest.mark.check
 def test_degree_four(artifacts):
     with parallel_model_load(artifacts[4], call_timeout=30, start_timeout=240) as model:
         x = torch.randn(3, 7, toy.HIDDEN)
