@@ -1,0 +1,57 @@
+"""Tiny real models, traced on the eager backend once a session, and the reference that transformers gives for them."""
+
+from __future__ import annotations
+
+import torch
+from tiny_models import write_tiny
+
+SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
+
+
+def trace_llama(directory, tp):
+    """Write a tiny Llama and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
+    import nxd_infer as nxd
+    from nxd_models import tasks
+
+    model_dir = write_tiny("llama", directory / "llama")
+    plan = tasks.plan(
+        model_dir, "generate", batch_sizes=BATCHES, length_buckets=PROMPT_BUCKETS, max_len=MAX_LEN,
+        dtype=torch.float32, slots=SLOTS,
+    )  # fmt: skip
+    return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp)
+
+
+def trace_encoder(directory, family, task, tp=1):
+    """Write a tiny encoder and its artifact; (model directory, artifact directory)."""
+    import nxd_infer as nxd
+    from nxd_models import tasks
+
+    model_dir = write_tiny(family, directory / family)
+    plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), length_buckets=(8, 32), dtype=torch.float32)
+    return model_dir, _trace(nxd, plan, directory / f"{family}_tp{tp}", tp)
+
+
+def _trace(nxd, plan, target, tp):
+    model = nxd.trace.parallel_model_trace(**plan.trace_arguments(), tp_degree=tp, backend="eager")
+    try:
+        nxd.trace.parallel_model_save(model, target)
+    finally:
+        model.close()
+    return target
+
+
+def reference_generate(model_dir, prompts, max_new_tokens):
+    """Greedy tokens by transformers, one prompt at a time, and the smallest gap between the two best logits."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+            max_new_tokens=min(max_new_tokens, max(1, MAX_LEN - len(prompt))), pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        tops = [logits[0].topk(2).values for logits in out.logits]
+        answers.append((out.sequences[0, len(prompt) :].tolist(), min(float(top[0] - top[1]) for top in tops)))
+    return answers

@@ -1,0 +1,174 @@
+"""A tiny traced Llama behind the engine, at degree 1 and 2: what transformers generates, whatever shares the batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
+
+from nxd_server import LLM, SamplingParams
+from nxd_server.engine import Engine
+from nxd_server.engine.events import FinishEvent, TokenEvent
+from nxd_server.errors import EngineFailedError, PromptTooLongError, RequestError
+
+LENGTHS = sorted({1, 2, *(bucket + more for bucket in PROMPT_BUCKETS for more in (-1, 0, 1)), 33, 48, 60, 63, 64})
+GREEDY = SamplingParams(max_tokens=16, temperature=0)
+
+
+def prompt_of(length, shift=0):
+    return [5 + (7 * place + 3 * length + shift) % 280 for place in range(length)]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("generation")
+    return {tp: trace_llama(directory, tp) for tp in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def reference(traced):
+    pytest.importorskip("transformers")
+    return dict(zip(LENGTHS, reference_generate(traced[1][0], [prompt_of(n) for n in LENGTHS], 16), strict=True))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def llm(request, traced):
+    with LLM(traced[request.param][1]) as llm:
+        yield llm
+
+
+def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm, reference):
+    outputs = llm.generate([prompt_of(length) for length in LENGTHS], GREEDY)
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        expected, gap = reference[length]
+        if gap >= 1e-5:
+            assert output.outputs[0].token_ids == expected, f"prompt of {length}"
+        assert output.usage.prompt_tokens == length
+        assert output.outputs[0].text == llm.tokenizer.decode(expected)
+
+
+def test_a_length_equal_to_a_bucket_runs_in_that_bucket(llm):
+    for bucket in PROMPT_BUCKETS:
+        before = llm.engine.stats().bucket_steps
+        llm.generate(prompt_of(bucket), GREEDY.replace(max_tokens=1))
+        after = llm.engine.stats().bucket_steps
+        changed = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+        assert changed == {f"prefill_s{bucket}": 1}
+
+
+def test_batch_mates_never_change_a_greedy_or_seeded_answer(llm):
+    asked = [
+        (prompt_of(11), GREEDY),
+        (prompt_of(20), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=11)),
+        (prompt_of(5), SamplingParams(max_tokens=16, temperature=1.3, top_k=20, seed=12, frequency_penalty=0.5)),
+    ]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt, params in asked]
+    crowd = [(prompt_of(3 + n, n), SamplingParams(max_tokens=8, temperature=1.0, seed=n)) for n in range(9)]
+    mixed = [pair for three in range(3) for pair in (*crowd[3 * three : 3 * three + 3], asked[three])]
+    outputs = llm.generate([prompt for prompt, _ in mixed], [params for _, params in mixed])
+    assert [outputs[place].outputs[0].token_ids for place in (3, 7, 11)] == alone
+
+
+@pytest.fixture(scope="module")
+def seeded_answers():
+    """What each degree answered to the same seed."""
+    return []
+
+
+def test_the_same_seed_gives_the_same_tokens_at_every_degree(llm, seeded_answers):
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=2**40 + 3, n=2)
+    first, second = llm.generate(prompt_of(9), params)[0].outputs
+    assert first.token_ids != second.token_ids
+    seeded_answers.append((first.token_ids, second.token_ids))
+    assert seeded_answers[0] == seeded_answers[-1]
+
+
+def test_penalties_count_the_answer_and_not_the_pieces_of_the_prompt(llm):
+    """A strong presence penalty forbids repeating; a prompt in three pieces must not count as an answer."""
+    prompt = prompt_of(40)
+    plain = llm.generate(prompt, GREEDY.replace(ignore_eos=True))[0].outputs[0].token_ids
+    once = llm.generate(prompt, GREEDY.replace(ignore_eos=True, logit_bias={plain[0]: 50}))[0].outputs[0].token_ids
+    assert once == [plain[0]] * 16
+    params = GREEDY.replace(ignore_eos=True, logit_bias={plain[0]: 3}, frequency_penalty=2, max_tokens=16)
+    penalised = llm.generate(prompt, params)[0].outputs[0].token_ids
+    assert penalised[0] == plain[0] and penalised != once
+
+
+def test_min_tokens_masks_and_logprobs_come_from_the_raw_distribution(llm):
+    eos = llm.engine.eos_token_ids[0]
+    biased = GREEDY.replace(logit_bias={eos: 100}, logprobs=5, min_tokens=4)
+    output = llm.generate(prompt_of(6), biased)[0].outputs[0]
+    assert output.token_ids[-1] == eos and len(output.token_ids) == 5 and eos not in output.token_ids[:4]
+    assert output.finish_reason == "stop" and output.stop is None
+    for entry in output.logprobs:
+        assert len(entry.top) == 5 and entry.top[0][1] >= entry.top[-1][1] and entry.logprob <= entry.top[0][1] + 1e-6
+
+
+def test_text_chat_and_streams(llm):
+    whole = llm.generate("The raise statement", GREEDY)[0]
+    assert whole.prompt == "The raise statement" and whole.prompt_token_ids == llm.tokenizer.encode(whole.prompt)
+    events = list(llm.stream("The raise statement", GREEDY))
+    assert "".join(event.text for event in events) == whole.outputs[0].text
+    assert all(isinstance(event, TokenEvent) for event in events[:-1]) and isinstance(events[-1], FinishEvent)
+    conversation = [{"role": "user", "content": "Why?"}]
+    (answer,) = llm.chat(conversation, GREEDY)
+    rendered = llm.chat_template.render(conversation)
+    assert answer.prompt_token_ids == llm.tokenizer.encode(rendered, add_special_tokens=False)
+    assert [one.outputs[0].token_ids for one in llm.chat([conversation] * 2, GREEDY, progress=True)] == [
+        answer.outputs[0].token_ids
+    ] * 2
+    for event in llm.stream(prompt_of(3), GREEDY.replace(max_tokens=60, ignore_eos=True)):
+        if event.index == 0:
+            break  # leaving cancels
+    end = time.monotonic() + 10
+    while llm.engine.stats().running and time.monotonic() < end:
+        time.sleep(0.01)
+    assert llm.engine.stats().running == 0
+
+
+def test_wrong_prompts_are_refused_and_the_engine_goes_on(llm):
+    with pytest.raises(PromptTooLongError, match=f"{MAX_LEN + 1}.*{MAX_LEN}"):
+        llm.generate([prompt_of(MAX_LEN + 1)], GREEDY)
+    for prompts in ([[1], []], [[10**6]], "\ud800"):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match="2 sets of parameters"):
+        llm.generate([[1]], [GREEDY, GREEDY])
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate([7, 8], GREEDY)[0].outputs[0].finish_reason in ("stop", "length")
+
+
+def test_a_killed_rank_fails_what_runs_and_the_next_answer_is_right_again(traced, reference):
+    from nxd_infer.trace import parallel_model_load
+
+    with parallel_model_load(traced[2][1]) as model, Engine(model, idle_probe=None) as engine:
+        ends, tokens, started = [], [], threading.Event()
+
+        def listen(event):
+            if isinstance(event, TokenEvent):
+                started.set()
+            else:
+                ends.append(event)
+
+        endless = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        tickets = [engine.submit([9], endless, listen) for _ in range(12)]
+        assert started.wait(30)
+        os.kill(model.health()[1].pid, signal.SIGKILL)
+        assert all(ticket.wait(30) for ticket in tickets)
+        failed = [end for end in ends if not isinstance(end, FinishEvent)]
+        assert failed and all(isinstance(end.error, EngineFailedError) for end in failed)
+        deadline = time.monotonic() + 60
+        while engine.state != "ready" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        length = 17
+
+        def collect(event):
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+
+        assert engine.submit(prompt_of(length), GREEDY, collect).wait(30)
+        assert tokens == reference[length][0]
