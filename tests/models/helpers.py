@@ -53,3 +53,25 @@ def assert_greedy(found: list[int], expected: list[int], gaps: list[float]) -> N
         if gap < GAP:
             return
         assert a == b, f"token {at}: {a} instead of {b} (gap {gap:.3g}): {found} / {expected}"
+
+
+def traced_run(model, step):
+    """``run`` for ``generate_eager`` over a traced model: each step in the smallest bucket that holds it.
+
+    Rows and positions that are left over are idle: the scratch slot, no tokens.
+    """
+    from nxd_models.generation import step_inputs
+
+    shapes = {bucket.name: tuple(bucket.inputs[0].shape) for bucket in model.manifest.buckets}
+
+    def run(inputs):
+        rows, length = inputs["tokens"].shape
+        fits = [name for name, (b, s) in shapes.items() if b >= rows and s >= length]
+        name = min(fits, key=lambda n: shapes[n][0] * shapes[n][1])
+        full = step_inputs(step.config.vocab_size, *shapes[name], step.slots, step.bias_slots)
+        for key, value in inputs.items():
+            full[key][tuple(slice(size) for size in value.shape)] = value
+        outputs = model.run_bucket(name, full)
+        return {key: value[:rows] for key, value in outputs.items()}
+
+    return run

@@ -1,0 +1,35 @@
+"""Traced encoders: the model's declarations let a call of any size run in the smallest bucket, and change nothing."""
+
+import pytest
+import torch
+
+from nxd_infer.errors import BucketError
+from nxd_infer.trace import parallel_model_trace
+from nxd_models import hf, tasks
+from tests.models.helpers import prompts_of
+from tests.tiny_models import VOCAB_SIZE, write_tiny
+
+
+@pytest.mark.parametrize(
+    ("family", "output", "degree"), [("bert", "embedding", 1), ("roberta_classifier", "logits", 2)]
+)
+def test_traced_encoders_equal_eager_ones(tmp_path, family, output, degree):
+    path = write_tiny(family, tmp_path)
+    plan = tasks.plan(path, batch_sizes=[1, 3], length_buckets=[8, 16], dtype=torch.float32)
+    module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager") as model, torch.no_grad():
+        for rows, length in ((1, 8), (1, 3), (2, 7), (3, 16), (1, 9)):
+            ids = torch.tensor(prompts_of([length] * rows, VOCAB_SIZE, seed=length))
+            mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+            mask[-1, length // 2 + 1 :] = 0
+            expected = module(ids, mask, types)[output]
+            found = model(input_ids=ids, attention_mask=mask, token_type_ids=types)
+            found = found[output] if isinstance(found, dict) else found
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            defaulted = model(input_ids=ids, attention_mask=mask)
+            defaulted = defaulted[output] if isinstance(defaulted, dict) else defaulted
+            torch.testing.assert_close(defaulted, found)
+        with pytest.raises(BucketError, match="b3_s16"):
+            long = torch.ones(1, 17, dtype=torch.int64)
+            model(input_ids=long, attention_mask=long)
