@@ -136,7 +136,7 @@ def test_importing_the_library_loads_nothing_optional():
     """Torch is the only dependency it may need, and that only when a submodule is touched."""
     modules = loaded_by("import nxd_infer; nxd_infer.errors")
     optional = {
-        "fastapi", "uvicorn", "transformers", "tokenizers", "typer", "rich", "pydantic", "safetensors", "torch_xla",
+        "fastapi", "uvicorn", "transformers", "tokenizers", "typer", "rich", "pydantic", "torch_xla",
         "torch_neuronx", "lightning", "prometheus_client", "jinja2", "nxd_server", "nxd_models",
     }  # fmt: skip
     assert modules & (optional | {"torch"}) == set()
