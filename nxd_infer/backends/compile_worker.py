@@ -27,13 +27,13 @@ def restrict_instruction_set(simdlen: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    from nxd_infer.trace.worker import die_with_parent
+    from nxd_infer.comm.process import die_with_parent
 
     die_with_parent(int(arguments[2]))
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
     from nxd_infer.backends import inductor
+    from nxd_infer.backends.machine import cpu_features
     from nxd_infer.backends.target import cpu_target
-    from nxd_infer.trace.target import cpu_features
 
     prepared = False
     for line in sys.stdin:

@@ -39,7 +39,7 @@ class EagerBackend:
         return {}
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        from nxd_infer.trace.target import describe_target
+        from nxd_infer.backends.machine import describe_target
 
         return describe_target()
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from nxd_infer.backends.base import Availability, Executable, RankRuntime
 from nxd_infer.backends.executable import CpuExecutable, check_spec
 from nxd_infer.backends.lower import read_graph
+from nxd_infer.backends.machine import architecture, cpu_features, torch_minor
 from nxd_infer.backends.target import cpu_target
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.trace.manifest import GraphSpec
-from nxd_infer.trace.target import architecture, cpu_features, torch_minor
 
 PACKAGE = "inductor"
 MODEL = "model"

@@ -1,8 +1,10 @@
-"""Is that process still there? Asked when a peer is late, so that an error can say why."""
+"""Is that process still there? Asked when a peer is late, so that an error can say why. And: end with one's parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from pathlib import Path
 from typing import Literal
 
@@ -35,3 +37,14 @@ def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "en
     if fields[0] in "ZX" or (start and int(fields[19]) != start):
         return "ended"
     return "stopped" if fields[0] in "Tt" else "running"
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process by SIGKILL when the *thread* that started it ends; end now if it has.
+
+    ``parent`` is the process id of the starter.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -20,6 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from nxd_infer import backends
+from nxd_infer.backends.machine import architecture, cpu_features, torch_minor
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
@@ -29,7 +30,6 @@ from nxd_infer.errors import (
 )
 from nxd_infer.trace.manifest import FORMAT, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.trace.storage import CHECKSUM_KEY, ArtifactWriter, checked_name, hash_files, manifest_checksum
-from nxd_infer.trace.target import architecture, cpu_features, torch_minor
 
 if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel

@@ -13,12 +13,12 @@ from typing import Any
 from nxd_infer.backends import Backend, compile_cache
 from nxd_infer.backends.compile_pool import compile_graphs
 from nxd_infer.backends.lower import read_graph
+from nxd_infer.backends.machine import versions
 from nxd_infer.errors import TraceError
 from nxd_infer.trace.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
 from nxd_infer.trace.rank_trace import CANONICAL_FILE
 from nxd_infer.trace.request import TracedRank, rank_directory
 from nxd_infer.trace.storage import ArtifactWriter
-from nxd_infer.trace.target import versions
 from nxd_infer.trace.weights import write_safetensors
 
 WEIGHTS_FILE = "weights.safetensors"

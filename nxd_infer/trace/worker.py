@@ -6,7 +6,6 @@ for records: read one, run, write the outputs (rank 0), answer. It never unpickl
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -51,16 +50,9 @@ class WorkerConfig:
         return cls(**json.loads(text))
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the starter ends, and end now if it already has."""
-    pr_set_pdeathsig = 1
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def main(arguments: list[str]) -> int:
+    from nxd_infer.comm.process import die_with_parent
+
     config = WorkerConfig.from_json(arguments[arguments.index("--config") + 1])
     die_with_parent(config.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import nxd_infer.comm  # noqa: F401  (registers torch.ops.nxd)
 from nxd_infer.backends import ir
 from nxd_infer.backends.base import GRAPH_FILE, IR_FILE, GraphFile
+from nxd_infer.backends.machine import describe_target, versions
 from nxd_infer.layout import AxisPlan, ParamLayout
 from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME, ArtifactWriter, weight_name
 from nxd_infer.trace.manifest import (
@@ -28,7 +29,6 @@ from nxd_infer.trace.manifest import (
     WeightSpec,
     weight_schema_hash,
 )
-from nxd_infer.trace.target import describe_target, versions
 from nxd_infer.trace.weights import describe_layout
 
 HIDDEN, INNER, VOCABULARY = 8, 16, 12
