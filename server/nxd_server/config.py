@@ -77,7 +77,7 @@ class ServerSettings(BaseSettings):
     expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
     log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    access_log: bool = Field(True, description="Log every request except the health routes' successes.")
+    access_log: bool = Field(True, description="Log every request but those to the health routes.")
 
     @field_validator("api_keys", mode="before")
     @classmethod

@@ -46,22 +46,25 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
 
 
 async def classify(request: Request, body: ClassifyBody) -> Response:
-    """The likeliest label of each text, and the probabilities of all."""
+    """The likeliest label of each text, and the probabilities of all; the bare scores of a regression model."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/classify", "classify")
     results = await _encode(request, body.input)
     labels = service.require_encoder().labels
+    regression = bool(service.metadata.get("regression"))
     data = []
     for index, result in enumerate(results):
         logits = result.values
-        probabilities = torch.softmax(logits, -1) if logits.numel() > 1 else torch.sigmoid(logits)
+        if regression:
+            data.append({"index": index, "scores": logits.tolist()})
+            continue
         best = int(logits.argmax())
         data.append(
             {
                 "index": index,
                 "label": labels[best] if best < len(labels) else str(best),
-                "probs": probabilities.tolist(),
+                "probs": torch.softmax(logits, -1).tolist(),
                 "num_classes": logits.numel(),
             }
         )

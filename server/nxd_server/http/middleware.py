@@ -94,7 +94,8 @@ class RequestMiddleware:
             seconds = time.monotonic() - begin
             route = _route(scope)
             self._metrics.http(scope["method"], route, status, seconds)
-            if self._access_log and not (scope["path"] in OPEN_PATHS and status < 400):
+            probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # asked every second by somebody
+            if self._access_log and not probe:
                 client = scope.get("client")
                 log_access(
                     scope["method"], scope["path"], status, seconds, request_id, client[0] if client else "-", sent

@@ -1,0 +1,270 @@
+"""A real traced model behind the real server: two rank processes, real answers, and ranks that die or stop."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from http_servers import events_of, is_error, wait_for
+from real_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
+
+COMPLETIONS = "/v1/completions"
+TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama at degree 2: batches of 1 and 8, prompts of 16 and 32, 128 positions."""
+    directory = tmp_path_factory.mktemp("llama")
+    shapes = {"batch_sizes": [1, 8], "length_buckets": [16, 32], "max_len": 128}
+    return directory / "model", trace_tiny("llama", "generate", directory, **shapes)
+
+
+@pytest.fixture(scope="module")
+def texts(llama):
+    return greedy_texts(llama[0], PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def server(llama):
+    with real_server(llama[1]) as server:
+        yield server
+
+
+def body_of(prompt, **more):
+    return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+
+
+def rank_pids(server):
+    return [rank["pid"] for rank in server.get("/health").json()["ranks"]]
+
+
+def command_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_greedy_answers_are_those_of_the_plain_model(server, texts):
+    for prompt in PROMPTS[:6]:
+        assert server.post(COMPLETIONS, body_of(prompt)).json()["choices"][0]["text"] == texts[prompt]
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny-llama", messages=[{"role": "user", "content": "hello"}], max_tokens=4, temperature=0,
+            logprobs=True, top_logprobs=20,
+        )  # fmt: skip
+    assert answer.choices[0].logprobs.content[0].top_logprobs[0].logprob <= 0
+
+
+def test_the_ranks_are_children_that_say_who_they_are(server):
+    pids = rank_pids(server)
+    assert len(pids) == 2
+    for rank, pid in enumerate(pids):
+        assert f"rank {rank}" in command_of(pid)
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent == server.process.pid
+
+
+def test_a_thousand_requests_by_32_threads_each_get_their_own(server, texts):
+    numbers = itertools.count()
+    wrong = []
+
+    def work():
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            while (number := next(numbers)) < 1000:
+                prompt = PROMPTS[number * 7 % len(PROMPTS)]
+                stream = number % 3 == 0
+                response = client.post(COMPLETIONS, json=body_of(prompt, stream=stream))
+                if stream:
+                    events = events_of(response.text)
+                    text = "".join(event["choices"][0]["text"] for event in events[:-1])
+                else:
+                    text = response.json()["choices"][0]["text"]
+                if text != texts[prompt]:
+                    wrong.append((number, prompt, text, texts[prompt]))
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        for future in [pool.submit(work) for _ in range(32)]:
+            future.result()
+    assert not wrong, wrong[:3]
+    assert server.metric("nxd_num_requests_running") == 0 and server.metric("nxd_slots_free") == 8
+
+
+def test_batch_mates_never_change_a_seeded_answer(server):
+    ask = body_of("the with", max_tokens=12, temperature=1.2, seed=11, top_p=0.95)
+    alone = server.post(COMPLETIONS, ask).json()["choices"][0]["text"]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        same = [pool.submit(server.post, COMPLETIONS, ask) for _ in range(4)]
+        other = [pool.submit(server.post, COMPLETIONS, {**ask, "seed": i, "prompt": PROMPTS[i]}) for i in range(8)]
+        assert {future.result().json()["choices"][0]["text"] for future in same} == {alone}
+        assert len({future.result().json()["choices"][0]["text"] for future in other}) == 8
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-45, 1e-38])
+def test_a_subnormal_temperature_harms_nobody(server, texts, value):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        odd = [pool.submit(server.post, COMPLETIONS, body_of(PROMPTS[0], temperature=value, seed=1)) for _ in range(2)]
+        good = [pool.submit(server.post, COMPLETIONS, body_of(prompt)) for prompt in PROMPTS[:2]]
+    assert [future.result().json()["choices"][0]["text"] for future in good] == [texts[p] for p in PROMPTS[:2]]
+    assert odd[0].result().json()["choices"][0]["text"] == texts[PROMPTS[0]]
+
+
+def test_long_prompts_go_in_pieces_up_to_the_maximum(server):
+    for length in (16, 17, 32, 33, 100, 127):
+        answer = server.post(COMPLETIONS, body_of([5] * length, max_tokens=1)).json()
+        assert answer["usage"]["prompt_tokens"] == length, answer
+    is_error(server.post(COMPLETIONS, body_of([5] * 129)), 400, code="context_length_exceeded")
+
+
+class Load:
+    """Clients that ask without a pause, and what they saw."""
+
+    def __init__(self, server, texts, clients=6):
+        self.server, self.texts = server, texts
+        self.answers, self.refused, self.cut, self.wrong = [], [], [], []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(i,)) for i in range(clients)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _work(self, number):
+        for turn in itertools.count(number):
+            if self._stop.is_set():
+                return
+            prompt, stream = PROMPTS[turn * 3 % len(PROMPTS)], turn % 2 == 0
+            try:
+                response = self.server.post(COMPLETIONS, body_of(prompt, stream=stream))
+            except httpx.TransportError:
+                time.sleep(0.05)
+                continue
+            self._note(prompt, stream, response)
+
+    def _note(self, prompt, stream, response):
+        now = time.monotonic()
+        if response.status_code != 200:
+            (self.refused if response.status_code == 503 else self.wrong).append((now, response.status_code))
+            time.sleep(0.02)
+            return
+        if not stream:
+            text = response.json()["choices"][0]["text"]
+        else:
+            events = events_of(response.text)
+            if events[-1] != "[DONE]":
+                assert "error" in events[-1] and '"finish_reason":"' not in response.text
+                self.cut.append(now)
+                return
+            text = "".join(event["choices"][0]["text"] for event in events[:-1])
+        (self.answers if text == self.texts[prompt] else self.wrong).append((now, text))
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)], ids=["killed", "stopped"])
+def test_a_rank_lost_under_load(llama, texts, number, rank):
+    """Not ready within 15 s; then ready again, or ended with a status that says so, within 30 s."""
+    with real_server(llama[1]) as server:
+        pids = rank_pids(server)
+        with Load(server, texts) as load:
+            wait_for(lambda: len(load.answers) > 20, 60)
+            begin = time.monotonic()
+            os.kill(pids[rank], number)
+            wait_for(lambda: server.get("/readyz").status_code == 503, 15, server.log)
+            assert server.get("/livez").status_code == 200
+            end = begin + 30
+
+            def over():
+                return server.process.poll() is not None or server.get("/readyz").status_code == 200
+
+            wait_for(over, end - time.monotonic(), server.log)
+            if server.process.poll() is None:
+                seen = len(load.answers)
+                wait_for(lambda: len(load.answers) > seen + 20, 60)
+        assert not load.wrong, load.wrong[:3]
+        assert load.refused, "requests in flight and during the recovery are told 503"
+        for pid in pids:
+            wait_for(lambda pid=pid: gone(pid), 10, f"rank process {pid} is left over")
+        if server.process.poll() is not None:
+            assert server.process.poll() != 0
+            return
+        assert server.metric("nxd_engine_restarts_total") == 1
+        assert set(rank_pids(server)).isdisjoint(pids)
+        assert server.stop() == 0
+
+
+def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
+    with real_server(llama[1], "--call-timeout", "4") as server:
+        pids = rank_pids(server)
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(lambda: server.get("/readyz").status_code == 503, 5)
+        wait_for(lambda: server.process.poll() is not None or server.get("/readyz").status_code == 200, 30)
+        assert server.process.poll() is None or server.process.poll() != 0
+        wait_for(lambda: gone(pids[1]), 10)
+
+
+def test_ranks_die_with_the_server(llama):
+    with real_server(llama[1]) as server:
+        pids = rank_pids(server)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(10)
+        for pid in pids:
+            wait_for(lambda pid=pid: gone(pid), 10, f"rank process {pid} outlived the server")
+
+
+def test_a_signal_while_the_ranks_start_leaves_nothing_behind(llama):
+    with real_server(llama[1], wait=False) as server:
+        wait_for(lambda: len(server.get("/health").json()["ranks"]) == 2, 30)
+        pids = [pid for pid in rank_pids(server) if pid]
+        assert server.stop(seconds=15) == 0, server.log
+        for pid in pids:
+            wait_for(lambda pid=pid: gone(pid), 10)
+        assert "Traceback" not in server.log
+
+
+def test_the_end_under_load_finishes_what_runs(llama, texts):
+    with real_server(llama[1]) as server:
+        pids = rank_pids(server)
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(server.post, COMPLETIONS, body_of(p, max_tokens=40)) for p in PROMPTS[:12]]
+            wait_for(lambda: server.metric("nxd_num_requests_running") == 8, 10)
+            assert server.stop(seconds=40) == 0
+            for prompt, future in zip(PROMPTS, asked, strict=False):
+                assert future.result().json()["choices"][0]["text"].startswith(texts[prompt][:1])
+                assert future.result().json()["usage"]["completion_tokens"] == 40
+        assert all(gone(pid) for pid in pids)
+        assert "Traceback" not in server.log
+
+
+def test_a_damaged_artifact_is_refused_by_name(llama, tmp_path, capfd):
+    import shutil
+
+    from nxd_server.__main__ import main
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(llama[1], damaged)
+    (file,) = damaged.glob("weights/rank_01.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main([str(damaged), "--port", "0", "--log-format", "json"]) == 1
+    told = [json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()]
+    assert any("rank_01.safetensors" in line for line in told)
