@@ -104,8 +104,10 @@ def trace(
 @app.command(epilog="Example:  nxd-infer serve ./artifact --port 8000 --api-key secret")
 def serve(
     artifact: ArtifactDir,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one. Default: 8000.")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Key that requests must carry; repeat for several. Also NXD_API_KEYS."),
