@@ -270,7 +270,7 @@ def _free_port() -> int:
 
 
 def _rank_main(connection: Connection, settings: RankSettings) -> None:
-    from nxd_infer.trace.worker import die_with_parent
+    from nxd_infer.comm.process import die_with_parent
 
     die_with_parent(settings.parent)
     with contextlib.suppress(OSError):
