@@ -396,12 +396,20 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
     user: list[fx.Node] = []
     weights: list[tuple[str, fx.Node]] = []
     constants: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    own = {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(step.module).items()}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             user.append(node)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             if node.users:
-                weights.append(((spec.target or "").removeprefix(_PREFIX), node))
+                name = (spec.target or "").removeprefix(_PREFIX)
+                name = own.get(name, name)  # a tied tensor goes by its first name
+                known = next((other for other_name, other in weights if other_name == name), None)
+                if known is None:
+                    weights.append((name, node))
+                else:
+                    node.replace_all_uses_with(known)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             if node.users:
                 name = "constant:" + (spec.target or "").removeprefix(_PREFIX)

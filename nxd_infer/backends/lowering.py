@@ -105,17 +105,26 @@ def flatten_nested(module: fx.GraphModule) -> None:
             flatten_nested(body)
         else:
             # Regions inside this one run as they are met, with their own settings.
-            device, dtype, enabled, cache = node.args[:4]
-
-            def run(
-                *values: Any, body: fx.GraphModule = body, settings: tuple = (device, dtype, enabled, cache)
-            ) -> Any:
-                with torch.autocast(settings[0], dtype=settings[1], enabled=settings[2], cache_enabled=False):
-                    return fx.Interpreter(body).run(*values)
-
-            body = retrace(run, args, pre_dispatch=False)
-        inline(node, body, tensors_of(args) if name == "wrap_with_autocast" else args)
+            body = retrace(_under_autocast(body, *node.args[:3]), args, pre_dispatch=False)
+            args = tensors_of(args)
+        inline(node, body, args)
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr")
+    for branch in branches(module):
+        flatten_nested(branch)
+
+
+def _under_autocast(body: fx.GraphModule, device: Any, dtype: Any, enabled: Any) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            return fx.Interpreter(body).run(*values)
+
+    return run
+
+
+def branches(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The nested graphs that stay nested: the branches of ``torch.cond``."""
+    found = [getattr(module, str(node.target), None) for node in module.graph.nodes if node.op == "get_attr"]
+    return [graph for graph in found if isinstance(graph, fx.GraphModule)]
 
 
 def native_operator(library: Any, name: str) -> Any | None:
@@ -144,7 +153,8 @@ def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[An
                 args = _positional(node)
                 inline(node, retrace(composite[target], args), tensors_of(args))
                 changed = True
-    return native
+    # Not a generator: every branch is to be visited.
+    return any([insert_operators(branch, library, composite) for branch in branches(module)]) or native  # noqa: C419
 
 
 def _positional(node: fx.Node) -> list[Any]:
@@ -349,9 +359,6 @@ def collective_sequence(module: fx.GraphModule) -> list[str]:
     """The collective calls in order, as text: operator, axis and arguments, dtype and shape."""
     calls: list[str] = []
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            nested = getattr(module, str(node.target), None)
-            calls += collective_sequence(nested) if isinstance(nested, fx.GraphModule) else []
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         namespace, _, name = node.target._schema.name.partition("::")
@@ -360,4 +367,6 @@ def collective_sequence(module: fx.GraphModule) -> list[str]:
             dtype = str(value.dtype).removeprefix("torch.")
             rest = ", ".join(str(a) for a in node.args[1:])
             calls.append(f"{name}({dtype}{list(value.shape)}, {rest})")
+    for branch in branches(module):
+        calls += [f"in a branch: {call}" for call in collective_sequence(branch)]
     return calls

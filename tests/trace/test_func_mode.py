@@ -1,0 +1,290 @@
+"""func mode: real rank processes, real weights, the eager backend."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import nxd_infer as nxd
+from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.trace.manifest import MANIFEST_NAME
+from tests.trace import models
+
+LIMIT = 240.0
+
+
+def trace(func, example, **more):
+    arguments = {"backend": "eager", "tp_degree": 2, "trace_timeout": LIMIT, **more}
+    return nxd.trace.parallel_model_trace(func, example, **arguments)
+
+
+def children() -> set[int]:
+    """Processes below this one, except multiprocessing's own helper."""
+    found, pending = set(), [os.getpid()]
+    while pending:
+        parent = pending.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            for pid in map(int, task.read_text().split()):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"resource_tracker" not in command:
+                    found.add(pid)
+                    pending.append(pid)
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """The environment, without what pytest and the import of torch's compiler write."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHINDUCTOR"))}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """The net at degree 2, its artifact and what progress said."""
+    said: list[tuple] = []
+    before = children()
+    environment = _environment()
+    with trace(models.net, models.inputs(), progress=lambda *a: said.append(a)) as model:
+        nxd.trace.parallel_model_save(model, tmp_path_factory.mktemp("func") / "artifact")
+        report = model.trace_report
+        yield model, said, report
+    assert _environment() == environment
+    assert children() <= before
+
+
+@pytest.mark.check
+def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
+    model, _, _ = traced
+    steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % models.LENGTH])) for i in range(4)]
+    model.reset_states()
+    for (tokens, position), want in zip(steps, models.expected(steps), strict=True):
+        got = model(tokens, position)
+        assert isinstance(got, tuple) and len(got) == 1  # the aliased output stays with the ranks
+        assert (got[0] - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_one_graph_for_both_ranks_and_every_fact_in_the_manifest(traced):
+    model, said, report = traced
+    manifest = model.manifest
+    (bucket,) = manifest.buckets
+    assert len(set(bucket.graphs)) == 1 and report["graphs"] == 1
+    assert [state.name for state in manifest.states] == ["cache"]
+    assert [spec.name for spec in bucket.inputs] == ["tokens", "position"]
+    assert manifest.requires == ["inline-weights"]
+    assert len(manifest.graphs[bucket.graphs[0]].collectives) == 3
+    assert {"embed.weight", "up.weight", "down.bias", "head.weight", "scale"} <= {w.name for w in manifest.weights}
+    layout = manifest.layout["weights"]["up.weight"]
+    assert layout["logical"] == {"up.weight": [models.INNER, models.WIDTH]} and len(layout["ranks"]) == 2
+    assert said[0][:3] == ("trace ranks", 0, 2) and said[-1][1] == said[-1][2]
+    for stage in {entry[0] for entry in said}:
+        done = [entry[1] for entry in said if entry[0] == stage]
+        assert done == sorted(done)
+
+
+def test_no_weight_is_in_the_graph_and_the_artifact_runs_without_the_models_code(traced, tmp_path):
+    """The artifact is read by a process that can import neither the model nor this test."""
+    model, _, _ = traced
+    path = model.artifact.path
+    for file in (path / "graphs").rglob("*"):
+        assert file.is_dir() or file.suffix == ".json"
+    nxd.trace.parallel_model_save(model, tmp_path / "artifact")
+    (tokens, position), (want,) = models.inputs(), models.expected([models.inputs()])
+    code = f"""
+        import sys, torch, nxd_infer as nxd
+        if __name__ == "__main__":
+            with nxd.trace.parallel_model_load({str(tmp_path / "artifact")!r}) as model:
+                got = model(torch.tensor({tokens.tolist()}), torch.tensor({position.tolist()}))[0]
+                assert not any(m.startswith("tests.trace") for m in sys.modules)
+                print(got.double().tolist())
+    """
+    script = tmp_path / "load.py"
+    script.write_text(textwrap.dedent(code))
+    environment = {**os.environ, "PYTHONPATH": str(Path(nxd.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    got = torch.tensor(json.loads(done.stdout), dtype=torch.float64)
+    assert (got - want.double()).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_tracing_again_gives_the_same_artifact(traced, tmp_path):
+    model, _, _ = traced
+    with trace(models.net, models.inputs(), artifact_dir=tmp_path / "again", max_parallel_compilations=1):
+        first = (model.artifact.path / MANIFEST_NAME).read_bytes()
+        assert (tmp_path / "again" / MANIFEST_NAME).read_bytes() == first
+
+
+def test_loader_mode_gives_the_same_graphs_and_weights(traced):
+    model, _, _ = traced
+    for more in ({}, {"spmd_mode": True}):
+        other = trace(
+            lambda: models.net(seed=5),
+            models.inputs(),
+            checkpoint_loader_callable=models.state_dict,
+            inline_weights_to_neff=False,
+            **more,
+        )
+        mine, theirs = model.manifest, other.manifest
+        assert [bucket.graphs for bucket in mine.buckets] == [bucket.graphs for bucket in theirs.buckets]
+        assert mine.weight_schema == theirs.weight_schema
+        assert {n: f for n, f in mine.files.items() if n.startswith(("weights", "graphs"))} == {
+            n: f for n, f in theirs.files.items() if n.startswith(("weights", "graphs"))
+        }
+        other.close()
+
+
+def test_ranks_whose_graphs_differ_each_run_their_own():
+    """The reference gives every rank the last rank's graphs. Weights and constants of one rank alone stay with it."""
+    x = torch.zeros(4)
+    with trace(models.bias_on_first, (x,)) as model:
+        assert len(set(model.buckets[0].graphs)) == 2
+        assert torch.equal(model(x), torch.tensor([1.0, 2.0, 3.0, 4.0]) * 3 + 5)
+
+
+def test_collectives_and_initialisation_in_func_work_when_all_ranks_run():
+    with trace(models.communicates, (torch.zeros(4),)) as model:
+        assert torch.equal(model(torch.zeros(4)), torch.full((4,), 3.0))
+
+
+def test_a_collective_in_a_throttled_func_is_an_error_that_says_why():
+    start = time.monotonic()
+    with pytest.raises(TraceError, match="max_parallel_compilations is below tp_degree=2") as caught:
+        trace(models.communicates, (torch.zeros(4),), max_parallel_compilations=1)
+    assert caught.value.rank == 0 and "in communicates" in caught.value.remote_traceback
+    assert time.monotonic() - start < 60
+
+
+def test_decision_12_ranks_that_would_wait_for_ever_are_refused():
+    with pytest.raises(TraceError, match=r"collective 1 is all_reduce\(.*\) on rank 0, none on rank 1"):
+        trace(models.uneven, (torch.zeros(4),))
+
+
+@pytest.mark.parametrize(
+    ("func", "message", "rank"),
+    [
+        (models.fails_on_rank_one, "rank 1: ValueError: no weights for this rank", 1),
+        (models.dies, "ended with status 3 while tracing", None),
+    ],
+)
+def test_a_func_that_fails_is_reported_with_its_rank_and_nothing_is_left(func, message, rank):
+    before = children()
+    start = time.monotonic()
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(func, (torch.zeros(4),))
+    assert time.monotonic() - start < 60
+    if rank is not None:
+        assert caught.value.rank == rank and "fails_on_rank_one" in caught.value.remote_traceback
+    assert children() <= before
+
+
+def test_a_func_that_never_returns_ends_at_the_timeout():
+    before = children()
+    with pytest.raises(TraceError, match=r"rank 0 \(.*\); raise trace_timeout"):
+        trace(models.sleeps, (torch.zeros(4),), tp_degree=1, trace_timeout=15.0)
+    assert children() <= before
+
+
+# --- what a spawned process can import ----------------------------------------------------------------
+
+
+def test_decision_20_a_lambda_travels_with_cloudpickle_and_is_refused_without(monkeypatch):
+    import importlib.util
+
+    from nxd_infer.trace import func_mode
+    from nxd_infer.trace.request import TraceRequest
+
+    value = 3.0
+    request = TraceRequest(lambda: models.plus(value), [], 1, "eager", {})
+    import pickle
+
+    assert pickle.loads(func_mode.pack(request)).func()[0].value == 3.0
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else found(name))
+    with pytest.raises(TraceConfigError, match="it is a lambda"):
+        func_mode.pack(request)
+
+    def local():
+        return models.plus()
+
+    request.func = local
+    with pytest.raises(TraceConfigError, match=r"local is defined inside another function.*top level of a module"):
+        func_mode.pack(request)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, nxd_infer as nxd\n"
+        "def build():\n    return torch.nn.Linear(2, 2)\n"
+        "nxd.trace.parallel_model_trace(build, torch.ones(1, 2), backend='eager')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(nxd.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0 and "if __name__ == '__main__':" in done.stderr
+
+
+def test_killing_the_caller_ends_the_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, nxd_infer as nxd\nfrom tests.trace import models\n"
+        "if __name__ == '__main__':\n"
+        "    nxd.trace.parallel_model_trace(models.sleeps, torch.ones(4), backend='eager')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(nxd.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        ranks: set[int] = set()
+        while not ranks and time.monotonic() < deadline:
+            time.sleep(0.2)
+            for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
+                for pid in map(int, task.read_text().split()):
+                    if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        ranks.add(pid)
+        assert ranks
+        time.sleep(3)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in ranks)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_two_traces_at_once_do_not_meet():
+    """The reference fixes one port for every trace on a host."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        results = [pool.apply_async(_trace_and_run, (value,)) for value in (1.0, 2.0)]
+        assert [result.get(timeout=200) for result in results] == [1.0, 2.0]
+
+
+def _trace_and_run(value: float) -> float:
+    multiprocessing.current_process()._config["daemon"] = False  # pool workers may not have children otherwise
+    with trace(models.plus, (torch.zeros(4),), func_kwargs={"value": value}, tp_degree=2) as model:
+        return float(model(torch.zeros(4))[0])

@@ -1,0 +1,254 @@
+"""The inductor backend: what is compiled, how often, and that no value of a weight gets into it.
+
+Every compile takes seconds, so the graphs are tiny and each is compiled once: the traces here share a cache of their
+own, which starts empty, because compiles are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nxd_infer as nxd
+from nxd_infer import backends
+from nxd_infer.backends import compile_cache
+from nxd_infer.errors import (
+    ArtifactCorruptError,
+    ArtifactVersionError,
+    InputMismatchError,
+    TraceConfigError,
+    TraceError,
+    WeightSchemaError,
+)
+from nxd_infer.trace import BucketModelConfig
+from nxd_infer.trace.target import cpu_features
+from tests.trace import models
+
+inductor = backends.get("inductor")
+pytestmark = pytest.mark.skipif(not inductor.probe_compiler().ok, reason=inductor.probe_compiler().reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of this module's own; native operators keep theirs."""
+    directory = tmp_path_factory.mktemp("cache")
+    from nxd_infer.cache import cache_dir
+
+    native = cache_dir() / "native"
+    if native.is_dir():
+        (directory / "native").symlink_to(native)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NXD_INFER_CACHE", str(directory))
+        yield directory
+
+
+def trace(func, example, loader, **more):
+    arguments = {"tp_degree": 2, "inline_weights_to_neff": False, "checkpoint_loader_callable": loader, **more}
+    return nxd.trace.parallel_model_trace(func, example, **arguments)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("work")
+    with trace(models.net, models.inputs(), models.state_dict, compiler_workdir=workdir) as model:
+        yield model, workdir
+
+
+def test_the_compiled_model_equals_plain_pytorch_and_keeps_its_cache(traced):
+    model, _ = traced
+    model.reset_states()
+    steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % models.LENGTH])) for i in range(4)]
+    for (tokens, position), want in zip(steps, models.expected(steps), strict=True):
+        assert (model(tokens, position)[0] - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_ranks_share_one_graph_that_is_compiled_once_and_never_again(traced, cache):
+    model, _ = traced
+    assert (model.trace_report["graphs"], model.trace_report["compiled"]) == (1, 1)
+    assert model.manifest.graphs[model.buckets[0].graphs[0]].collectives == [
+        "all_reduce(tp, sum, 2)",
+        "all_reduce(tp, sum, 2)",
+        "all_gather(tp, 1, 2)",
+    ]
+    with trace(models.net, models.inputs(), lambda: models.state_dict(seed=3)) as again:
+        assert (again.trace_report["compiled"], again.trace_report["cached"]) == (0, 1)
+        assert again.buckets[0].graphs == model.buckets[0].graphs
+
+
+def test_decision_16_a_damaged_cache_entry_is_not_used(traced, cache):
+    model, _ = traced
+    (entry,) = (path for path in (cache / "graphs").iterdir() if path.is_dir())
+    (code,) = entry.rglob("*.so")
+    data = bytearray(code.read_bytes())
+    data[len(data) // 2] ^= 1
+    code.write_bytes(data)
+    target = cache / "fetched"
+    assert not compile_cache.fetch(model.buckets[0].graphs[0], target)
+    assert not target.exists() and not entry.exists()
+    compile_cache.store(model.buckets[0].graphs[0], model.artifact.path / "graphs" / model.buckets[0].graphs[0])
+    assert compile_cache.fetch(model.buckets[0].graphs[0], target) and next(target.rglob("*.so")).exists()
+
+
+def test_decision_13_and_14_the_package_is_unpacked_and_says_what_it_needs(traced):
+    model, workdir = traced
+    (graph,) = (model.artifact.path / "graphs").iterdir()
+    names = sorted(path.relative_to(graph).as_posix() for path in graph.rglob("*") if path.is_file())
+    code = "inductor/data/aotinductor/model/model.wrapper"
+    assert names == ["graph.json", f"{code}.json", f"{code}.so", f"{code}_metadata.json", "ir.json"]
+    target = model.manifest.target
+    assert target["march"].startswith(("x86-64", "native")) and target["arch"] == os.uname().machine
+    assert set(target["cpu_features"]) <= cpu_features()
+    metadata = json.loads((graph / f"{code}_metadata.json").read_text())
+    assert "AMX" not in metadata.get("AOTI_CPU_ISA", "") or target["march"] == "native"
+    assert any((workdir / "inductor").iterdir())  # what the compiler wrote stays where it was asked to
+    versions = dict(model.manifest.versions)
+    with pytest.raises(ArtifactVersionError, match=r"compiled by torch 2\.0\.1"):
+        inductor.check_target(target, {**versions, "torch": "2.0.1"})
+    with pytest.raises(ArtifactVersionError, match="lacks made_up"):
+        inductor.check_target({**target, "cpu_features": ["made_up"]}, versions)
+    inductor.check_target(target, versions)
+
+
+class Constants(nn.Module):
+    """Everything a compiler likes to bake in: uniform weights, small constants, scalars; and a state of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("offset", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(2, 5, 6))
+        self.table = torch.ones(6)
+
+    def forward(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x) * torch.tensor([1.0, 1.0]).sum() + self.offset + self.table
+        cache = torch.scatter(self.cache, 1, at[:, None, None].expand(2, 1, 6), hidden[:, None])
+        return cache.sum(1) + self.cache[:, 0], cache
+
+
+def constants() -> tuple[nn.Module, dict]:
+    module = Constants()
+    return module, {module.cache: 1}
+
+
+class Runtime:
+    context = None
+    threads = 1
+
+    def library(self, content_hash: str) -> None:
+        raise AssertionError
+
+
+def test_decisions_5_7_and_19_values_come_from_the_tensors_given_at_load():
+    """Compiled on ones and zeros, run on others: uniform weights are not folded, small constants are not baked in."""
+    with trace(constants, (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64)), dict_of_norm, tp_degree=1) as model:
+        path = model.artifact.graph_dir(model.buckets[0].graphs[0])
+        spec = model.manifest.graphs[model.buckets[0].graphs[0]]
+        generator = torch.Generator().manual_seed(1)
+        weights = {w.name: torch.randn(w.shape, generator=generator) for w in model.manifest.weights}
+        assert {w.kind for w in model.manifest.weights} == {"parameter", "buffer", "constant"}
+        states = {"cache": torch.zeros(2, 5, 6)}
+        run = inductor.load(path, spec, states, weights, Runtime())  # type: ignore[arg-type]
+        reference = backends.get("eager").load(path, spec, {"cache": torch.zeros(2, 5, 6)}, weights, Runtime())  # type: ignore[arg-type]
+        for step in range(3):
+            x, at = torch.randn(2, 6, generator=generator), torch.tensor([step, 4 - step])
+            assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
+        assert states["cache"].abs().sum() > 0
+        weights["offset"].add_(5)  # a change inside a tensor is seen at once
+        assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
+        run.update_weights({"norm.weight": torch.zeros(6)})
+        reference.update_weights({"norm.weight": torch.zeros(6)})
+        assert torch.allclose(run([x, at])[0], reference([x, at])[0], atol=1e-5)
+        with pytest.raises(InputMismatchError, match=r"'x' has shape \[1, 6\]"):
+            run([x[:1], at])
+        with pytest.raises(WeightSchemaError, match="has shape"):
+            inductor.load(path, spec, states, {**weights, "norm.bias": torch.zeros(5)}, Runtime())  # type: ignore[arg-type]
+
+
+def dict_of_norm() -> dict[str, Tensor]:
+    return {"norm.weight": torch.ones(6), "norm.bias": torch.zeros(6)}
+
+
+def test_a_graph_without_its_code_is_refused(traced, tmp_path):
+    model, _ = traced
+    digest = model.buckets[0].graphs[0]
+    broken = tmp_path / digest
+    shutil.copytree(model.artifact.graph_dir(digest), broken)
+    shutil.rmtree(broken / "inductor")
+
+    class Any(Runtime):
+        def library(self, content_hash: str) -> None:
+            return None
+
+    with pytest.raises(ArtifactCorruptError, match="holds no compiled graph"):
+        inductor.load(broken, model.manifest.graphs[digest], {}, {}, Any())  # type: ignore[arg-type]
+
+
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho 'broken-compiler: no space for jokes' >&2\nexit 7\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    before = set(Path("/tmp").glob("nxd-compile-*"))
+    config = BucketModelConfig()
+    with pytest.raises(TraceError, match=r"compiling graph .* failed") as caught:
+        trace(models.plus, [torch.zeros(7, 4)], lambda: {"weight": torch.ones(4)}, bucket_config=config, tp_degree=1)
+    assert "jokes" in str(caught.value) or "jokes" in caught.value.remote_traceback
+    assert set(Path("/tmp").glob("nxd-compile-*")) <= before
+
+
+# --- options, targets, cache (nothing is compiled) ----------------------------------------------------
+
+
+@pytest.mark.check
+def test_options_are_checked_and_completed():
+    base = inductor.options(None)
+    assert base["cpp.dynamic_threads"] is True and base["cpp.march"]
+    assert "threads" not in inductor.target(base)
+    fixed = inductor.options("--cpp.threads=2 max_autotune=true")
+    assert (fixed["cpp.threads"], fixed["cpp.dynamic_threads"], fixed["max_autotune"]) == (2, False, True)
+    assert inductor.target(fixed)["threads"] == 2
+    assert inductor.options({"cpp.threads": 2, "max_autotune": True}) == fixed
+    assert inductor.options(["cpp.threads=2", "max_autotune=True"]) == fixed
+    native = inductor.options("cpu_target=native")
+    assert native["cpp.march"] == "native" and set(inductor.target(native)["cpu_features"])
+
+
+def test_cpu_targets_are_levels_and_refused_where_the_machine_is_lower():
+    from nxd_infer.backends.target import cpu_target
+
+    if "avx2" in cpu_features():
+        v3 = cpu_target("x86-64-v3", cpu_features(), "x86_64")
+        assert (v3.march, v3.simdlen) == ("x86-64-v3", 256) and "avx512f" not in v3.features
+    assert cpu_target(None, frozenset(), "x86_64").features == ()
+    assert cpu_target(None, frozenset({"asimd"}), "aarch64").features == ("asimd",)
+    with pytest.raises(TraceConfigError, match=r"needs .*avx2.* which this machine lacks"):
+        cpu_target("x86-64-v3", frozenset(), "x86_64")
+    with pytest.raises(TraceConfigError, match="this machine is aarch64"):
+        cpu_target("x86-64-v3", frozenset(), "aarch64")
+
+
+@pytest.mark.check
+def test_decision_16_the_cache_is_bounded_and_forgets_the_least_recently_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "cache"))
+    for number in range(3):
+        graph = tmp_path / f"graph{number}"
+        graph.mkdir()
+        (graph / "code").write_bytes(bytes(1000))
+        compile_cache.store(f"digest{number}", graph)
+        os.utime(
+            next((tmp_path / "cache" / "graphs").glob(f"digest{number}-*")) / compile_cache.ENTRY, (number, number)
+        )
+    assert compile_cache.fetch("digest0", tmp_path / "out")  # used now: the newest
+    compile_cache.prune(2500)
+    left = {path.name.split("-")[0] for path in (tmp_path / "cache" / "graphs").glob("digest*")}
+    assert left == {"digest0", "digest2"}
+    assert (tmp_path / "out" / "code").stat().st_size == 1000
+    assert not compile_cache.fetch("digest1", tmp_path / "none")
+    monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")
+    assert not compile_cache.fetch("digest0", tmp_path / "none")
