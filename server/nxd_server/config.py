@@ -69,7 +69,7 @@ class ServerSettings(BaseSettings):
     )
     start_timeout: float = Field(300.0, gt=0, description="Seconds the ranks may take to load the artifact.")
     recovery_timeout: float = Field(
-        18.0, ge=0, description="Seconds the ranks may take to be ready again after a failure; then the server exits."
+        15.0, ge=0, description="Seconds the ranks may take to be ready again after a failure; then the server exits."
     )
     max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
     threads_per_rank: int | None = Field(None, ge=1, description="CPU threads a rank; by default the cores divided.")

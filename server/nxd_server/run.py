@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nxd_server")
 
+CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
 """How long finished answers may take to reach their clients after the engine is done with them."""
 
@@ -169,7 +170,7 @@ class _Run:
 
     async def _drain(self, app: FastAPI) -> None:
         timeout = self._settings.drain_timeout
-        draining = asyncio.create_task(asyncio.to_thread(self._service.drain, timeout))
+        draining = _in_thread(lambda: self._service.drain(timeout))
         await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
         if draining.done() and not draining.result():
             logger.warning("requests were still running after %g s and are cut", timeout)
@@ -184,8 +185,12 @@ class _Run:
             await asyncio.sleep(0.02)
 
     async def _close(self, app: FastAPI) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._service.close))
-        await asyncio.wait({closing}, timeout=10.0)
+        closing = _in_thread(self._service.close)
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
+        if not closing.done():
+            logger.error("the engine did not end within %g s and is left behind", CLOSE_SECONDS)
+        elif (error := closing.exception()) is not None:
+            logger.error("the engine did not end cleanly", exc_info=error)
         await self._flush(app)  # what was cut is told so
 
 
@@ -196,7 +201,33 @@ def _abandon(connection: Any) -> None:
         connection.transport.abort()
 
 
-async def _first(task: asyncio.Task, *events: asyncio.Event, timeout: float | None = None) -> None:
+def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """``work`` in a daemon thread: should it never return, the process ends all the same."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="nxd-end", daemon=True).start()
+    return future
+
+
+async def _first(task: asyncio.Future[Any], *events: asyncio.Event, timeout: float | None = None) -> None:
     """Wait until ``task`` is done, one of ``events`` is set, or ``timeout`` seconds have passed."""
     waiters = [asyncio.create_task(event.wait()) for event in events]
     try:

@@ -29,7 +29,7 @@ def slow_toy():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from toy_server import toy_tokenizer
+    from http_toy import toy_tokenizer
 
     return toy_tokenizer()
 

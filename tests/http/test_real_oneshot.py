@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 import torch
+from http_artifacts import real_server, trace_affine, trace_tiny
 from http_servers import is_error, wait_for
-from real_artifacts import real_server, trace_affine, trace_tiny
 from safetensors.torch import load, save
 
 EMBEDDINGS, PREDICT = "/v1/embeddings", "/v1/predict"

@@ -22,6 +22,7 @@ from .schemas import ClassifyBody, EmbeddingBody, token_lists
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI's limit."""
+LARGEST_WAVE = 64
 RETRY_SECONDS = 0.05
 
 
@@ -73,7 +74,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 
 
 async def _encode(request: Request, value: Any) -> list[Encoded]:
-    """Every text's result. Long lists go in waves of one batch, so that they leave room for other requests."""
+    """Every text's result. Long lists go in waves, so that they leave room for other requests."""
     context = context_of(request)
     encoder, settings = context.service.require_encoder(), context.settings
     texts = token_lists(value, "input")
@@ -85,7 +86,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
             path = f"input[{place}]" if several else "input"
             raise bad_request(f"`{path}` must not be empty", path)
     deadline = time.monotonic() + settings.request_timeout
-    wave = max(1, encoder.engine.capacity)
+    wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
     while len(results) < len(texts):
         left = max(0.01, deadline - time.monotonic())

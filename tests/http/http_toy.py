@@ -1,4 +1,4 @@
-"""The real server over the deterministic toy model: ``python toy_server.py --port 0 [--toy '{"slots": 4}']``.
+"""The real server over the deterministic toy model: ``python http_toy.py --port 0 [--toy '{"slots": 4}']``.
 
 Only the artifact is missing: settings, sockets, routes, engine, signals and exit status are the ones users get.
 """
