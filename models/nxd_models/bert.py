@@ -7,6 +7,7 @@ Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimensi
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,6 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
     modules = model_dir / "modules.json"
     if not modules.is_file():
         return {}
-    import json
-
     kinds = {str(m.get("type", "")).rsplit(".", 1)[-1]: m.get("path", "") for m in json.loads(modules.read_text())}
     options: dict[str, Any] = {"normalize": "Normalize" in kinds}
     if "Pooling" in kinds:
@@ -315,10 +314,7 @@ class RobertaClassifier(nn.Module):
 
 def classifier(config: EncoderConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The sequence classifier of the configuration's family."""
-    kinds = {"bert": BertClassifier, "roberta": RobertaClassifier}
-    if config.model_type not in kinds:
-        raise ModelConfigError(f"model_type = {config.model_type!r} has no classification head here")
-    return kinds[config.model_type](config, dtype)
+    return (RobertaClassifier if config.model_type == "roberta" else BertClassifier)(config, dtype)
 
 
 # --- what is traced -----------------------------------------------------------------------------------
@@ -366,7 +362,4 @@ class RobertaClassifyStep(EncoderStep, RobertaClassifier):
 
 def classify_step(config: EncoderConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     """:func:`classifier` with its output named, for tracing."""
-    kinds = {"bert": BertClassifyStep, "roberta": RobertaClassifyStep}
-    if config.model_type not in kinds:
-        raise ModelConfigError(f"model_type = {config.model_type!r} has no classification head here")
-    return kinds[config.model_type](config, dtype)
+    return (RobertaClassifyStep if config.model_type == "roberta" else BertClassifyStep)(config, dtype)

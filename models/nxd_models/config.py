@@ -15,7 +15,7 @@ from typing import Any
 from nxd_infer.errors import ModelConfigError
 
 DECODER_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ENCODER_TYPES = ("bert", "roberta", "distilbert")
+ENCODER_TYPES = ("bert", "roberta")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh")
 _ACTIVATION_ALIASES = {"swish": "silu", "gelu_python": "gelu", "gelu_fast": "gelu_pytorch_tanh"}
@@ -282,8 +282,6 @@ def _rope(f: Fields, max_position: int) -> RopeConfig:
 
 
 def _encoder(f: Fields, model_type: str) -> EncoderConfig:
-    if model_type == "distilbert":
-        return _distilbert(f)
     kind = f.raw.get("position_embedding_type", "absolute")
     if kind != "absolute":
         raise f.error("position_embedding_type", "only absolute positions are supported")
@@ -305,29 +303,6 @@ def _encoder(f: Fields, model_type: str) -> EncoderConfig:
         norm_eps=f.number("layer_norm_eps", 1e-12),
         activation=f.activation("hidden_act", default="gelu"),
         pad_token_id=f.integer("pad_token_id", 1 if model_type == "roberta" else 0, minimum=0),
-        labels=labels,
-        regression=regression,
-        initializer_range=f.number("initializer_range", 0.02),
-        dtype=_dtype(f),
-    )
-
-
-def _distilbert(f: Fields) -> EncoderConfig:
-    hidden, heads = f.integer("dim", 768), f.integer("n_heads", 12)
-    if hidden % heads:
-        raise f.error("dim", f"does not divide over {heads} heads")
-    labels, regression = _labels(f)
-    return EncoderConfig(
-        model_type="distilbert",
-        vocab_size=f.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=f.integer("hidden_dim", 4 * 768),
-        num_layers=f.integer("n_layers", 6),
-        num_heads=heads,
-        max_position=f.integer("max_position_embeddings", 512),
-        norm_eps=1e-12,
-        activation=f.activation("activation", default="gelu"),
-        pad_token_id=f.integer("pad_token_id", 0, minimum=0),
         labels=labels,
         regression=regression,
         initializer_range=f.number("initializer_range", 0.02),

@@ -20,7 +20,7 @@ from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
 
-PREFIXES = ("model.", "bert.", "roberta.", "distilbert.", "transformer.", "0.auto_model.")
+PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
 """Prefixes that a checkpoint may have and a model not, or the other way round."""
 
 _OLD_NAMES = {".weight": ".gamma", ".bias": ".beta"}

@@ -8,20 +8,15 @@ operators only, have no shape that depends on data, and change nothing but the a
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from nxd_infer.ops.attention import cache_attention, cache_attention_reference
 from nxd_infer.ops.sampling import sample, sample_reference
 
-COMPOSITE: dict[Any, Callable[..., Any]] = {}
+COMPOSITE: dict[Any, Callable[..., Any]] = {
+    torch.ops.nxd.cache_attention.default: cache_attention_reference,
+    torch.ops.nxd.sample.default: sample_reference,
+}
 """``OpOverload -> reference``. Both take the same positional arguments."""
-
-
-def _collect() -> None:
-    import torch
-
-    COMPOSITE[torch.ops.nxd.cache_attention.default] = cache_attention_reference
-    COMPOSITE[torch.ops.nxd.sample.default] = sample_reference
-
-
-_collect()
 
 __all__ = ["COMPOSITE", "cache_attention", "cache_attention_reference", "sample", "sample_reference"]

@@ -6,7 +6,8 @@ import torch
 from nxd_infer.errors import BucketError
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import hf, tasks
-from tests.models.helpers import prompts_of
+from tests.models.helpers import prompts_of, reference
+from tests.models.test_encoders import SENTENCES, minilm
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 
@@ -33,3 +34,22 @@ def test_traced_encoders_equal_eager_ones(tmp_path, family, output, degree):
         with pytest.raises(BucketError, match="b3_s16"):
             long = torch.ones(1, 17, dtype=torch.int64)
             model(input_ids=long, attention_mask=long)
+
+
+def test_traced_minilm_equals_transformers():
+    """Real weights at degree 2, sentences of several lengths in length buckets."""
+    import tokenizers
+
+    path = minilm()
+    plan = tasks.plan(path, batch_sizes=[2], length_buckets=[16, 32], dtype=torch.float32)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager") as model, torch.no_grad():
+        for sentence in SENTENCES:
+            ids = torch.tensor([tokenizer.encode(sentence).ids])
+            hidden = reference(path, "Model")(ids).last_hidden_state
+            expected = torch.nn.functional.normalize(hidden.mean(1), dim=-1)
+            found = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            found = found["embedding"] if isinstance(found, dict) else found
+            assert (found - expected).abs().max() < 1e-4
