@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import backends
 from nxd_infer.backends import compile_cache
+from nxd_infer.backends.machine import cpu_features
 from nxd_infer.errors import (
     ArtifactCorruptError,
     ArtifactVersionError,
@@ -27,7 +28,6 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.trace import BucketModelConfig
-from nxd_infer.trace.target import cpu_features
 from tests.trace import models
 
 inductor = backends.get("inductor")
@@ -191,7 +191,10 @@ def test_a_graph_without_its_code_is_refused(traced, tmp_path):
 
 def test_a_compiler_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path):
     compiler = tmp_path / "broken-compiler"
-    compiler.write_text("#!/bin/sh\necho 'broken-compiler: no space for jokes' >&2\nexit 7\n")
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) exec g++ --version;; esac\n'
+        "echo 'broken-compiler: no space for jokes' >&2; exit 7\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     before = set(Path("/tmp").glob("nxd-compile-*"))
