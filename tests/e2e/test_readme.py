@@ -1,0 +1,113 @@
+"""The README tells the truth: every command in it is run, in its order, in one directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import ROOT
+
+README = (ROOT / "README.md").read_text()
+# Made shorter, not left out: a test need not train for a minute, nor compile what other tests compile.
+SHORTER = {"--seconds 60": "--seconds 2 --backend eager", "--dtype float32": "--dtype float32 --backend eager"}
+PORT = "8000"
+
+
+def console_commands() -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.check
+def test_the_make_commands_are_targets():
+    block = README.split("```")[1]
+    targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in [*targets, "check", "bench", "lint"]:
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.check
+def test_every_link_leads_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    broken = [
+        f"{page.name}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text())
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+@pytest.mark.check
+def test_every_command_that_the_pages_name_exists():
+    from nxd_infer.cli.main import app
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for name in re.findall(r"^(?:\$ )?nxd-infer (\w+)", page.read_text(), re.MULTILINE):
+            assert name in known, f"{page.name} names `nxd-infer {name}`"
+
+
+def test_the_console_session_runs_as_written(tmp_path):
+    port = _free_port()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    server = None
+    try:
+        for written in console_commands():
+            command = written.replace(PORT, str(port))
+            for long, short in SHORTER.items():
+                command = command.replace(long, short)
+            arguments = shlex.split(command)
+            if arguments[0] == "nxd-infer":
+                arguments[:1] = [sys.executable, "-m", "nxd_infer.cli.main"]
+            if " serve " in command:
+                server = subprocess.Popen(arguments, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+                _wait_ready(port, server)
+                continue
+            done = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            if arguments[0] == "curl":
+                assert '"text"' in done.stdout, done.stdout
+        assert server is not None
+        server.terminate()
+        assert server.wait(60) == 0
+    finally:
+        if server is not None and server.poll() is None:
+            server.kill()
+
+
+def test_the_example_programs_run():
+    for program in sorted((ROOT / "examples").glob("*.py")):
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=280, env=env)
+        assert done.returncode == 0, f"{program.name}\n{done.stdout}{done.stderr}"
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_ready(port: int, server: subprocess.Popen) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server was not ready in time")

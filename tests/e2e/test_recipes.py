@@ -1,0 +1,147 @@
+"""The recipes of the documents for inference, as a user of them writes them, package name replaced.
+
+Nothing here had to be corrected: the inference chapter's samples are signatures, and are called with every argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+import nxd_infer as nxd
+from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from nxd_infer.parallel_layers.parallel_state import get_tensor_model_parallel_size
+
+HEADS, HIDDEN = 4, 32
+
+
+def bert_config():
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=96,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        num_labels=3,
+        attn_implementation="eager",
+    )
+
+
+def plain_bert():
+    """What ``from_pretrained`` would give, without a download: a seeded model."""
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(bert_config()).eval()
+
+
+def get_bert(checkpoint: str):
+    """The BERT recipe: transformers' own attention with its projections made parallel, weights loaded unsharded."""
+    from transformers.models.bert.modeling_bert import BertSelfAttention, BertSelfOutput
+
+    class ParallelSelfAttention(BertSelfAttention):
+        def __init__(self, config):
+            super().__init__(config)
+            self.query = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+            self.key = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+            self.value = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+            self.num_attention_heads = self.num_attention_heads // get_tensor_model_parallel_size()
+            self.all_head_size = self.all_head_size // get_tensor_model_parallel_size()
+
+    class ParallelSelfOutput(BertSelfOutput):
+        def __init__(self, config):
+            super().__init__(config)
+            self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+
+    model = plain_bert()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self = ParallelSelfAttention(model.config)
+        layer.attention.output = ParallelSelfOutput(model.config)
+    nxd.parallel_layers.load(checkpoint, model, sharded=False)
+    return Logits(model).eval(), {}
+
+
+class Logits(torch.nn.Module):
+    """Tensors in, a tensor out, as tracing wants it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids, attention_mask=attention_mask).logits
+
+
+def inputs(batch: int, length: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(96, (batch, length), generator=generator)
+    live = torch.randint(1, length + 1, (batch, 1), generator=generator)
+    return ids, (torch.arange(length)[None] < live).long()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_bert_recipe_gives_what_transformers_gives(backend, tmp_path):
+    checkpoint = tmp_path / "bert.pt"
+    reference = plain_bert()
+    torch.save({"model": reference.state_dict()}, checkpoint)
+    example = inputs(2, 16)
+    with nxd.trace.parallel_model_trace(
+        get_bert, example, tp_degree=2, backend=backend, func_kwargs={"checkpoint": str(checkpoint)}
+    ) as model:
+        nxd.trace.parallel_model_save(model, tmp_path / "artifact")
+    with nxd.trace.parallel_model_load(tmp_path / "artifact") as model:
+        assert isinstance(model, nxd.trace.TensorParallelModel)
+        for seed in range(3):
+            ids, mask = inputs(2, 16, seed)
+            with torch.no_grad():
+                expected = reference(ids, attention_mask=mask).logits
+            ours = model(ids, mask)
+            assert (ours - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.up = ColumnParallelLinear(8, 16, gather_output=False)
+        self.down = RowParallelLinear(16, width, input_is_parallel=True)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def get_toy():
+    torch.manual_seed(0)
+    return Toy().eval(), {}
+
+
+def test_every_documented_argument_of_the_trace_by_name_and_by_place(tmp_path):
+    parameters = list(inspect.signature(nxd.trace.parallel_model_trace).parameters)
+    documented = ["func", "example_inputs", "compiler_workdir", "compiler_args", "inline_weights_to_neff",
+                  "bucket_config", "tp_degree", "max_parallel_compilations"]  # fmt: skip
+    assert parameters[: len(documented)] == documented
+
+    x, expected = torch.randn(3, 8), None
+    torch.manual_seed(0)
+    expected = Toy()(x)
+    workdir = tmp_path / "workdir"
+    arguments = (get_toy, torch.zeros(3, 8), workdir, None, True, None, 2, 1)
+    by_name = dict(zip(documented, arguments, strict=True))
+    for positional, named in ((arguments, {}), ((), by_name)):
+        with nxd.trace.parallel_model_trace(*positional, **named, backend="eager") as model:
+            assert torch.allclose(model(x), expected, atol=1e-6)
+            nxd.trace.parallel_model_save(model, save_dir=tmp_path / "saved")
+        with nxd.trace.parallel_model_load(load_dir=tmp_path / "saved") as loaded:
+            assert torch.allclose(loaded(x), expected, atol=1e-6)
+
+
+def test_a_module_of_layers_can_be_copied_before_it_is_traced():
+    torch.manual_seed(0)
+    toy = Toy()
+    x = torch.randn(2, 8)
+    assert torch.equal(copy.deepcopy(toy)(x), toy(x))
