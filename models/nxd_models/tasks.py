@@ -44,6 +44,18 @@ SERVING_FILES = (
 
 
 @dataclass
+class Buckets:
+    """A ``bucket_config``: a name and the same ``func_kwargs`` for each bucket, and the smallest that fits at a call.
+
+    It has the attributes of ``nxd_infer.trace.BucketModelConfig``, which stands above the models and is not imported here.
+    """
+
+    func_kwargs: dict[str, Any]
+    names: list[str]
+    bucket_kernel: None = None
+
+
+@dataclass
 class TaskPlan:
     """Everything that tracing a model directory for one task takes, except degree and backend."""
 
@@ -61,12 +73,10 @@ class TaskPlan:
 
     def trace_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``parallel_model_trace``."""
-        from nxd_infer.trace.buckets import BucketModelConfig
-
         return {
             "func": self.func,
             "example_inputs": self.example_inputs,
-            "bucket_config": BucketModelConfig(func_kwargs=self.func_kwargs, names=self.bucket_names),
+            "bucket_config": Buckets(self.func_kwargs, self.bucket_names),
             "checkpoint_loader_callable": self.checkpoint_loader_callable,
             "inline_weights_to_neff": False,
             "metadata": self.metadata,

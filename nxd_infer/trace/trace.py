@@ -304,13 +304,15 @@ def _check(
 
 
 def _adopt(config: Any) -> BucketModelConfig:
-    """A configuration object of another package with the documented attributes."""
+    """A configuration object of another package with the attributes of BucketModelConfig."""
     return BucketModelConfig(
         config.bucket_kernel,
         shared_state_buffer=getattr(config, "shared_state_buffer", None),
         shared_state_buffer_preprocessor=getattr(config, "shared_state_buffer_preprocessor", None),
         func_kwargs=getattr(config, "func_kwargs", None),
         bucket_kernel_constant_args=getattr(config, "bucket_kernel_constant_args", None),
+        names=getattr(config, "names", None),
+        metadata=getattr(config, "metadata", None),
     )
 
 
