@@ -19,7 +19,7 @@ from http_servers import events_of, http_request, is_error, raw, toy_server, wai
 from nxd_server.http.logs import TextFormatter
 
 COMPLETIONS = "/v1/completions"
-LONG = {"prompt": "hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
 SLOW = {"delay": 0.05, "max_len": 400}
 
 
@@ -50,7 +50,7 @@ def test_it_lives_at_once_and_is_ready_when_warm():
 def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer):
     from toy_model import naive_generate
 
-    text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=60, ignore_eos=True))
+    text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=36, ignore_eos=True))
     with toy_server(toy=SLOW) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         whole = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(3)]
         streams = [pool.submit(server.post, COMPLETIONS, {**LONG, "stream": True}) for _ in range(3)]  # two wait
