@@ -47,7 +47,7 @@ SERVING_FILES = (
 class Buckets:
     """A ``bucket_config``: a name and the same ``func_kwargs`` for each bucket, and the smallest that fits at a call.
 
-    It has the attributes of ``nxd_infer.trace.BucketModelConfig``, which stands above the models and is not imported here.
+    It has the attributes of ``nxd_infer.trace.BucketModelConfig``, which stands above the models: it is not imported.
     """
 
     func_kwargs: dict[str, Any]
