@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.command import nxd_infer
-from tests.http.real_artifacts import real_server
+from tests.http.http_artifacts import real_server
 
 SENTENCES = [
     "The with statement wraps the execution of a block.",

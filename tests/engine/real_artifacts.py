@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from tiny_models import write_tiny
+
+from tests.tiny_models import write_tiny
 
 SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
 

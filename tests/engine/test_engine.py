@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from toy_model import EOS, TOP, VOCAB, Listener, ToyModel, naive_generate
 
 from nxd_infer.errors import ModelConfigError, RankDiedError
 from nxd_server.engine import Engine, ErrorEvent, SamplingParams
@@ -22,6 +21,7 @@ from nxd_server.errors import (
     QueueFullError,
     RequestError,
 )
+from tests.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, naive_generate
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 

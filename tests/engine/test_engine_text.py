@@ -6,12 +6,12 @@ import json
 import random
 
 import pytest
-from toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 
 from nxd_server.engine import Engine, SamplingParams
 from nxd_server.engine.events import TokenEvent
 from nxd_server.text.detokenize import _byte_of_char
 from nxd_server.text.tokenizer import Tokenizer
+from tests.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 
 
 def make_tokenizer():

@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from toy_oneshot import ToyOneShot, expected
 
 from nxd_infer.errors import BucketError, InputMismatchError, ModelConfigError, RankDiedError, RankFailedError
 from nxd_server.engine import OneShotEngine, TextEncoder
@@ -23,6 +22,7 @@ from nxd_server.errors import (
     QueueFullError,
     RequestError,
 )
+from tests.engine.toy_oneshot import ToyOneShot, expected
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_artifacts import trace_encoder
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server import LLM, SamplingParams
 from nxd_server.errors import PromptTooLongError, RequestError
+from tests.engine.real_artifacts import trace_encoder
 
 TEXTS = ["A raise statement", "x", "for loops iterate over items", "你好 😀", "if", "while True: pass", "a b c d e"]
 

@@ -8,12 +8,12 @@ import threading
 import time
 
 import pytest
-from real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
 
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.errors import EngineFailedError, PromptTooLongError, RequestError
+from tests.engine.real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
 
 LENGTHS = sorted({1, 2, *(bucket + more for bucket in PROMPT_BUCKETS for more in (-1, 0, 1)), 33, 48, 60, 63, 64})
 GREEDY = SamplingParams(max_tokens=16, temperature=0)

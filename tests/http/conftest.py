@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from http_servers import toy_server
+from tests.http.http_servers import toy_server
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +23,7 @@ def slow_toy():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from http_toy import toy_tokenizer
+    from tests.http.http_toy import toy_tokenizer
 
     return toy_tokenizer()
 
@@ -37,7 +31,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def expect(tokenizer):
     """``expect(prompt, **options)``: ids, text and finish reason that the toy model must give."""
-    from toy_model import EOS, naive_generate
+    from tests.engine.toy_model import EOS, naive_generate
 
     def answer(prompt, **options):
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -6,10 +6,11 @@ import contextlib
 import sys
 from pathlib import Path
 
-import tiny_models
 import torch
-from http_servers import ServerProcess
 from torch import nn
+
+from tests import tiny_models
+from tests.http.http_servers import ServerProcess
 
 WORDS = ["the", "with", "for", "while", "if", "try", "else", "def", "class", "import"]
 PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 
 
@@ -34,6 +34,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            cwd=ROOT,
             env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
         self._listening = threading.Event()
@@ -122,7 +123,7 @@ def wait_for(condition: Any, seconds: float, message: str = "") -> None:
 @contextlib.contextmanager
 def toy_server(*, wait: bool = True, toy: dict | None = None, arguments: tuple = (), env=None, **settings: Any):
     """The real server over the toy model, ready."""
-    command = [sys.executable, str(HERE / "http_toy.py"), "--settings", json.dumps({"port": 0, **settings})]
+    command = [sys.executable, "-m", "tests.http.http_toy", "--settings", json.dumps({"port": 0, **settings})]
     server = ServerProcess([*command, "--toy", json.dumps(toy or {}), *arguments], env)
     try:
         yield server.wait_ready() if wait else server

@@ -1,4 +1,4 @@
-"""The real server over the deterministic toy model: ``python http_toy.py --port 0 [--toy '{"slots": 4}']``.
+"""The real server over the deterministic toy model: ``python -m tests.http.http_toy --port 0 [--toy '{"slots": 4}']``.
 
 Only the artifact is missing: settings, sockets, routes, engine, signals and exit status are the ones users get.
 """
@@ -12,10 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-
-from toy_model import EOS, VOCAB, ToyModel
-
 from nxd_infer.errors import RankDiedError
 from nxd_server.config import ServerSettings
 from nxd_server.http import logs
@@ -23,6 +19,7 @@ from nxd_server.run import serve_service
 from nxd_server.service import Service
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
+from tests.engine.toy_model import EOS, VOCAB, ToyModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"

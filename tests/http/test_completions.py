@@ -9,8 +9,9 @@ import math
 import httpx
 import openai
 import pytest
-from http_servers import events_of, is_error
-from toy_model import VOCAB, logits_of
+
+from tests.engine.toy_model import VOCAB, logits_of
+from tests.http.http_servers import events_of, is_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

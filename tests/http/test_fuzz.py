@@ -6,11 +6,11 @@ import json
 
 import httpx
 import pytest
-from http_servers import events_of, http_request, is_error, raw, read_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nxd_server.http.schemas import ChatBody, CompletionBody, TokenizeBody
+from tests.http.http_servers import events_of, http_request, is_error, raw, read_all
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 5), st.text(max_size=6),

@@ -14,9 +14,9 @@ import time
 
 import httpx
 import pytest
-from http_servers import events_of, http_request, is_error, raw, toy_server, wait_for
 
 from nxd_server.http.logs import TextFormatter
+from tests.http.http_servers import events_of, http_request, is_error, raw, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
@@ -48,7 +48,7 @@ def test_it_lives_at_once_and_is_ready_when_warm():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer):
-    from toy_model import naive_generate
+    from tests.engine.toy_model import naive_generate
 
     text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=36, ignore_eos=True))
     with toy_server(toy=SLOW) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -115,7 +115,7 @@ def test_idle_connections_do_not_hold_up_the_end():
 
 
 def test_load_while_stopping_gets_answers_or_503_but_never_half_a_whole(tokenizer):
-    from toy_model import naive_generate
+    from tests.engine.toy_model import naive_generate
 
     text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=10, ignore_eos=True))
     outcomes: list[str] = []

@@ -9,7 +9,8 @@ import time
 import httpx
 import openai
 import pytest
-from http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
+
+from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}

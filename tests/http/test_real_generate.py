@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
-from http_servers import events_of, is_error, wait_for
+
+from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
+from tests.http.http_servers import events_of, is_error, wait_for
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 4

@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 import torch
-from http_artifacts import real_server, trace_affine, trace_tiny
-from http_servers import is_error, wait_for
 from safetensors.torch import load, save
+
+from tests.http.http_artifacts import real_server, trace_affine, trace_tiny
+from tests.http.http_servers import is_error, wait_for
 
 EMBEDDINGS, PREDICT = "/v1/embeddings", "/v1/predict"
 TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x" * 20]

@@ -6,7 +6,8 @@ import gzip
 import json
 
 import pytest
-from http_servers import http_request, is_error, raw, read_all
+
+from tests.http.http_servers import http_request, is_error, raw, read_all
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -11,7 +11,8 @@ import time
 import httpx
 import openai
 import pytest
-from http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
+
+from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "hello", "max_tokens": 350, "temperature": 0, "ignore_eos": True}
@@ -63,7 +64,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow_toy, chunked):
 
 
 def test_clients_that_leave_do_not_disturb_those_that_stay(slow_toy, tokenizer):
-    from toy_model import naive_generate
+    from tests.engine.toy_model import naive_generate
 
     tokens = naive_generate(tokenizer.encode("hello"), max_tokens=30, ignore_eos=True)
     answers = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny_models
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError
 from nxd_server.text.chat import ChatTemplate
+from tests import tiny_models
 
 MESSAGES = [
     {"role": "system", "content": "Be brief & exact <b>."},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import KINDS, byte_level, sentencepiece_style
+
+from tests.text.text_tokenizers import KINDS, byte_level, sentencepiece_style
 
 texts = st.text(
     alphabet=st.one_of(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny_models
-from text_tokenizers import KINDS, byte_level, wordpiece
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer, check_text
+from tests import tiny_models
+from tests.text.text_tokenizers import KINDS, byte_level, wordpiece
 
 SENTENCES = ["Hello, World! Don't stop.", "naïve café 你好 😀", "", "  spaces   and\ttabs\n", "<|end|> in the text"]
 
