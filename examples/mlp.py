@@ -1,6 +1,6 @@
 """The smallest whole example: a parallel MLP, traced for two ranks, saved, loaded, called.
 
-    python examples/mlp.py
+python examples/mlp.py
 """
 
 import tempfile

@@ -56,7 +56,7 @@ class DecoderStep(CausalLM):
     prompt_seen: Tensor
     last_token: Tensor
 
-    nxd_inputs: dict[str, dict[str, Any]] = {  # noqa: RUF012  (read by the tracer, never changed)
+    nxd_inputs: dict[str, dict[str, Any]] = {
         "tokens": _input("tokens"),
         "start": _input("start"),
         "length": _input("length"),
@@ -74,7 +74,7 @@ class DecoderStep(CausalLM):
         "repetition_penalty": _input("sampling", 1.0),
         "prompt_length": _input("prompt_length", -1),
     }
-    nxd_outputs: dict[str, dict[str, Any]] = {  # noqa: RUF012
+    nxd_outputs: dict[str, dict[str, Any]] = {
         "token": {"role": "token"},
         "logprob": {"role": "logprob"},
         "top_ids": {"role": "top_ids"},

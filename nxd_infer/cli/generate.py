@@ -11,9 +11,8 @@ from nxd_infer.cli.console import console, spinner
 
 def run(artifact: Path, prompts: list[str], as_json: bool, **sampling: Any) -> None:
     """Print each prompt's continuation, or one JSON object a prompt."""
-    from nxd_server.engine.params import SamplingParams
-
     from nxd_server import LLM
+    from nxd_server.engine.params import SamplingParams
 
     params = SamplingParams(**sampling)
     if as_json:

@@ -88,6 +88,9 @@ class TensorParallelModel(nn.Module):
     the process.
     """
 
+    trace_report: dict[str, Any]
+    """What tracing made, on a model that ``parallel_model_trace`` returned; a loaded one has none."""
+
     def __init__(
         self,
         artifact: LoadedArtifact | str,

@@ -119,6 +119,23 @@ def make_contiguous(module: nn.Module) -> None:
                     tensor.data = tensor.data.contiguous()
 
 
+def require_values(module: nn.Module) -> None:
+    """Every parameter and buffer is a real CPU tensor. Raises TraceError naming one that is not.
+
+    ``load_state_dict`` on a module built on the meta device reports success and leaves it there, without values.
+    """
+    for name, tensor in named_tensors(module).items():
+        if tensor.is_meta:
+            raise TraceError(
+                f"{name!r} of {type(module).__name__} is on the meta device and has no values: load_state_dict does "
+                "not fill such tensors (unless with assign=True). Build the model on the CPU in func, or give a "
+                "checkpoint_loader_callable, which needs no memory for weights while tracing"
+            )
+        if tensor.device.type != "cpu":
+            raise TraceError(f"{name!r} of {type(module).__name__} is on {tensor.device}: return the model on the CPU")
+    make_contiguous(module)
+
+
 def trace_buckets(
     request: TraceRequest, built: list[Built], library: Any, report: Callable[[int], None] | None = None
 ) -> RankGraphs:
@@ -353,9 +370,8 @@ def write_weights(
             tensor = value(spec)
             if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape or _is_symbolic(tensor):
                 raise TraceError(
-                    f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}: it is "
-                    f"{'on the meta device' if tensor.is_meta else f'{tensor.dtype}{list(tensor.shape)}'}. Build the "
-                    "model with real tensors in func (load_state_dict does not fill meta tensors without assign=True)"
+                    f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}, it is "
+                    f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
                 )
             yield tensor.detach()
 

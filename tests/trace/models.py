@@ -162,8 +162,8 @@ def communicates() -> nn.Module:
 class Counter(nn.Module):
     """Counts calls: ``count`` is written here, ``memory`` only by the other kind of bucket."""
 
-    nxd_inputs = {"x": {"pad": {0: 0.0}}}  # noqa: RUF012
-    nxd_outputs = {"y": {"cut": {0: ["x", 0]}}}  # noqa: RUF012
+    nxd_inputs = {"x": {"pad": {0: 0.0}}}
+    nxd_outputs = {"y": {"cut": {0: ["x", 0]}}}
 
     def __init__(self, writes: bool):
         super().__init__()

@@ -66,8 +66,9 @@ def train(directory: Path, seconds: float, report: Callable[[float, str], None],
 
     ``report(share done, note)`` is called after each step. The loss is the mean cross-entropy a token, in nats.
     """
-    from nxd_models.registry import build
     from safetensors.torch import save_file
+
+    from nxd_models.registry import build
 
     directory.mkdir(parents=True, exist_ok=True)
     texts = documents()

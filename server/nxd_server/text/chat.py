@@ -142,7 +142,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """``{% generation %}`` marks the assistant's words for training; here it only passes them on."""
 
-        tags = {"generation"}  # noqa: RUF012
+        tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
