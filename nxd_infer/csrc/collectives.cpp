@@ -123,7 +123,7 @@ Tensor all_reduce(Tensor x_in, std::string axis, std::string op, int64_t degree)
       continue;
     }
     // Worth a second meeting: each rank reduces one stretch and takes the other stretches from the others.
-    const int64_t stretch = (bytes / degree + 63) / 64 * 64;
+    const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up: no byte may be left over
     auto first = [&](int64_t r) { return std::min(r * stretch, bytes); };
     const int64_t mine = first(link->rank());
     for (int r = 0; r < degree; r++) {

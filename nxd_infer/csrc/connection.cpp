@@ -193,6 +193,7 @@ void Connection::put(int to, const void* data, int64_t bytes) {
   const uint64_t before = box.sent.value.load();
   wait(box.received, before, Op::send, [&] { return 1ULL << to; });
   std::memcpy(letter(rank_, to), data, bytes);
+  box.bytes = bytes;
   publish(box.sent, before + 1);
 }
 
@@ -200,6 +201,13 @@ void Connection::take(int from, void* data, int64_t bytes) {
   Mailbox& box = mailbox(from, rank_);
   const uint64_t next = box.received.value.load() + 1;
   wait(box.sent, next, Op::recv, [&] { return 1ULL << from; });
+  if (box.bytes != bytes) {
+    fail(
+        "nxd: rank " + std::to_string(rank_) + " receives a piece of " + std::to_string(bytes) + " bytes on axis '" +
+            axis_ + "', but rank " + std::to_string(from) + " sent one of " + std::to_string(box.bytes) +
+            ": both must name one shape and dtype",
+        0);
+  }
   std::memcpy(data, letter(from, rank_), bytes);
   publish(box.received, next);
 }

@@ -8,8 +8,10 @@
 #include <torch/headeronly/util/Half.h>
 
 // One body, compiled for several instruction sets; the loader picks the best one the CPU has.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define NXD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define NXD_CLONES __attribute__((target_clones("avx2", "default")))  // GCC 11 has no dispatcher for the levels
 #else
 #define NXD_CLONES
 #endif

@@ -58,6 +58,7 @@ struct Header {
 
 struct alignas(128) Mailbox {
   Signal sent;
+  int64_t bytes;  // of the letter; written before `sent`
   alignas(64) Signal received;
 };
 

@@ -140,6 +140,21 @@ def check_mail() -> None:
     barrier(here)
 
 
+def unequal_mail() -> str:
+    here = current_context()
+    transport = collectives_of(here)
+    if here.rank == 0:
+        transport.send(torch.arange(8.0), "tp", 1)
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        transport.recv(torch.empty(4), "tp", 0)
+    return str(caught.value)
+
+
+def test_a_letter_of_another_size_is_refused():
+    assert "16 bytes" in (found := run_ranks(unequal_mail, 2, collectives="shm")[1]) and "one of 32" in found
+
+
 def check_refusals() -> list[str]:
     here = current_context()
     found = []
@@ -183,6 +198,23 @@ def test_shared_memory_collectives_equal_a_plain_computation(world):
 def test_large_tensors_take_the_shared_work_path(world):
     shapes = ((100_003,),)  # pieces above 64 KiB, with a ragged end
     assert_same_bits(run_ranks(check_sums, world, shapes, True, collectives="shm", capacity=131072, timeout=120))
+
+
+def last_values(numels: dict[torch.dtype, int]) -> list[int]:
+    """The sums of ones must be the degree everywhere, the last value too: how many are not."""
+    here = current_context()
+    wrong = []
+    for dtype, numel in numels.items():
+        torch.full((numel,), 77, dtype=dtype)  # what lies in the memory that the result gets
+        wrong.append(int((all_reduce(torch.ones(numel, dtype=dtype), here) != here.tp.degree).sum()))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_work_leaves_no_value_over(world):
+    """Sizes whose equal share is whole cache lines and that still do not divide."""
+    numels = {torch.bfloat16: 32_769, torch.float16: 32_769, torch.uint8: 65_537, torch.float32: 16_385}
+    assert run_ranks(last_values, world, numels, collectives="shm") == [[0, 0, 0, 0]] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
