@@ -13,6 +13,9 @@ from nxd_infer.errors import ParallelConfigError
 def axis_of(process_group: object, context: ParallelContext) -> str:
     """``None`` is the tensor-parallel axis; an axis name is itself; a group is the axis whose ranks it has.
 
+    A group is one of torch.distributed, a list of ranks, or a list of such lists of which this rank's counts
+    (``get_tensor_model_parallel_group(as_list=True)``).
+
     Raises ParallelConfigError for a name that is no axis and for a group that is none of this rank's.
     """
     if process_group is None:
@@ -21,7 +24,7 @@ def axis_of(process_group: object, context: ParallelContext) -> str:
         if process_group in AXES:
             return process_group
         raise ParallelConfigError(f"there is no parallel axis {process_group!r}; the axes are {', '.join(AXES)}")
-    ranks = _ranks_of(process_group)
+    ranks = _ranks_of(process_group, context.rank)
     for axis in ("tp", "cp", "dp", "pp"):
         if context.axis(axis).ranks == ranks:
             return axis
@@ -31,9 +34,13 @@ def axis_of(process_group: object, context: ParallelContext) -> str:
     )
 
 
-def _ranks_of(process_group: object) -> tuple[int, ...]:
-    """Global ranks of a torch.distributed group, or of a list of ranks or of lists of ranks (``as_list=True``)."""
+def _ranks_of(process_group: object, rank: int) -> tuple[int, ...]:
+    """Global ranks of a group; of several groups, of the one that ``rank`` is in."""
     import torch.distributed as dist
+
+    if isinstance(process_group, list | tuple):
+        several = [group for group in process_group if isinstance(group, list | tuple)]
+        return tuple(next((group for group in several if rank in group), () if several else process_group))
 
     if dist.is_available() and isinstance(process_group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(process_group))

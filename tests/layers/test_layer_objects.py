@@ -18,6 +18,7 @@ from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout import AxisPlan, weight_layout
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import mappings, utils
+from nxd_infer.parallel_layers.groups import axis_of
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, SPMDRank
 from tests.layers.compare import LIMITS, error, own_part, piece
 from tests.ranks import run_ranks
@@ -217,6 +218,12 @@ def groups() -> list[str]:
         ColumnParallelLinear(4, 6, tensor_model_parallel_group=group),
         RowParallelLinear(4, 6, tensor_model_parallel_group="cp"),
     ]
+    for axis, every in (
+        ("tp", parallel_state.get_tensor_model_parallel_group(as_list=True)),
+        ("cp", parallel_state.get_context_parallel_group(as_list=True)),
+    ):
+        own = next(ranks for ranks in every if current_context().rank in ranks)
+        assert axis_of(every, current_context()) == axis_of(own, current_context()) == axis
     try:
         ColumnParallelLinear(4, 6, tensor_model_parallel_group=dist.new_group([0, 1, 2]))
     except ParallelConfigError as problem:
