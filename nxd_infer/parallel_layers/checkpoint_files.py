@@ -270,13 +270,13 @@ def read_pickle(path: Path) -> Any:
 
     Raises CheckpointError for anything else, naming what it would have called; none of it is run.
     """
-    import pickle
-
     stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
     try:
         with torch.serialization.safe_globals([stand_in]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # whatever a damaged file makes of the unpickler
         reason = str(error).strip().splitlines()
         raise CheckpointError(
             f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "

@@ -182,6 +182,8 @@ def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, An
 def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: bool, context: ParallelContext) -> None:
     """Raise CheckpointError for a checkpoint of another degree, or one whose parts were not saved together."""
     degrees = facts.get("degrees") or {}
+    if not isinstance(degrees, dict) or not degrees.keys() <= {"tp", "pp"}:
+        raise CheckpointError(f"{path} is damaged: it says that it was saved at the degrees {degrees!r}")
     for axis, saved in degrees.items():
         if saved != context.axis(axis).degree:
             raise CheckpointError(

@@ -265,10 +265,21 @@ def test_wrong_use_and_damage_are_named(tmp_path: Path):
     save_file({"0": torch.zeros(1)}, file)
     with pytest.raises(CheckpointError, match="not a checkpoint of this package"):
         load(tmp_path / "a")
-    for damaged in ("{", '{"format": "x", "version": 9, "facts": {}, "structure": 1}'):
-        (tmp_path / "x" / "tp_rank_00_pp_rank_00").write_text(damaged)
+    part = tmp_path / "x" / "tp_rank_00_pp_rank_00"
+    renamed = part.read_text().replace('"degrees": {"tp"', '"degrees": {"tq"')
+    for damaged in ("{", '{"format": "x", "version": 9, "facts": {}, "structure": 1}', renamed):
+        part.write_text(damaged)
         with pytest.raises(CheckpointError):
             load(tmp_path / "x", load_xser=True)
+
+
+def test_a_damaged_pickle_is_named(tmp_path: Path):
+    """Whatever the damage makes of the unpickler: an empty stack, a bad index, an unknown code."""
+    file = tmp_path / "weights.pt"
+    for body in (b"\x80\x02.", b"\x80\x02a.", b"\x80\x02K\x01s.", b"\x80\x02h\x05.", b"\x80", b""):
+        file.write_bytes(body)
+        with pytest.raises(CheckpointError, match=r"weights\.pt was refused"):
+            load(file, nn.Linear(2, 2), sharded=False)
 
 
 def save_rank_part(folder: str) -> None:
