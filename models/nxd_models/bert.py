@@ -7,7 +7,6 @@ Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimensi
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_models.blocks import ACTIVATIONS, normal_init, zero_biases
-from nxd_models.config import EncoderConfig, read_json
+from nxd_models.config import EncoderConfig, parse_json, read_json
 
 POOLINGS = ("mean", "cls", "max")
 
@@ -232,7 +231,12 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
     modules = model_dir / "modules.json"
     if not modules.is_file():
         return {}
-    kinds = {str(m.get("type", "")).rsplit(".", 1)[-1]: m.get("path", "") for m in json.loads(modules.read_text())}
+    entries = parse_json(modules)
+    if not isinstance(entries, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("path", ""), str) for m in entries
+    ):
+        raise ModelConfigError(f"{modules}: expected a list of objects with a type and a path")
+    kinds = {str(m.get("type", "")).rsplit(".", 1)[-1]: m.get("path", "") for m in entries}
     options: dict[str, Any] = {"normalize": "Normalize" in kinds}
     if "Pooling" in kinds:
         fields = read_json(model_dir / kinds["Pooling"] / "config.json")

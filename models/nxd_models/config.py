@@ -161,11 +161,20 @@ class Fields:
             value = self.raw.get(name)
             if value is None:
                 continue
-            value = _ACTIVATION_ALIASES.get(value, value)
+            value = _ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
             if value not in ACTIVATIONS:
                 raise self.error(name, f"this activation is not supported; known are {', '.join(ACTIVATIONS)}")
             return value
         return default
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of texts; null is an empty one."""
+        value = self.raw.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "expected a list of texts")
+        return tuple(value)
 
     def refuse(self, name: str, why: str) -> None:
         """Raise when the field holds anything but null, false, 0 or an empty list."""
@@ -175,15 +184,20 @@ class Fields:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelConfigError when it is missing, not JSON or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelConfigError(f"{path} is missing: expected a Hugging Face model directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from None
+    value = parse_json(path)
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def parse_json(path: Path) -> Any:
+    """What a JSON file of a model directory holds. Raises ModelConfigError when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelConfigError(f"{path} is missing: expected a Hugging Face model directory") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from None
 
 
 def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> DecoderConfig | EncoderConfig:
@@ -236,13 +250,13 @@ def _decoder(f: Fields, model_type: str) -> DecoderConfig:
         sliding_window=_sliding_window(f, model_type),
         initializer_range=f.number("initializer_range", 0.02),
         bos_token_id=_bos(f),
-        eos_token_ids=_eos(f),
+        eos_token_ids=eos_token_ids(f),
         dtype=_dtype(f),
     )
 
 
 def _sliding_window(f: Fields, model_type: str) -> int | None:
-    layer_types = f.raw.get("layer_types") or []
+    layer_types = f.texts("layer_types")
     if "chunked_attention" in layer_types or "linear_attention" in layer_types:
         raise f.error("layer_types", "only full attention is supported")
     if model_type.startswith("qwen"):
@@ -332,7 +346,8 @@ def _bos(f: Fields) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _eos(f: Fields) -> tuple[int, ...]:
+def eos_token_ids(f: Fields) -> tuple[int, ...]:
+    """The ids that end a sequence: ``eos_token_id``, one or a list."""
     value = f.raw.get("eos_token_id")
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):

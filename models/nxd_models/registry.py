@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.config import DecoderConfig, EncoderConfig, parse_config, read_json
+from nxd_models.config import DecoderConfig, EncoderConfig, Fields, parse_config, read_json
 from nxd_models.hf import HuggingFaceSource, load
 from nxd_models.hf import weights as _weights
 
@@ -69,7 +69,7 @@ def load_config(model_dir: str | os.PathLike[str] | ModelSpec) -> ModelSpec:
     path = Path(model_dir)
     file = path / "config.json"
     raw = read_json(file)
-    return ModelSpec(path, parse_config(raw, str(file)), tuple(raw.get("architectures") or ()), raw)
+    return ModelSpec(path, parse_config(raw, str(file)), Fields(raw, str(file)).texts("architectures"), raw)
 
 
 def build(

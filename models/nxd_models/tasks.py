@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models import bert, hf, registry
-from nxd_models.config import DecoderConfig, EncoderConfig, read_json
+from nxd_models.config import DecoderConfig, EncoderConfig, Fields, eos_token_ids, read_json
 from nxd_models.generation import BIAS_SLOTS, DecoderStep, step_inputs
 from nxd_models.sampling import TOP_LOGPROBS
 
@@ -187,10 +187,9 @@ def _special_tokens(spec: registry.ModelSpec, config: DecoderConfig) -> tuple[in
     """Begin and end of a sequence; ``generation_config.json`` comes before ``config.json``, as in transformers."""
     file = spec.path / "generation_config.json"
     fields = read_json(file) if file.is_file() else {}
-    eos = fields.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else list(config.eos_token_ids)
+    ids = eos_token_ids(Fields(fields, str(file))) or config.eos_token_ids
     bos = fields.get("bos_token_id", config.bos_token_id)
-    return bos if isinstance(bos, int) else None, [int(i) for i in ids]
+    return bos if isinstance(bos, int) else None, list(ids)
 
 
 def _encode(

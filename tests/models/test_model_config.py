@@ -1,11 +1,14 @@
 """``config.json`` is read without transformers, and what cannot be run exactly is refused by field."""
 
+import contextlib
+import itertools
 import json
 
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import registry
+from nxd_models import registry, tasks
+from nxd_models.bert import pooling_options
 from nxd_models.config import DecoderConfig, EncoderConfig, RopeConfig, parse_config
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
@@ -101,3 +104,33 @@ def test_directories_that_are_none_say_so(tmp_path):
         registry.build(spec, "embed")
     with pytest.raises(ModelConfigError, match="no task 'translate'"):
         spec.task("translate")
+
+
+ODD = ([], {}, "x", -1, 0, 1.5, True, [1, "x"], {"a": 1}, [[]], float("nan"), float("inf"), None)
+"""Values of every JSON kind, most of which fit no field."""
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "bert"])
+def test_whatever_a_field_holds_the_error_is_typed(tmp_path, family):
+    base = FAMILIES[family]
+    fields = {*base, "layer_types", "hidden_act", "rope_scaling", "id2label", "architectures", "eos_token_id"}
+    for name, value in itertools.product(sorted(fields), ODD):
+        (tmp_path / "config.json").write_text(json.dumps({**base, name: value}))
+        with contextlib.suppress(ModelConfigError):
+            registry.load_config(tmp_path)
+    with pytest.raises(ModelConfigError, match=r"hidden_act = \[\]: this activation is not supported"):
+        parsed(family, hidden_act=[])
+    (tmp_path / "config.json").write_text(json.dumps({**base, "architectures": 7}))
+    with pytest.raises(ModelConfigError, match="architectures = 7: expected a list of texts"):
+        registry.load_config(tmp_path)
+
+
+def test_damaged_files_beside_the_configuration_are_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, "x"]}')
+    with pytest.raises(ModelConfigError, match=r"generation_config\.json: eos_token_id = \[1, 'x'\]"):
+        tasks.plan(tmp_path)
+    for damaged in ("{", "{}", "[1]", '[{"type": "x.Pooling", "path": 5}]'):
+        (tmp_path / "modules.json").write_text(damaged)
+        with pytest.raises(ModelConfigError, match=r"modules\.json"):
+            pooling_options(tmp_path)
