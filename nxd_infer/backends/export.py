@@ -7,8 +7,6 @@ a plain tensor attribute is refused by name.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_infer.backends import lowering
+from nxd_infer.backends.names import key_text, named_tensors
+from nxd_infer.backends.swap import not_registered, swapped
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 
 _PREFIX = "module."
@@ -56,86 +56,6 @@ class Exported:
     """How the outputs are put together again: names in nested lists (tuples) and dictionaries."""
 
 
-# --- names --------------------------------------------------------------------------------------------
-
-
-def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs") -> tuple[dict[str, Tensor], bool]:
-    """``example`` as named contiguous tensors in order, and whether they go by keyword.
-
-    A tensor, a tuple or list of tensors (positional), or a dictionary (by name). Nested lists are flattened, their
-    entries named ``past.0``. Raises TraceConfigError naming what is no tensor or has no such parameter.
-    """
-    parameters = inspect.signature(module.forward).parameters
-    kinds = inspect.Parameter
-    if isinstance(example, Mapping):
-        anything = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-        unknown = [] if anything else [name for name in example if name not in parameters]
-        if unknown:
-            raise TraceConfigError(
-                f"{where} names {', '.join(map(repr, unknown))}, but {type(module).__name__}.forward takes "
-                f"{', '.join(parameters)}"
-            )
-        pairs = list(example.items())
-    else:
-        values = [example] if isinstance(example, Tensor) else list(example)
-        positional = [
-            p.name for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        star = next((p.name for p in parameters.values() if p.kind is kinds.VAR_POSITIONAL), None)
-        if len(values) > len(positional) and star is None:
-            raise TraceConfigError(
-                f"{where} holds {len(values)} inputs, but {type(module).__name__}.forward takes {len(positional)} "
-                f"({', '.join(positional)})"
-            )
-        names = positional + [f"{star}_{i}" for i in range(len(values) - len(positional))]
-        pairs = list(zip(names, values, strict=False))
-    flat: dict[str, Tensor] = {}
-    for name, value in pairs:
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            key = ".".join([name, *(_key_text(part) for part in path)])
-            if not isinstance(leaf, Tensor):
-                raise TraceConfigError(
-                    f"{where}: {key!r} is {type(leaf).__name__}; only tensors are inputs of a traced model: "
-                    "give the model its other arguments inside func, or give the inputs by name and leave it out"
-                )
-            flat[key] = leaf.detach().clone(memory_format=torch.contiguous_format)
-    return flat, isinstance(example, Mapping)
-
-
-def _key_text(part: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    return str(part)
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by every qualified name they have."""
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    found.update(module.named_buffers(remove_duplicate=False))
-    return found
-
-
-def state_name(module: nn.Module, key: Any) -> str:
-    """The qualified name of a state given by name or as the tensor itself. Raises TraceConfigError when it has none."""
-    tensors = named_tensors(module)
-    if isinstance(key, str):
-        if key in tensors:
-            return key
-        raise TraceConfigError(
-            f"the state {key!r} is no buffer or parameter of {type(module).__name__}; it has "
-            f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"
-        )
-    for name, tensor in tensors.items():
-        if tensor is key:
-            return name
-    kind = f"a {type(key).__name__}" if not isinstance(key, Tensor) else f"a tensor of shape {tuple(key.shape)}"
-    raise TraceConfigError(
-        f"{kind} is given as a state but is no buffer or parameter of {type(module).__name__}: "
-        "register it with register_buffer, so that it stays with the rank"
-    )
-
-
 # --- the wrapper that is exported ---------------------------------------------------------------------
 
 
@@ -169,7 +89,7 @@ class _Traced(nn.Module):
         seen = states
         if step.views is not None:
             seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
-        with _swapped(self.module, seen) as changed:
+        with swapped(self.module, seen) as changed:
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
@@ -245,7 +165,7 @@ def _leaf_names(result: Any) -> list[str]:
     names = []
     for path, _ in pytree.tree_flatten_with_path(result)[0]:
         keyed = bool(path) and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey))
-        names.append(".".join(_key_text(part) for part in path) if keyed else "")
+        names.append(".".join(key_text(part) for part in path) if keyed else "")
     return names
 
 
@@ -257,70 +177,8 @@ def _structure(result: Any, names: Iterator[str | None]) -> Any:
         entries = [_structure(value, names) for value in result]
         return [entry for entry in entries if entry is not None]
     if not pytree.tree_is_leaf(result):
-        return {_key_text(path[0]): next(names) for path, _ in pytree.tree_flatten_with_path(result)[0]}
+        return {key_text(path[0]): next(names) for path, _ in pytree.tree_flatten_with_path(result)[0]}
     return next(names)
-
-
-@contextlib.contextmanager
-def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Put ``tensors`` in place of the module's own (under every name they have) inside the block.
-
-    Yields a dictionary that holds, afterwards, what the module assigned to a buffer or parameter by itself. Assigning
-    a new tensor to a plain attribute is an error that names it.
-    """
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    slots: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    names: dict[str, int] = {}
-    plain: list[tuple[nn.Module, str, str, Tensor]] = []
-    for path, child in module.named_modules():
-        for table in (child._parameters, child._buffers):
-            saved.append((table, dict(table)))
-            for name, value in table.items():
-                if value is not None:
-                    qualified = f"{path}.{name}" if path else name
-                    slots.setdefault(id(value), []).append((child, name, qualified))
-                    names[qualified] = id(value)
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor):
-                plain.append((child, name, f"{path}.{name}" if path else name, value))
-    for path, child in module.named_modules(remove_duplicate=False):  # a module may have several names
-        for name in (*child._parameters, *child._buffers):
-            value = child._parameters.get(name, child._buffers.get(name))
-            if value is not None:
-                names.setdefault(f"{path}.{name}" if path else name, id(value))
-    expected: list[tuple[nn.Module, str, str, Tensor]] = []
-    replaced: dict[int, tuple[str, Tensor]] = {names[name]: (name, tensor) for name, tensor in tensors.items()}
-    for key, places in slots.items():
-        for child, name, qualified in places:
-            if key in replaced:
-                # As a buffer: a module refuses a plain tensor under the name of a parameter.
-                child._parameters.pop(name, None)
-                child._buffers[name] = replaced[key][1]
-                expected.append((child, name, *replaced[key]))
-            else:
-                expected.append((child, name, qualified, getattr(child, name)))
-    changed: dict[str, Tensor] = {}
-    try:
-        yield changed
-        for child, name, qualified, value in expected:
-            now = getattr(child, name, None)
-            if now is not value and isinstance(now, Tensor):
-                changed[qualified] = now
-    finally:
-        for table, values in saved:
-            table.clear()
-            table.update(values)
-    for child, name, qualified, value in plain:
-        if getattr(child, name, None) is not value:
-            object.__setattr__(child, name, value)
-            raise TraceError(_not_registered(qualified))
-
-
-def _not_registered(name: str) -> str:
-    return (
-        f"the model changes the tensor {name!r} while it runs, which is neither a buffer nor a parameter: register it "
-        f"as a buffer (register_buffer({name.rpartition('.')[2]!r}, ...)), so that it is kept between calls"
-    )
 
 
 # --- export -------------------------------------------------------------------------------------------
@@ -455,7 +313,7 @@ def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
         if place < first_weight:
             clones.add(name)
         elif name in found.constants:
-            raise TraceError(_not_registered(name.removeprefix("constant:")))
+            raise TraceError(not_registered(name.removeprefix("constant:")))
         else:
             states.append(name)
     return states, clones

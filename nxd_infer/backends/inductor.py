@@ -33,6 +33,7 @@ CPU_TARGET = "cpu_target"
 
 _FIXED: dict[str, Any] = {
     "aot_inductor.package": True,
+    "aot_inductor.precompile_headers": False,
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
     "compile_threads": 1,

@@ -16,12 +16,10 @@ from nxd_infer.backends.lower import read_graph
 from nxd_infer.backends.machine import versions
 from nxd_infer.errors import TraceError
 from nxd_infer.trace.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
-from nxd_infer.trace.rank_trace import CANONICAL_FILE
+from nxd_infer.trace.rank_files import CANONICAL_FILE, WEIGHTS_FILE
 from nxd_infer.trace.request import TracedRank, rank_directory
 from nxd_infer.trace.storage import ArtifactWriter
 from nxd_infer.trace.weights import write_safetensors
-
-WEIGHTS_FILE = "weights.safetensors"
 
 
 @dataclass

@@ -309,7 +309,7 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     import torch
 
     from nxd_infer.backends.lower import native_library
-    from nxd_infer.trace import rank_trace
+    from nxd_infer.trace import rank_files, rank_trace
     from nxd_infer.trace.manifest import WeightSpec
     from nxd_infer.trace.weights import describe_layout
 
@@ -329,25 +329,25 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     request: TraceRequest = pickle.loads(payload)
     out = rank_directory(Path(settings.build), settings.rank)
     connection.send(["place", "func"])
-    built = rank_trace.build(request, rank_trace.make_contiguous)
+    built = rank_trace.build(request, rank_trace.require_values)
     graphs = rank_trace.trace_buckets(
         request,
         built,
         native_library() if request.native else None,
         lambda index: connection.send(["bucket", request.buckets[index].name]),
     )
-    rank_trace.write_graphs(graphs, out)
+    rank_files.write_graphs(graphs, out)
 
     def value(spec: WeightSpec) -> Tensor:
         return rank_trace.value_of(graphs, *graphs.origin[spec.name])
 
-    rank_trace.write_weights(graphs, rank_trace.initial_states(request, graphs), value, out / "weights.safetensors")
+    rank_files.write_weights(graphs, rank_files.initial_states(request, graphs), value, out / rank_files.WEIGHTS_FILE)
     result = TracedRank(
         rank=settings.rank,
         buckets=graphs.buckets,
         states=[graphs.states[name] for name in sorted(graphs.states)],
         weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=describe_layout(rank_trace.layouts(graphs), settings.degree) if settings.rank == 0 else {},
+        layout=describe_layout(rank_files.layouts(graphs), settings.degree) if settings.rank == 0 else {},
         seconds=time.monotonic() - start,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

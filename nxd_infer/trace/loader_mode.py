@@ -25,8 +25,7 @@ from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, as_source, check_weights, shard_tensor
-from nxd_infer.trace import rank_trace
-from nxd_infer.trace.assemble import WEIGHTS_FILE
+from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.trace.weights import describe_layout
@@ -85,8 +84,8 @@ def _trace(
     with _weightless():
         built = _build(request, rank)
     graphs = rank_trace.trace_buckets(request, built, library, report)
-    rank_trace.write_graphs(graphs, out)
-    layouts = rank_trace.layouts(graphs)
+    rank_files.write_graphs(graphs, out)
+    layouts = rank_files.layouts(graphs)
     _check(graphs, layouts, source)
     names = set(source.keys())
 
@@ -97,14 +96,14 @@ def _trace(
             return shard_tensor(source, readable.rank_layout(request.tp_degree, rank), spec.torch_dtype)
         return rank_trace.value_of(graphs, *graphs.origin[spec.name])
 
-    states = rank_trace.initial_states(request, graphs)
+    states = rank_files.initial_states(request, graphs)
     for name in graphs.states:
         layout = layouts.get(name)
         if name not in states and layout is not None and (readable := _readable(layout, layouts, names)) is not None:
             states[name] = shard_tensor(
                 source, readable.rank_layout(request.tp_degree, rank), graphs.states[name].torch_dtype
             )
-    rank_trace.write_weights(graphs, states, value, out / WEIGHTS_FILE)
+    rank_files.write_weights(graphs, states, value, out / rank_files.WEIGHTS_FILE)
     result = TracedRank(
         rank=rank,
         buckets=graphs.buckets,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.backends.compile_pool import worker_count
 from nxd_infer.backends.lower import native_library
 from nxd_infer.errors import BackendUnavailableError
-from nxd_infer.trace.assemble import WEIGHTS_FILE, Extras, compare_ranks, compile_ranks, write_artifact
+from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
 from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
+from nxd_infer.trace.rank_files import WEIGHTS_FILE
 from nxd_infer.trace.request import TracedRank, rank_directory
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _check_native(settings: _Settings) -> None:
 
 def make_plan(settings: _Settings) -> TracePlan:
     """See ``trace_plan``."""
-    from nxd_infer.backends.export import named_inputs
+    from nxd_infer.backends.names import named_inputs
 
     request = settings.request
     buckets = []

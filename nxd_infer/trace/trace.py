@@ -79,7 +79,8 @@ def parallel_model_trace(
             output is not returned. Runs in a spawned process a rank, so it must be importable by name.
         example_inputs: a tensor, a tuple or list of tensors, or a dictionary of them by name; with a ``bucket_config``
             a list of such entries, one a bucket.
-        compiler_workdir: where everything the compiler writes is kept. Default: a private directory, removed.
+        compiler_workdir: where everything the compiler writes is kept. Default: a private directory, removed. Graphs
+            that the compile cache holds are not compiled again (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
         compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
             dictionary or ``key=value`` strings.
         inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They

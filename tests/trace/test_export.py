@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from nxd_infer import backends
 from nxd_infer.backends import ir
 from nxd_infer.backends.base import Executable, Lowered
-from nxd_infer.backends.export import Step, named_inputs, named_tensors, state_name
+from nxd_infer.backends.export import Step
 from nxd_infer.backends.lower import lower, read_ir, write_graph
+from nxd_infer.backends.names import named_inputs, named_tensors, state_name
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import (
     ArtifactCorruptError,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -60,7 +60,6 @@ def traced(tmp_path_factory):
     assert children() <= before
 
 
-@pytest.mark.check
 def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
     model, _, _ = traced
     steps = [(torch.tensor([i, i + 3]), torch.tensor([i, (2 * i) % models.LENGTH])) for i in range(4)]
@@ -199,6 +198,28 @@ def test_a_func_that_never_returns_ends_at_the_timeout():
     assert children() <= before
 
 
+def test_decision_18_meta_tensors_that_lost_their_weights_are_refused(tmp_path):
+    """``load_state_dict`` says that all keys matched, and the module has no weights."""
+    from nxd_infer.trace import rank_trace
+
+    with torch.device("meta"):
+        module = models.Plus()
+    assert str(module.load_state_dict({"weight": torch.ones(4)})) == "<All keys matched successfully>"
+    with pytest.raises(TraceError, match=r"'weight' of Plus is on the meta device.*checkpoint_loader_callable"):
+        rank_trace.require_values(module)
+
+
+def test_decision_19_weights_are_stored_contiguously_whatever_their_strides():
+    from nxd_infer.trace import rank_trace
+
+    module = torch.nn.Linear(3, 4)
+    module.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+    module.register_buffer("row", torch.ones(1).expand(5))
+    rank_trace.require_values(module)
+    assert module.weight.stride() == (3, 1) and module.row.stride() == (1,)
+    assert torch.equal(module.weight, torch.arange(12.0).reshape(3, 4).t())
+
+
 # --- what a spawned process can import ----------------------------------------------------------------
 
 
@@ -278,13 +299,12 @@ def _alive(pid: int) -> bool:
 
 def test_two_traces_at_once_do_not_meet():
     """The reference fixes one port for every trace on a host."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
-        results = [pool.apply_async(_trace_and_run, (value,)) for value in (1.0, 2.0)]
-        assert [result.get(timeout=200) for result in results] == [1.0, 2.0]
-
-
-def _trace_and_run(value: float) -> float:
-    multiprocessing.current_process()._config["daemon"] = False  # pool workers may not have children otherwise
-    with trace(models.plus, (torch.zeros(4),), func_kwargs={"value": value}, tp_degree=2) as model:
-        return float(model(torch.zeros(4))[0])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        traces = [
+            pool.submit(trace, models.plus, (torch.zeros(4),), func_kwargs={"value": value}) for value in (1.0, 2.0)
+        ]
+        found = [future.result(timeout=200) for future in traces]
+    texts = [next((model.artifact.path / "graphs").glob("*/ir.json")).read_text() for model in found]
+    assert ["1.0" in texts[0], "2.0" in texts[1], "2.0" in texts[0]] == [True, True, False]
+    for model in found:
+        model.close()

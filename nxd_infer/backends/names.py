@@ -1,0 +1,90 @@
+"""Names: of example inputs by forward's signature, of tensors by where a module keeps them, of states by either."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nxd_infer.errors import TraceConfigError
+
+
+def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs") -> tuple[dict[str, Tensor], bool]:
+    """``example`` as named contiguous tensors in order, and whether they go by keyword.
+
+    A tensor, a tuple or list of tensors (positional), or a dictionary (by name). Nested lists are flattened, their
+    entries named ``past.0``. Raises TraceConfigError naming what is no tensor or has no such parameter.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    kinds = inspect.Parameter
+    if isinstance(example, Mapping):
+        anything = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+        unknown = [] if anything else [name for name in example if name not in parameters]
+        if unknown:
+            raise TraceConfigError(
+                f"{where} names {', '.join(map(repr, unknown))}, but {type(module).__name__}.forward takes "
+                f"{', '.join(parameters)}"
+            )
+        pairs = list(example.items())
+    else:
+        values = [example] if isinstance(example, Tensor) else list(example)
+        positional = [
+            p.name for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
+        star = next((p.name for p in parameters.values() if p.kind is kinds.VAR_POSITIONAL), None)
+        if len(values) > len(positional) and star is None:
+            raise TraceConfigError(
+                f"{where} holds {len(values)} inputs, but {type(module).__name__}.forward takes {len(positional)} "
+                f"({', '.join(positional)})"
+            )
+        names = positional + [f"{star}_{i}" for i in range(len(values) - len(positional))]
+        pairs = list(zip(names, values, strict=False))
+    flat: dict[str, Tensor] = {}
+    for name, value in pairs:
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            key = ".".join([name, *(key_text(part) for part in path)])
+            if not isinstance(leaf, Tensor):
+                raise TraceConfigError(
+                    f"{where}: {key!r} is {type(leaf).__name__}; only tensors are inputs of a traced model: "
+                    "give the model its other arguments inside func, or give the inputs by name and leave it out"
+                )
+            flat[key] = leaf.detach().clone(memory_format=torch.contiguous_format)
+    return flat, isinstance(example, Mapping)
+
+
+def key_text(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every qualified name they have."""
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    found.update(module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def state_name(module: nn.Module, key: Any) -> str:
+    """The qualified name of a state given by name or as the tensor itself. Raises TraceConfigError when it has none."""
+    tensors = named_tensors(module)
+    if isinstance(key, str):
+        if key in tensors:
+            return key
+        raise TraceConfigError(
+            f"the state {key!r} is no buffer or parameter of {type(module).__name__}; it has "
+            f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"
+        )
+    for name, tensor in tensors.items():
+        if tensor is key:
+            return name
+    kind = f"a {type(key).__name__}" if not isinstance(key, Tensor) else f"a tensor of shape {tuple(key.shape)}"
+    raise TraceConfigError(
+        f"{kind} is given as a state but is no buffer or parameter of {type(module).__name__}: "
+        "register it with register_buffer, so that it stays with the rank"
+    )
