@@ -57,7 +57,7 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
 
 
 def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
-    """This rank's equal piece of ``x`` along ``dim``. No communication; rank stays data in an exported graph."""
+    """This rank's equal piece of ``x`` along ``dim``, a copy. No communication; rank stays data in an exported graph."""
     here = context.axis(axis)
     if here.degree == 1:
         return x
@@ -65,7 +65,7 @@ def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) 
     _ops.check_divisible(x, dim, here.degree, "shard")
     if torch.compiler.is_compiling():
         return torch.ops.nxd.shard(x, axis, dim, here.degree)
-    return x.chunk(here.degree, dim)[here.rank].contiguous()
+    return _ops.own_piece(x, dim, here)
 
 
 def axis_rank(context: ParallelContext, axis: str = "tp", device: torch.device | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.comm.protocol import collectives_of
-from nxd_infer.context import current_context
+from nxd_infer.context import Axis, current_context
 from nxd_infer.errors import CollectiveError
 
 LIBRARY = torch.library.Library("nxd", "FRAGMENT")
@@ -57,8 +57,13 @@ def _run(name: str):
     return implementation
 
 
+def own_piece(x: Tensor, dim: int, here: Axis) -> Tensor:
+    """A copy of this rank's piece: a view would let whoever changes the piece change ``x``, on this rank alone."""
+    return x.chunk(here.degree, dim)[here.rank].clone(memory_format=torch.contiguous_format)
+
+
 def _shard(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
-    return x.chunk(degree, dim)[current_context().axis(axis).rank].contiguous()
+    return own_piece(x, dim, current_context().axis(axis))
 
 
 def _axis_rank(axis: str) -> Tensor:

@@ -67,7 +67,10 @@ def check_moves(shapes: tuple) -> None:
                 what = (dtype, shape, dim)
                 gathered = all_gather(x, here, dim=dim)
                 same(gathered, torch.cat(parts, dim), ("all_gather", *what))
-                same(shard(gathered, here, dim=dim), x, ("shard", *what))
+                piece = shard(gathered, here, dim=dim)
+                same(piece, x, ("shard", *what))
+                piece.zero_()
+                same(gathered, torch.cat(parts, dim), ("changing a piece changes the piece alone", *what))
             for src in range(degree):
                 same(broadcast(x, here, src=src), parts[src], ("broadcast", dtype, shape, src))
             same(x, inputs(rank, shape, dtype), "inputs stay as they are")

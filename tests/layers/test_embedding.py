@@ -167,3 +167,14 @@ def test_indivisible_size_is_reported_at_first_use():
         assert len(messages) == 2
         assert "num_embeddings = 9 does not divide over 2 ranks" in messages[0]
         assert "embedding_dim = 5 does not divide over 2 ranks" in messages[1]
+
+
+def dropped_in_place() -> float:
+    """As BERT's embeddings do: the piece of the sequence is changed in place, and its gradient comes back."""
+    layer = ParallelEmbedding(8, 4, sequence_parallel_enabled=True, shard_across_embedding=True)
+    layer(torch.zeros(4, 2, dtype=torch.int64)).mul_(2).sum().backward()
+    return layer.weight.grad.sum().item()
+
+
+def test_a_piece_may_be_changed_in_place():
+    assert run_ranks(dropped_in_place, 2) == [32.0, 32.0]
