@@ -142,11 +142,15 @@ class ShmCollectives:
         self._degrees = {axis: context.axis(axis).degree for axis in segments}
         self._ops = {name: library.op(name) for name in library.ops}
         self._connected: list[str] = []
-        for axis, fd in segments.items():
-            here = context.axis(axis)
-            with self._typed_errors(axis):
-                self._ops["comm_init"](axis, fd, here.rank, here.degree, 0, timeout)
-            self._connected.append(axis)
+        try:
+            for axis, fd in segments.items():
+                here = context.axis(axis)
+                with self._typed_errors(axis):
+                    self._ops["comm_init"](axis, fd, here.rank, here.degree, 0, timeout)
+                self._connected.append(axis)
+        except BaseException:
+            self.close()
+            raise
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
         with self._typed_errors(axis):

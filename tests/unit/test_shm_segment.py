@@ -7,8 +7,17 @@ import os
 
 import pytest
 
+from nxd_infer import native
 from nxd_infer.comm.process import process_start, process_state
-from nxd_infer.comm.shm import create_segment, fail_segment, read_counters, read_failure, typed_error
+from nxd_infer.comm.shm import (
+    ShmCollectives,
+    create_segment,
+    fail_segment,
+    read_counters,
+    read_failure,
+    typed_error,
+)
+from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 
 
@@ -81,3 +90,14 @@ def test_the_state_of_a_process():
     assert process_state(child, start) == "ended", "a zombie does nothing any more"
     os.waitpid(child, 0)
     assert process_state(child, start) == "ended"
+
+
+def test_a_refused_axis_leaves_no_other_connected(segment):
+    """What failed half way can be tried again."""
+    context, library, good = make_context(4, 0, tp=2), native.load(), create_segment(2)
+    try:
+        with pytest.raises(CollectiveError, match="the segment is for 3 ranks"):
+            ShmCollectives(library, context, {"tp": good, "dp": segment})
+        ShmCollectives(library, context, {"tp": good}).close()
+    finally:
+        os.close(good)
