@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,20 @@ def unpack(files: Any, directory: Path) -> None:
     for path in paths:
         if path.suffix == ".so":
             shutil.copyfile(path, directory / _CODE)
+            _strip(directory / _CODE)
         elif path.name == f"{stem}_metadata.json":
             shutil.copyfile(path, directory / _METADATA)
         elif path.name == f"{stem}.json":
             shutil.copyfile(path, directory / _OPERATORS)
         elif path.suffix not in (".cpp", ".json"):
             raise TraceError(f"the compiler wrote a file this package does not know: {path.name}")
+
+
+def _strip(library: Path) -> None:
+    """Drop the symbols that only a debugger reads: two thirds of the file. Without binutils it stays as it is."""
+    strip = shutil.which("strip")
+    if strip is not None:
+        subprocess.run([strip, "--strip-unneeded", str(library)], capture_output=True, timeout=60, check=False)
 
 
 def collectives_of_package(directory: Path, ops: Sequence[str]) -> list[str] | None:

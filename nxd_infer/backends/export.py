@@ -170,15 +170,20 @@ def _leaf_names(result: Any) -> list[str]:
 
 
 def _structure(result: Any, names: Iterator[str | None]) -> Any:
-    """``result`` with names in place of tensors and None in place of what was dropped."""
+    """``result`` with names in place of tensors, without what was dropped (None when that is all of it)."""
+    if pytree.tree_is_leaf(result):
+        return next(names)
     if isinstance(result, Mapping):
-        return {str(key): _structure(value, names) for key, value in result.items()}
+        named = {str(key): _structure(value, names) for key, value in result.items()}
+        return {key: value for key, value in named.items() if value is not None}
     if isinstance(result, (list, tuple)):
         entries = [_structure(value, names) for value in result]
         return [entry for entry in entries if entry is not None]
-    if not pytree.tree_is_leaf(result):
-        return {key_text(path[0]): next(names) for path, _ in pytree.tree_flatten_with_path(result)[0]}
-    return next(names)
+    keys = [key_text(path[0]) for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    found = [next(names) for _ in keys]
+    if len(set(keys)) < len(keys):
+        return [name for name in found if name is not None]
+    return {key: name for key, name in zip(keys, found, strict=True) if name is not None}
 
 
 # --- export -------------------------------------------------------------------------------------------

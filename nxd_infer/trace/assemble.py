@@ -187,7 +187,7 @@ def write_artifact(
                 outputs=bucket.outputs,
                 graphs=[rank.buckets[index].graph.digest for rank in ranks],
                 structure=bucket.structure,
-                metadata={**_returns(bucket.structure), **extras.bucket_metadata[index]},
+                metadata=extras.bucket_metadata[index],
             )
             for index, bucket in enumerate(ranks[0].buckets)
         ],
@@ -223,17 +223,6 @@ def write_artifact(
         writer.commit(manifest)
     progress("write artifact", steps, steps, "")
     return manifest
-
-
-def _returns(structure: Any) -> dict[str, Any]:
-    """The form of what the model returns, in one word, where one word says it."""
-    if isinstance(structure, str):
-        return {"returns": "tensor"}
-    if isinstance(structure, list) and all(isinstance(entry, str) for entry in structure):
-        return {"returns": "tuple"}
-    if isinstance(structure, dict) and all(value == key for key, value in structure.items()):
-        return {"returns": "dict"}
-    return {}
 
 
 def _library_path(content_hash: str) -> Path:

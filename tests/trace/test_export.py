@@ -453,6 +453,16 @@ def test_inputs_are_named_by_the_signature_and_outputs_by_their_keys():
     assert lower(Step(Many(), tensors, keyword), None, {})[0].structure["total"] == "total"
 
 
+def test_what_is_no_tensor_is_left_out_of_the_outputs():
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x + 1, None, {"n": 3, "y": x * 2}), 7
+
+    entry, _ = lowered(Mixed(), torch.ones(2))
+    assert [spec.name for spec in entry.graph.outputs] == ["output_0", "output_1"]
+    assert entry.structure == [["output_0", {"y": "output_1"}]]
+
+
 @pytest.mark.parametrize(
     ("example", "message"),
     [
