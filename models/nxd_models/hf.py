@@ -140,8 +140,9 @@ def load(module: nn.Module, source: Weights) -> nn.Module:
     here = current_context().tp
     named = named_weights(module, source)
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict(keep_vars=True).items()}
+    layouts = weight_layout(module)
     with torch.no_grad():
-        for name, tensor in iter_shards(weight_layout(module), named, here.rank, here.degree, dtypes):
+        for name, tensor in iter_shards(layouts, named, here.rank, here.degree, dtypes):
             path, _, attribute = name.rpartition(".")
             owner = module.get_submodule(path)
             old = getattr(owner, attribute)
@@ -154,7 +155,9 @@ def load(module: nn.Module, source: Weights) -> nn.Module:
             if not old.is_meta:
                 old.copy_(tensor)
             elif isinstance(old, nn.Parameter):
-                setattr(owner, attribute, nn.Parameter(tensor, old.requires_grad))
+                tied = layouts[name].alias_of
+                new = module.get_parameter(tied) if tied else nn.Parameter(tensor, old.requires_grad)
+                setattr(owner, attribute, new)
             else:
                 setattr(owner, attribute, tensor)
     restore_attributes(module)

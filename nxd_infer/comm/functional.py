@@ -57,7 +57,7 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
 
 
 def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
-    """This rank's equal piece of ``x`` along ``dim``, a copy. No communication; rank stays data in an exported graph."""
+    """A copy of this rank's equal piece along ``dim``. No communication; rank stays data in an exported graph."""
     here = context.axis(axis)
     if here.degree == 1:
         return x

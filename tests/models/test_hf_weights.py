@@ -106,3 +106,14 @@ def test_loading_converts_to_the_dtype_of_the_module(tmp_path):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name
         assert parameter.requires_grad
+
+
+def test_tied_parameters_stay_one_when_a_meta_model_is_loaded():
+    """Two parameters over one memory would each be stepped by an optimizer."""
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"a": torch.nn.Embedding(4, 3), "b": torch.nn.Linear(3, 4, bias=False)})
+        model["b"].weight = model["a"].weight
+    table = torch.randn(4, 3)
+    hf.load(model, {"a.weight": table})
+    assert model["a"].weight is model["b"].weight
+    assert torch.equal(model["a"].weight, table)
