@@ -182,3 +182,12 @@ def test_tied_weights_are_stored_once_and_read_under_either_name():
         with load(lambda name=name: {name: weight}, Tied, ids, tp_degree=1) as model:
             assert [spec.name for spec in model.manifest.weights] == ["embed.weight"]
             assert torch.allclose(model(ids), weight[ids] @ weight.t(), atol=1e-5)
+
+
+def test_every_degree_has_as_many_graphs_as_buckets():
+    config = {"bucket_config": BucketModelConfig(names=["one", "two"])}
+    for degree in (1, 2, 4):
+        model = load(models.state_dict, example=[models.inputs(1), models.inputs(2)], tp_degree=degree, **config)
+        assert model.trace_report["graphs"] == 2  # its ranks are not started
+        assert all(len(set(bucket.graphs)) == 1 for bucket in model.buckets)
+        model.close()
