@@ -238,7 +238,10 @@ def _build(digest: str, target: Path) -> float:
     root = _torch_root()
     definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")
     target.parent.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent.parent) as scratch:
+    own = f".build-{digest}-"
+    for left in target.parent.parent.glob(f"{own}*"):  # of a builder that was killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
