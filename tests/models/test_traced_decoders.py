@@ -1,5 +1,7 @@
 """Traced decoders against transformers' ``generate`` and against the eager step: families, degrees, prompt lengths."""
 
+import functools
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ ODD = {
     "intermediate_size": 50,
     "vocab_size": 287,
 }
+FAMILIES = {"llama3": ODD, "mistral": {}, "qwen2": {}, "qwen3": {}}
+"""With the sizes of each; one family's heads, inner size and vocabulary do not divide over any degree."""
 NO_END = {"bias_ids": 2, "bias_values": [[-1e9] + [0.0] * 299] * len(LENGTHS)}
 DRAWN = {
     "temperature": [0.0, 0.8, 1.0, 1.2, 1.0],
@@ -30,6 +34,18 @@ DRAWN = {
     "presence_penalty": 0.2,
     "repetition_penalty": 1.2,
 }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda family: write_tiny(family, root / family, **FAMILIES[family]))
+
+
+@functools.cache
+def expected_tokens(path, prompt):
+    """The same at every degree and backend."""
+    return greedy_reference(path, list(prompt), NEW)
 
 
 def trace(path, degree, backend):
@@ -46,7 +62,7 @@ def check(path, degree, backend):
         greedy = generate_eager(step, prompts, NEW, piece=BUCKET, run=run, **NO_END)
         drawn = generate_eager(step, prompts, NEW, piece=BUCKET, run=run, **DRAWN)
     for prompt, result in zip(prompts, greedy, strict=True):
-        assert_greedy(result.tokens, *greedy_reference(path, prompt, NEW))
+        assert_greedy(result.tokens, *expected_tokens(path, tuple(prompt)))
     eager = generate_eager(step, prompts, NEW, piece=BUCKET, **DRAWN)
     for found, expected in zip(drawn, eager, strict=True):
         assert found.tokens == expected.tokens, "the same seed draws the same tokens at every degree and backend"
@@ -54,17 +70,12 @@ def check(path, degree, backend):
         assert [list(top) for top in found.top] == [list(top) for top in expected.top]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
-def test_traced_tokens_equal_generate(tmp_path, family, degree):
-    check(write_tiny(family, tmp_path / family), degree, "eager")
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-def test_traced_with_heads_that_do_not_divide(tmp_path, degree):
-    check(write_tiny("llama", tmp_path / "llama", **ODD), degree, "eager")
+def test_traced_tokens_equal_generate(directory, family, degree):
+    check(directory(family), degree, "eager")
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_compiled_tokens_equal_generate(tmp_path, degree):
-    check(write_tiny("llama", tmp_path / "llama", **ODD), degree, "inductor")
+def test_compiled_tokens_equal_generate(directory, degree):
+    check(directory("llama3"), degree, "inductor")
