@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,7 +163,8 @@ def save_kernel(config: BucketModelConfig, path: Any) -> None:
     kernel = scripted(config.bucket_kernel, "bucket_kernel")
     if config.bucket_kernel_constant_args:
         kernel = _bind(kernel, config.bucket_kernel_constant_args)
-    torch.jit.save(kernel, str(path))
+    # Through memory: torch.jit.save to a path aborts the process when the disk is full.
+    Path(path).write_bytes(kernel.save_to_buffer())
 
 
 def _bind(kernel: Any, constants: list[Any]) -> Any:

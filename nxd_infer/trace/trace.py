@@ -5,6 +5,7 @@ Source: the API guide's chapter "Model Trace", and the autobucketing guide.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
@@ -113,28 +114,10 @@ def parallel_model_trace(
         TraceConfigError: arguments that contradict each other.
         TraceError: tracing or compiling failed; with the rank and its traceback.
     """
+    arguments = dict(locals())
     from nxd_infer.trace.run import run
 
-    settings = _check(
-        func,
-        example_inputs,
-        compiler_workdir,
-        compiler_args,
-        inline_weights_to_neff,
-        bucket_config,
-        tp_degree,
-        max_parallel_compilations,
-        states,
-        spmd_mode,
-        checkpoint_loader_callable,
-        serialization_path,
-        backend,
-        func_kwargs,
-        metadata,
-        extra_files,
-        artifact_dir,
-        trace_timeout,
-    )
+    settings = _check(**arguments)
     build = Path(tempfile.mkdtemp(prefix="nxd-trace-", dir=_temporary_root(settings)))
     try:
         kernel = None
@@ -158,28 +141,7 @@ def bucket_model_trace(
     return parallel_model_trace(func, example_inputs, compiler_workdir, compiler_args, False, bucket_config, 1, **more)
 
 
-def trace_plan(
-    func: Callable[..., Any],
-    example_inputs: Any,
-    compiler_workdir: str | os.PathLike[str] | None = None,
-    compiler_args: Any = None,
-    inline_weights_to_neff: bool = True,
-    bucket_config: BucketModelConfig | None = None,
-    tp_degree: int = 1,
-    max_parallel_compilations: int | None = None,
-    *,
-    states: Sequence[str | Tensor] | None = None,
-    spmd_mode: bool = False,
-    checkpoint_loader_callable: Callable[[], Any] | None = None,
-    serialization_path: str | os.PathLike[str] | None = None,
-    backend: str = "inductor",
-    func_kwargs: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    extra_files: Mapping[str, str | os.PathLike[str]] | None = None,
-    artifact_dir: str | os.PathLike[str] | None = None,
-    trace_timeout: float = 7200.0,
-    **_: Any,
-) -> TracePlan:
+def trace_plan(*arguments: Any, **named: Any) -> TracePlan:
     """What :func:`parallel_model_trace` would do with the same arguments; runs and compiles nothing.
 
     With a ``checkpoint_loader_callable``, ``func`` is called once (without parameters in memory) to count bytes.
@@ -187,27 +149,9 @@ def trace_plan(
     """
     from nxd_infer.trace.run import make_plan
 
-    settings = _check(
-        func,
-        example_inputs,
-        compiler_workdir,
-        compiler_args,
-        inline_weights_to_neff,
-        bucket_config,
-        tp_degree,
-        max_parallel_compilations,
-        states,
-        spmd_mode,
-        checkpoint_loader_callable,
-        serialization_path,
-        backend,
-        func_kwargs,
-        metadata,
-        extra_files,
-        artifact_dir,
-        trace_timeout,
-    )
-    return make_plan(settings)
+    bound = inspect.signature(parallel_model_trace).bind(*arguments, **named)
+    bound.apply_defaults()
+    return make_plan(_check(**bound.arguments))
 
 
 def _temporary_root(settings: _Settings) -> str | None:
@@ -223,27 +167,28 @@ def _check(
     example_inputs: Any,
     compiler_workdir: Any,
     compiler_args: Any,
-    inline_weights: Any,
+    inline_weights_to_neff: Any,
     bucket_config: Any,
     tp_degree: Any,
-    max_parallel: Any,
+    max_parallel_compilations: Any,
     states: Any,
     spmd_mode: bool,
-    loader: Any,
+    checkpoint_loader_callable: Any,
     serialization_path: Any,
     backend: str,
     func_kwargs: Any,
     metadata: Any,
     extra_files: Any,
     artifact_dir: Any,
-    timeout: Any,
+    trace_timeout: Any,
+    **_: Any,
 ) -> _Settings:
     """Every contradiction is reported before anything runs."""
     if "NXD_SKIP_RENDEZVOUS" in os.environ:
         raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
     if not callable(func):
         raise TraceConfigError(f"func must be a callable that returns the model, got {type(func).__name__}")
-    for name, value in (("tp_degree", tp_degree), ("max_parallel_compilations", max_parallel)):
+    for name, value in (("tp_degree", tp_degree), ("max_parallel_compilations", max_parallel_compilations)):
         if (value is not None or name == "tp_degree") and (
             not isinstance(value, int) or isinstance(value, bool) or value < 1
         ):
@@ -252,23 +197,25 @@ def _check(
         if not hasattr(bucket_config, "bucket_kernel"):
             raise TraceConfigError(f"bucket_config must be a BucketModelConfig, got {type(bucket_config).__name__}")
         bucket_config = _adopt(bucket_config)
-    if bucket_config is not None and inline_weights:
+    if bucket_config is not None and inline_weights_to_neff:
         raise TraceConfigError(
             "bucket_config needs inline_weights_to_neff=False: the buckets share one copy of the weights; "
             "pass inline_weights_to_neff=False"
         )
-    if spmd_mode and inline_weights:
+    if spmd_mode and inline_weights_to_neff:
         raise TraceConfigError("spmd_mode=True needs inline_weights_to_neff=False; pass inline_weights_to_neff=False")
-    if spmd_mode and loader is None:
+    if spmd_mode and checkpoint_loader_callable is None:
         raise TraceConfigError(
             "spmd_mode=True needs checkpoint_loader_callable, a function that returns the unsharded weights"
         )
-    if loader is not None and not callable(loader):
-        raise TraceConfigError(f"checkpoint_loader_callable must be callable, got {type(loader).__name__}")
+    if checkpoint_loader_callable is not None and not callable(checkpoint_loader_callable):
+        raise TraceConfigError(
+            f"checkpoint_loader_callable must be callable, got {type(checkpoint_loader_callable).__name__}"
+        )
     if serialization_path is not None and not spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
-    if not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {timeout!r}")
+    if not isinstance(trace_timeout, (int, float)) or trace_timeout <= 0:
+        raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
     found = _backend(backend)
     options = found.options(compiler_args)
     buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
@@ -291,16 +238,16 @@ def _check(
         config=bucket_config,
         backend=found,
         options=options,
-        loader=loader,
+        loader=checkpoint_loader_callable,
         one_program=spmd_mode,
-        inline_weights=bool(inline_weights),
-        max_parallel=max_parallel,
+        inline_weights=bool(inline_weights_to_neff),
+        max_parallel=max_parallel_compilations,
         workdir=Path(compiler_workdir) if compiler_workdir is not None else None,
         artifact_dir=Path(artifact_dir).absolute() if artifact_dir is not None else None,
         serialization_path=Path(serialization_path) if serialization_path is not None else None,
         metadata=dict(metadata or {}),
         extra_files=files,
-        timeout=float(timeout),
+        timeout=float(trace_timeout),
     )
 
 
