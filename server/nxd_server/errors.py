@@ -36,6 +36,10 @@ class PromptTooLongError(RequestError):
         self.max_len = max_len
 
 
+class TextTooLongError(RequestError):
+    """A text that must be over the model's maximum length, whatever its tokens (400, ``context_length_exceeded``)."""
+
+
 class QueueFullError(ServerError):
     """Too many requests are waiting (429). ``retry_after`` is in seconds."""
 

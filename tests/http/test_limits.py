@@ -186,3 +186,48 @@ def test_many_connections_at_once(toy):
     with pool, concurrent.futures.ThreadPoolExecutor(64) as threads:
         codes = list(threads.map(lambda _: pool.post(COMPLETIONS, json=body).status_code, range(128)))
     assert codes == [200] * 128
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (COMPLETIONS, {"prompt": "ab " * 400_000}, "prompt", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": ["ab", "ab " * 400_000]}, "prompt[1]", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": [[5], [96] * 400_000 + [99]]}, "prompt[1]", "context_length_exceeded"),
+        (CHAT, {"messages": [{"role": "user", "content": "ab" * 600_000}]}, "messages", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 400_000}, "stop_token_ids", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias", None),
+    ],
+    ids=["text", "second text", "ids", "message", "stop tokens", "biases"],
+)
+def test_a_giant_is_refused_before_it_is_looked_through(toy, path, body, param, code):
+    """Each used to hold up the whole server for seconds: tokenised, or walked through at every token."""
+    message = is_error(toy.post(path, body), 400, param, code)["message"]
+    assert "tokens this model takes" in message or "this model takes at most" in message or "at most" in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_long_tokenisation_does_not_hold_up_others(toy, messages):
+    text = "hello, you there. " * 12_000
+    body = {"messages": [{"role": "user", "content": "hello"}] * 20_000} if messages else {"prompt": text}
+    worst = 0.0
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        begin = time.monotonic()
+        answer = pool.submit(toy.post, "/tokenize", body)
+        while not answer.done():
+            before = time.monotonic()
+            toy.get("/livez")
+            worst = max(worst, time.monotonic() - before)
+    seconds = time.monotonic() - begin
+    assert answer.result().json()["count"] > 100_000
+    assert worst < 0.4 * seconds
+
+
+def test_a_body_that_never_ends_is_504_in_time(limited):
+    begin = time.monotonic()
+    with raw(limited, f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{{".encode()) as connection:
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 504 ") and b"request_timeout" in answer
+    assert 1.3 < time.monotonic() - begin < 8.0

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import RequestError
-from nxd_server.text.tokenizer import Tokenizer, check_text
+from nxd_server.errors import RequestError, TextTooLongError
+from nxd_server.text.tokenizer import LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
 from tests import tiny_models
 from tests.text.text_tokenizers import KINDS, byte_level, wordpiece
 
@@ -109,3 +109,21 @@ def test_the_bytes_of_tokens_join_to_the_text(kind):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(tokenizer.token_bytes(token) for token in ids).decode().lstrip() == text
     assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_same_tokens_by_the_fast_call(kind, special):
+    tokenizer = KINDS[kind]()
+    text = "def f(x): return é 中 😀\n" * 400
+    assert len(text) > LONG_TEXT
+    ids = tokenizer.raw.encode(text, add_special_tokens=special).ids
+    assert tokenizer.encode(text, add_special_tokens=special) == ids
+
+
+def test_a_text_that_cannot_fit_is_refused_unread_and_one_that_might_is_not():
+    tokenizer = wordpiece()
+    tokenizer.check_length("a" * SHORT_ENOUGH, 4)
+    with pytest.raises(TextTooLongError, match=f"{SHORT_ENOUGH + 1} characters.*4 tokens"):
+        tokenizer.check_length("a" * (SHORT_ENOUGH + 1), 4)
+    tokenizer.check_length("a" * (SHORT_ENOUGH + 1), SHORT_ENOUGH + 1)

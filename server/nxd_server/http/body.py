@@ -99,14 +99,21 @@ class DrainingReceive:
             size += len(message.get("body", b""))
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
+async def read_json(request: Request, limit: int, timeout: float) -> dict[str, Any]:
     """The body as a JSON object.
 
     Raises:
-        ApiError: 413 too large; 400 not UTF-8, not JSON, not an object.
+        ApiError: 413 too large; 400 not UTF-8, not JSON, not an object; 504 not here within ``timeout`` seconds.
         ClientLeft: the connection closed in the middle.
     """
-    data = await read_body(request, limit)
+    try:
+        data = await asyncio.wait_for(read_body(request, limit), timeout)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            504,
+            f"the request body was not complete after {timeout:g} s (request_timeout)",
+            headers={"connection": "close"},
+        ) from None
     if len(data) > INLINE_PARSE_BYTES:
         return await asyncio.to_thread(parse_json, data)
     return parse_json(data)

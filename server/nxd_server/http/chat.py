@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -26,6 +27,8 @@ MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content"}
 )
+
+INLINE_MESSAGES = 64
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -62,7 +65,9 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-async def chat_prompt(service: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+async def chat_prompt(
+    service: Any, messages: list[dict[str, Any]], variables: dict[str, Any], *, bounded: bool = True
+) -> list[int]:
     """The conversation's token ids by the model's own template."""
     template = service.chat_template
     if template is None:
@@ -75,8 +80,13 @@ async def chat_prompt(service: Any, messages: list[dict[str, Any]], variables: d
     for name in variables:
         if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
             raise bad_request(f"`chat_template_kwargs` must not set {name[:60]!r}", "chat_template_kwargs")
-    text = template.render(check_messages(messages), **variables)
-    tokens = await encode_text(service, text, "messages", special=False)
+
+    def render() -> str:
+        return template.render(check_messages(messages), **variables)
+
+    # Many messages are rendered in a thread, so that they do not hold up everybody's streams.
+    text = render() if len(messages) <= INLINE_MESSAGES else await asyncio.to_thread(render)
+    tokens = await encode_text(service, text, "messages", special=False, bounded=bounded)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
     return tokens

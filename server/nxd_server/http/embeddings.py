@@ -82,9 +82,12 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
         raise bad_request(f"`input` has {len(texts)} texts; one request may have {MAX_INPUTS}", "input")
     several = len(texts) > 1
     for place, text in enumerate(texts):
+        path = f"input[{place}]" if several else "input"
         if not text:
-            path = f"input[{place}]" if several else "input"
             raise bad_request(f"`{path}` must not be empty", path)
+        if isinstance(text, str):
+            encoder.tokenizer.check_length(text, encoder.max_len, path)
+    long = sum(len(text) for text in texts if isinstance(text, str)) > INLINE_TEXT
     deadline = time.monotonic() + settings.request_timeout
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
@@ -94,11 +97,10 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
             _submitter(encoder, text, left, f"input[{len(results) + place}]" if several else "input")
             for place, text in enumerate(texts[len(results) : len(results) + wave])
         ]
-        long = any(isinstance(text, str) and len(text) > INLINE_TEXT for text in texts)
         try:
             results += await wait_all(request, submits, timeout=left, threaded=long)
         except QueueFullError:
-            if not results:
+            if not results or time.monotonic() >= deadline:
                 raise
             await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
     return results

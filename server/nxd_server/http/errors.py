@@ -22,6 +22,7 @@ from nxd_server.errors import (
     PromptTooLongError,
     QueueFullError,
     RequestError,
+    TextTooLongError,
 )
 
 TYPES = {
@@ -118,7 +119,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """The refusal that ``error`` means to a client; 500 for what is no refusal."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptTooLongError):
+    if isinstance(error, (PromptTooLongError, TextTooLongError)):
         return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field or None, code="invalid_value")

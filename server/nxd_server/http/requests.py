@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from nxd_server.errors import PromptTooLongError
+
 from .body import read_json
 from .errors import ApiError, bad_request
 from .schemas import Body
@@ -42,8 +44,8 @@ def request_id(request: Request) -> str:
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
     """The body as ``kind``; raises ApiError 400 or 413, or ClientLeft."""
-    data = await read_json(request, context_of(request).settings.max_body_bytes)
-    return kind.parse(data)
+    settings = context_of(request).settings
+    return kind.parse(await read_json(request, settings.max_body_bytes, settings.request_timeout))
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -68,9 +70,13 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
         )
 
 
-async def encode_text(service: Service, text: str, field: str, *, special: bool = True) -> list[int]:
-    """Token ids of ``text``; raises RequestError naming ``field``."""
+async def encode_text(
+    service: Service, text: str, field: str, *, special: bool = True, bounded: bool = True
+) -> list[int]:
+    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant when it is ``bounded``."""
     tokenizer = service.require_tokenizer()
+    if bounded:
+        tokenizer.check_length(text, service.max_len, field)
     if len(text) <= INLINE_TEXT:
         return tokenizer.encode(text, add_special_tokens=special, field=field)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special, field=field)
@@ -88,6 +94,8 @@ async def encode_prompts(
             ids = await encode_text(service, prompt, path, special=special)
         else:
             ids = prompt
+            if len(ids) > service.max_len:  # before every one is looked at
+                raise PromptTooLongError(len(ids), service.max_len, service.max_len, path)
             check_ids(service, ids, path)
         if not ids:
             raise bad_request(f"`{path}` has no tokens", param=path)

@@ -20,7 +20,7 @@ async def invocations(request: Request) -> Any:
     """Chat (``messages``), completion (``prompt``), embedding or classification (``input``) or tensors (``inputs``)."""
     context = context_of(request)
     context.service.require_ready()
-    data = await read_json(request, context.settings.max_body_bytes)
+    data = await read_json(request, context.settings.max_body_bytes, context.settings.request_timeout)
     if data.get("messages") is not None:
         return await chat(request, ChatBody.parse(data))
     if data.get("prompt") is not None:

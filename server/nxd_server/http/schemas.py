@@ -20,6 +20,10 @@ from nxd_server.engine.params import SamplingParams
 from .errors import bad_request, unsupported
 
 BodyT = TypeVar("BodyT", bound="Body")
+MOST_STOP_TOKENS = 1024
+"""They are looked through at every token, in the one thread that serves everybody."""
+MOST_BIASES = 4096
+"""What a graph takes is the engine's to say; no graph takes this many, so more are not even read."""
 
 
 class Body(BaseModel):
@@ -122,12 +126,14 @@ class SamplingBody(Body):
     min_p: float = 0.0
     seed: int | None = Field(None, description="The same seed gives the same answer.")
     stop: str | list[str] | None = Field(None, description="Up to 16 strings that end the text.")
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = Field(default_factory=dict, description="From token id to -100 .. 100.")
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
+    )
 
     @property
     def include_usage(self) -> bool:

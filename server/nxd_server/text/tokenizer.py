@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import RequestError
+from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
+
+LONG_TEXT = 4096
+"""Characters from which on a text is encoded by the library's fast call."""
+SHORT_ENOUGH = 2**20
+"""Characters that are always encoded: an unknown word of any length may be one token."""
 
 
 def check_text(text: Any, field: str = "prompt") -> str:
@@ -84,6 +89,9 @@ class Tokenizer:
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
+        if pair is None and len(text) > LONG_TEXT:
+            # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
+            return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
     def encode_with_types(self, text: str, pair: str | None = None, *, field: str = "input") -> tuple[list, list]:
@@ -91,8 +99,22 @@ class Tokenizer:
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
-        encoding = self.raw.encode(text, pair)
+        encoding = self.raw.encode(text, pair)  # the library's fast call forgets a pair's types
         return encoding.ids, encoding.type_ids
+
+    def check_length(self, text: str, max_len: int, field: str = "prompt") -> None:
+        """TextTooLongError when ``text`` is longer than ``max_len`` tokens can be: far cheaper than to encode it."""
+        most = max(SHORT_ENOUGH, max_len * self._longest_token)
+        if len(text) > most:
+            raise TextTooLongError(
+                field,
+                f"the text has {len(text)} characters, which are more than the {max_len} tokens this model takes; "
+                f"at most {most} characters are read",
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.raw.get_vocab(with_added_tokens=True)), default=1)
 
     # --- out --------------------------------------------------------------------------------------------
 
