@@ -59,7 +59,9 @@ class ServerSettings(BaseSettings):
     keep_alive_interval: float = Field(
         10.0, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
     )
-    connection_timeout: int = Field(75, ge=1, description="Seconds an idle connection is kept for the next request.")
+    connection_timeout: int = Field(
+        75, ge=1, description="Seconds a connection is kept for the next request, or for a client that reads nothing."
+    )
 
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds running requests may take to finish after SIGTERM before they are cut."

@@ -50,7 +50,7 @@ class Mailbox:
         """The next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` would make a task a token.)"""
         if not self._items and wait > 0:
             self._waiter = self._loop.create_future()
-            timer = self._loop.call_later(wait, self._wake)
+            timer = self._loop.call_later(wait, self._end_wait)
             try:
                 await self._waiter
             finally:
@@ -59,6 +59,10 @@ class Mailbox:
         return self.get_nowait()
 
     def _wake(self) -> None:
+        if self._items:  # a wake-up comes late when its item was taken together with an earlier one
+            self._end_wait()
+
+    def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 

@@ -1,6 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol, with its one answer of its own in our shape."""
+"""uvicorn's HTTP/1.1 protocol: its one answer of its own in our shape, and no patience for clients that never read."""
 
 from __future__ import annotations
+
+import asyncio
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,3 +29,37 @@ class JsonErrorProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    # --- clients that do not read -----------------------------------------------------------------------
+
+    _stall: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The client's buffers are full: it has ``timeout_keep_alive`` seconds to take some of its answer."""
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._end_watch()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, whoever ended it."""
+        self._end_watch()
+        super().connection_lost(exc)
+
+    def _watch_reader(self, left: int) -> None:
+        self._stall = self.loop.call_later(self.timeout_keep_alive, self._check_reader, left)
+
+    def _check_reader(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < before:  # slowly, but it reads
+            self._watch_reader(left)
+        else:
+            self.transport.abort()
+
+    def _end_watch(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
