@@ -152,7 +152,13 @@ def test_logprobs_of_completions(client, expect, tokenizer):
                 values.extend(getattr(chunk.choices[0].logprobs, name))
     assert streamed == {name: getattr(table, name) for name in streamed}
     none = client.completions.create(**{**ask, "logprobs": 0}).choices[0].logprobs
-    assert len(none.tokens) == 6 and none.top_logprobs == [{}] * 6
+    assert len(none.tokens) == 6
+    assert none.top_logprobs == [dict([pair]) for pair in zip(none.tokens, none.token_logprobs, strict=True)]
+    sampled = {**ask, "temperature": 2, "seed": 5, "logprobs": 1, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    table = client.completions.create(**sampled).choices[0].logprobs
+    assert any(len(top) == 2 for top in table.top_logprobs)  # the likeliest, and the chosen one where it is another
+    for token, logprob, top in zip(table.tokens, table.token_logprobs, table.top_logprobs, strict=True):
+        assert top[token] == logprob
 
 
 def _array(tokens):

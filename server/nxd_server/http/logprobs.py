@@ -60,9 +60,11 @@ class LegacyLogprobs:
         data = self._tokenizer.token_bytes(event.token)
         self._parts["tokens"].append(legacy_name(data))
         self._parts["token_logprobs"].append(finite(event.logprob))
-        self._parts["top_logprobs"].append(
-            {legacy_name(self._tokenizer.token_bytes(token)): finite(value) for token, value in event.top[: self._top]}
-        )
+        likeliest = {
+            legacy_name(self._tokenizer.token_bytes(token)): finite(value) for token, value in event.top[: self._top]
+        }
+        likeliest.setdefault(legacy_name(data), finite(event.logprob))  # "up to logprobs + 1", the chosen one always
+        self._parts["top_logprobs"].append(likeliest)
         self._parts["text_offset"].append(self._offset)
         self._offset += len(self._decoder.decode(data))
 
