@@ -32,7 +32,7 @@ logger = logging.getLogger("nxd_server")
 
 CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
-"""How long finished answers may take to reach their clients after the engine is done with them."""
+"""How long finished answers may at least take to reach their clients after the engine is done with them."""
 
 
 class _Server(uvicorn.Server):
@@ -81,8 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {host!r}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # a name that is none in any alphabet
+        raise SettingsError(f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -170,16 +170,17 @@ class _Run:
 
     async def _drain(self, app: FastAPI) -> None:
         timeout = self._settings.drain_timeout
+        end = self._loop.time() + timeout
         draining = _in_thread(lambda: self._service.drain(timeout))
         await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
         if draining.done() and not draining.result():
             logger.warning("requests were still running after %g s and are cut", timeout)
         elif draining.done():
-            await self._flush(app)
+            await self._flush(app, max(FLUSH_SECONDS, end - self._loop.time()))
 
-    async def _flush(self, app: FastAPI) -> None:
+    async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
         """Wait until the answers that are complete have been written."""
-        for _ in range(int(FLUSH_SECONDS / 0.02)):
+        for _ in range(int(seconds / 0.02)):
             if app.state.in_flight.count == 0 or self._hurry.is_set():
                 return
             await asyncio.sleep(0.02)

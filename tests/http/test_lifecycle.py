@@ -167,6 +167,7 @@ def artifact(tmp_path):
         (("--port", "70000"), "port"),
         (("--host", "no.such.host.invalid", "--port", "0"), "no.such.host.invalid"),
         (("--host", "203.0.113.7", "--port", "0"), "203.0.113.7"),
+        (("--host", "a" * 70, "--port", "0"), "a" * 70),
         (("--log-format", "xml"), "log_format"),
         (("--api-keys-file", "/nonexistent/keys"), "api_keys_file"),
         (("--config", "/nonexistent.json"), "nonexistent.json"),
