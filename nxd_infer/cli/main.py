@@ -21,6 +21,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
+
 
 class DType(str, enum.Enum):
     float32 = "float32"
@@ -213,8 +215,13 @@ def main() -> None:
     """Entry point of the ``nxd-infer`` script."""
     try:
         app()
-    except NxdError as error:
+    except (NxdError, OSError) as error:  # a path that is no directory, that is not ours, on a full disk
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name not in SERVER_PACKAGES:
+            raise
+        print(f"error: this needs {error.name}: pip install 'nxd-infer[server]'", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

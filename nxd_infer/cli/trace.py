@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.cli.console import bar, console, duration, size
+from nxd_infer.errors import ArtifactError
 
 
 class Progress:
@@ -20,6 +22,14 @@ class Progress:
         if stage not in self.tasks:
             self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
         self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
+
+
+def check_writable(out: Path) -> None:
+    """Raise ArtifactError when ``out`` cannot be made: known before a compile of minutes, not after it."""
+    parent = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        kind = "may not be written to" if parent.is_dir() else "is no directory"
+        raise ArtifactError(f"cannot write the artifact {out}: {parent} {kind}; choose another --out")
 
 
 def run(
@@ -41,6 +51,8 @@ def run(
     from nxd_infer.trace.manifest import dtype_of
     from nxd_models import tasks
 
+    if not plan_only:
+        check_writable(out)
     plan = tasks.plan(
         model_dir,
         task=task,

@@ -108,6 +108,8 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
+        (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),
+        (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["Not a directory", "/etc/hostname"]),
         (["frobnicate"], ["frobnicate"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -116,3 +118,17 @@ def test_user_errors_name_the_value_and_exit_without_a_traceback(arguments, word
     arguments = [str(model_dir) if a == "MODEL" else a for a in arguments]
     refused(nxd_infer(*arguments, cwd=tmp_path), *words)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
+    import subprocess
+    import sys
+
+    code = (
+        f"import sys; sys.argv = ['nxd-infer', 'generate', {str(artifact)!r}, '--prompt', 'x']\n"
+        "sys.modules['tokenizers'] = None  # as if it were not installed\n"
+        "from nxd_infer.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "tokenizers" in done.stderr and "nxd-infer[server]" in done.stderr
