@@ -13,7 +13,7 @@ from tests.http.http_artifacts import real_server
 
 SENTENCES = [
     "The with statement wraps the execution of a block.",
-    "A context manager sets something up and takes it down again.",
+    "A block is executed inside of a with statement.",
     "It rained all day in the harbour.",
     "Yes.",
     "Das Wetter war gestern schön, aber heute regnet es wieder, und morgen soll es schneien. " * 3,
