@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import signal
 
 import httpx
 import openai
@@ -219,3 +220,15 @@ def test_classify_gives_labels_and_probabilities(tmp_path_factory):
         assert server.post("/invocations", {"input": TEXTS[0]}).json()["data"][0]["label"]
         is_error(server.post(EMBEDDINGS, {"input": "a"}), 400, code="task_not_supported")
         assert server.stop() == 0
+
+
+def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
+    """It goes through the engine in waves; the engine is idle between two of them, and the server not yet done."""
+    _, model_dir = encoder
+    with real_server(model_dir.parent / "artifact") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        texts = [f"{TEXTS[0]} {number}" for number in range(1200)]
+        answer = pool.submit(server.post, EMBEDDINGS, {"input": texts})
+        wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4, 10)
+        server.process.send_signal(signal.SIGTERM)
+        assert len(answer.result().json()["data"]) == len(texts)
+        assert server.wait(30) == 0

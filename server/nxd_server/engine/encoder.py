@@ -59,6 +59,7 @@ class TextEncoder:
         pair: str | None = None,
         timeout: float | None = None,
         field: str = "input",
+        continuing: bool = False,
     ) -> Future[Encoded]:
         """Encode one text (with ``pair``: two texts as one input), or token ids taken as they are.
 
@@ -84,7 +85,7 @@ class TextEncoder:
             return Encoded(outputs[name][0].float(), count)
 
         inputs = {key: value for key, value in tensors.items() if key in self._names}
-        return self.engine.submit(inputs, timeout=timeout, convert=convert)
+        return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing)
 
     def _checked(self, tokens: Sequence[int], field: str) -> list[int]:
         for token in tokens:

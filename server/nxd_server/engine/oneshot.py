@@ -101,6 +101,7 @@ class OneShotEngine(ModelWorker):
         *,
         timeout: float | None = None,
         convert: Callable[[Outputs], Any] | None = None,
+        continuing: bool = False,
     ) -> Future:
         """Queue one call; the future gives the outputs by name, cut to this request's rows and lengths.
 
@@ -109,6 +110,7 @@ class OneShotEngine(ModelWorker):
                 equal to it elsewhere; inputs with a default may be left out.
             timeout: seconds until the future fails with DeadlineExceededError, unless its step has begun.
             convert: applied to the outputs in the engine's thread; the future gives what it returns.
+            continuing: part of a request that has run in part already: taken while draining, too.
 
         A future that is cancelled before its step begins costs nothing. Raises InputMismatchError or BucketError (with
         the bucket table), RequestError, QueueFullError or EngineUnavailableError at once.
@@ -130,7 +132,7 @@ class OneShotEngine(ModelWorker):
         future: Future = Future()
         job = Job(tensors, future, rows, now, None if timeout is None else now + timeout, convert or dict)
         with self._wake:
-            self._check_open()
+            self._check_open(continuing)
             self._check_queue(1)
             self._book_taken(1)
             self._arrivals.append(job)

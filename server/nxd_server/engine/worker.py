@@ -229,8 +229,8 @@ class ModelWorker(ABC):
 
     # --- admission (callers' threads, under the lock) ---------------------------------------------------
 
-    def _check_open(self) -> None:
-        state = self.state
+    def _check_open(self, continuing: bool = False) -> None:
+        state = self._state if continuing else self.state  # a drain lets what runs finish
         if state == "ready" and not self._closing:
             return
         self._rejected["unavailable"] += 1

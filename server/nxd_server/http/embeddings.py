@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import time
 import uuid
 from typing import Any
@@ -94,7 +95,13 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
     while len(results) < len(texts):
         left = max(0.01, deadline - time.monotonic())
         submits = [
-            _submitter(encoder, text, left, f"input[{len(results) + place}]" if several else "input")
+            functools.partial(
+                encoder.submit,
+                text,
+                timeout=left,
+                field=f"input[{len(results) + place}]" if several else "input",
+                continuing=bool(results),
+            )
             for place, text in enumerate(texts[len(results) : len(results) + wave])
         ]
         try:
@@ -104,10 +111,6 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
                 raise
             await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
     return results
-
-
-def _submitter(encoder: Any, text: str | list[int], timeout: float, field: str) -> Any:
-    return lambda: encoder.submit(text, timeout=timeout, field=field)
 
 
 def _vector(values: torch.Tensor, form: str) -> list[float] | str:
