@@ -38,3 +38,18 @@ def refused(done: Done, *words: str) -> None:
     assert "Traceback" not in done.err + done.out, done.err
     for word in words:
         assert word in done.err, (word, done.err)
+
+
+def nxd_infer_here(capsys, monkeypatch, *arguments: str) -> Done:
+    """The same entry point in this process: for what ends before any work begins, where a start costs seconds."""
+    from nxd_infer.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["nxd-infer", *arguments])
+    monkeypatch.setenv("COLUMNS", "160")
+    status = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    told = capsys.readouterr()
+    return Done(status, told.out, told.err)

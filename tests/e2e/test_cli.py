@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import nxd_infer, refused
+from tests.e2e.command import nxd_infer, nxd_infer_here, refused
 from tests.tiny_models import write_tiny
 
 COMMANDS = ("trace", "serve", "generate", "verify", "doctor", "demo")
@@ -34,8 +34,8 @@ def artifact(model_dir) -> Path:
 
 @pytest.mark.check
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example(command):
-    done = nxd_infer(command, "--help")
+def test_help_shows_an_example(command, capsys, monkeypatch):
+    done = nxd_infer_here(capsys, monkeypatch, command, "--help")
     assert done.status == 0
     assert f"nxd-infer {command}" in done.out.replace("\n", " ").split("Example:")[1]
 
@@ -114,9 +114,15 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_user_errors_name_the_value_and_exit_without_a_traceback(arguments, words, model_dir, tmp_path):
+def test_user_errors_name_the_value_and_exit_without_a_traceback(
+    arguments, words, model_dir, tmp_path, capsys, monkeypatch
+):
     arguments = [str(model_dir) if a == "MODEL" else a for a in arguments]
-    refused(nxd_infer(*arguments, cwd=tmp_path), *words)
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] in ("serve", "frobnicate"):  # one that sets up logging, and one for the way of a whole process
+        refused(nxd_infer(*arguments, cwd=tmp_path), *words)
+    else:
+        refused(nxd_infer_here(capsys, monkeypatch, *arguments), *words)
     assert not (tmp_path / "a").exists()
 
 
