@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,6 +25,16 @@ def size(count: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds as text: milliseconds below one second."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def memory() -> tuple[int, int]:
+    """(total, available) bytes of this machine."""
+    fields = {}
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            name, value = line.split(":")
+            fields[name] = int(value.split()[0]) * 1024
+    return fields["MemTotal"], fields["MemAvailable"]
 
 
 @contextmanager
@@ -56,5 +67,5 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for number, column in enumerate(columns):
         view.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
-        view.add_row(*row)
+        view.add_row(*map(escape, row))
     console.print(view)

@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 
-from nxd_infer.cli.console import console, size, table
+from nxd_infer.cli.console import console, memory, size, table
 
 OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
@@ -16,19 +16,7 @@ OPTIONAL = {
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
     "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
-    "torch_xla": "the xla backend: pip install 'nxd-infer[xla]'",
-    "torch_neuronx": "the neuron backend: from AWS's own package index",
 }
-
-
-def memory() -> tuple[int, int]:
-    """(total, available) bytes of this machine."""
-    fields = {}
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            name, value = line.split(":")
-            fields[name] = int(value.split()[0]) * 1024
-    return fields["MemTotal"], fields["MemAvailable"]
 
 
 def cpu_features() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,17 @@ ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer t
 ModelDir = Annotated[
     Path, typer.Argument(help="A Hugging Face model directory (config.json, *.safetensors).", show_default=False)
 ]
+
+
+@app.callback(invoke_without_command=True)
+def version_of(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        import nxd_infer
+
+        print(nxd_infer.__version__)
+        raise typer.Exit()
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
@@ -213,6 +225,8 @@ def demo(
 
 def main() -> None:
     """Entry point of the ``nxd-infer`` script."""
+    # As Ctrl-C does: what is half done is undone, temporary files and processes end. `serve` has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except (NxdError, OSError) as error:  # a path that is no directory, that is not ours, on a full disk

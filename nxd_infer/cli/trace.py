@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import bar, console, duration, size
+from nxd_infer.cli.console import bar, console, duration, memory, size
 from nxd_infer.errors import ArtifactError
 
 
@@ -26,6 +26,9 @@ class Progress:
 
 def check_writable(out: Path) -> None:
     """Raise ArtifactError when ``out`` cannot be made: known before a compile of minutes, not after it."""
+    from nxd_infer.trace import ArtifactWriter
+
+    ArtifactWriter(out).check_target()
     parent = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         kind = "may not be written to" if parent.is_dir() else "is no directory"
@@ -69,7 +72,14 @@ def run(
         "compiler_args": compiler_args,
     }
     start = time.monotonic()
-    console.print(trace.trace_plan(**arguments).table(), markup=False)
+    planned = trace.trace_plan(**arguments)
+    console.print(planned.table(), markup=False)
+    for length in prompt_buckets:
+        if length > plan.metadata["max_len"]:
+            console.print(f"note: the bucket of {length} tokens is longer than the model's {plan.metadata['max_len']}")
+    total, _ = memory()
+    if planned.serve_bytes is not None and planned.serve_bytes > total:
+        console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
     if plan_only:
         return {}
     with bar() as display:

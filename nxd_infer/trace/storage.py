@@ -114,7 +114,7 @@ class ArtifactWriter:
         return self._path
 
     def __enter__(self) -> ArtifactWriter:
-        self._check_target()
+        self.check_target()
         with _disk_errors(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.target)
@@ -212,7 +212,7 @@ class ArtifactWriter:
             _write_durably(self.path / MANIFEST_NAME, manifest_bytes(manifest))
             for directory in [*(p for p in self.path.rglob("*") if p.is_dir()), self.path]:
                 _fsync(directory)
-            self._check_target()
+            self.check_target()
             self._rename()
             _fsync(self.target.parent)
         return self.target
@@ -234,7 +234,8 @@ class ArtifactWriter:
             shutil.rmtree(old, ignore_errors=True)
         self._path = None
 
-    def _check_target(self) -> None:
+    def check_target(self) -> None:
+        """Raise ArtifactError when what is at the target now must not be replaced."""
         if not os.path.lexists(self.target):
             return
         if not self.replace:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from nxd_infer import backends
@@ -186,6 +187,11 @@ def _check(
     """Every contradiction is reported before anything runs."""
     if "NXD_SKIP_RENDEZVOUS" in os.environ:
         raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
+    if isinstance(func, torch.nn.Module):
+        raise TraceConfigError(
+            f"func must be a function that builds the model in each rank, got a {type(func).__name__} that is built "
+            "already: pass a function of a module that returns (model, {})"
+        )
     if not callable(func):
         raise TraceConfigError(f"func must be a callable that returns the model, got {type(func).__name__}")
     for name, value in (("tp_degree", tp_degree), ("max_parallel_compilations", max_parallel_compilations)):

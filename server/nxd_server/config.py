@@ -91,7 +91,10 @@ class ServerSettings(BaseSettings):
                     return json.loads(text)
                 except ValueError:
                     raise ValueError("looks like a JSON list but is not one") from None
-            return [key.strip() for key in text.split(",") if key.strip()]
+            keys = [key.strip() for key in text.split(",") if key.strip()]
+            if text and not keys:
+                raise ValueError("holds no key; unset it to leave the server open to everyone")
+            return keys
         return value
 
     @field_validator("api_keys")

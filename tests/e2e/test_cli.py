@@ -138,3 +138,37 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "tokenizers" in done.stderr and "nxd-infer[server]" in done.stderr
+
+
+def test_a_directory_of_somebody_else_is_refused_before_anything_is_traced(model_dir, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("keep")
+    done = nxd_infer("trace", model_dir, "--out", mine, "--max-len", 64, "--prompt-buckets", 8)
+    refused(done, "mine", "not an artifact")
+    assert "plan" not in done.out
+    assert (mine / "notes.txt").read_text() == "keep"
+
+
+def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "nxd_infer.cli.main", "trace", str(model_dir), "--out", str(tmp_path / "a"),
+               "--max-len", "64", "--prompt-buckets", "8", "--dtype", "float32"]  # fmt: skip
+    env = {**os.environ, "TMPDIR": str(temporary), "NXD_INFER_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 90
+    while not any(path.name.startswith("nxd-trace") for path in temporary.iterdir()):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("nxd")] == []
+    assert not (tmp_path / "a").exists()

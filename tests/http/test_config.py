@@ -46,6 +46,12 @@ def test_keys_from_the_environment(monkeypatch, value, keys):
     assert load_settings().keys() == keys
 
 
+def test_a_list_without_a_key_does_not_open_the_server(monkeypatch):
+    monkeypatch.setenv("NXD_API_KEYS", " , ")
+    with pytest.raises(SettingsError, match="holds no key"):
+        load_settings()
+
+
 def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch):
     monkeypatch.setenv("NXD_API_KEY", "one")
     assert load_settings().keys() == (b"one",)
