@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from nxd_infer import ops as _ops
 from nxd_infer.cache import cache_dir
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
@@ -280,6 +281,6 @@ def _register_fakes(library: NativeLibrary) -> None:
     """Shapes and dtypes without data, so that graphs that hold the operators can be made and compiled."""
     fragment = torch.library.Library(library.namespace, "FRAGMENT")
     _fakes.append(fragment)  # registrations end with the object
-    for name, fake in _comm_ops.FAKES.items():
+    for name, fake in {**_comm_ops.FAKES, **_ops.FAKES}.items():
         if name in library.ops:
             torch.library.register_fake(f"{library.namespace}::{name}", fake, lib=fragment)

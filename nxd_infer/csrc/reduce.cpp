@@ -1,21 +1,11 @@
 #include "reduce.h"
 
+#include "scalar.h"
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-
-#include <torch/headeronly/util/Half.h>
-
-// One body, compiled for several instruction sets; the loader picks the best one the CPU has.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define NXD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define NXD_CLONES __attribute__((target_clones("avx2", "default")))  // GCC 11 has no dispatcher for the levels
-#else
-#define NXD_CLONES
-#endif
-#define NXD_INLINE inline __attribute__((always_inline))
 
 namespace nxd {
 namespace {
@@ -23,35 +13,6 @@ namespace {
 using torch::headeronly::ScalarType;
 
 constexpr int64_t kBlock = 1024;  // accumulators stay in the first-level cache
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <typename T>
-NXD_INLINE T widen(T x) {
-  return x;
-}
-NXD_INLINE float widen(BFloat16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-NXD_INLINE float widen(c10::Half x) { return static_cast<float>(x); }
-
-template <typename T, typename A>
-NXD_INLINE T narrow(A x) {
-  return static_cast<T>(x);
-}
-template <>
-NXD_INLINE BFloat16 narrow<BFloat16, float>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-  return BFloat16{static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};
-}
 
 template <typename T, typename A>
 NXD_INLINE void sum_body(const char* const* sources, int degree, char* out, int64_t n) {

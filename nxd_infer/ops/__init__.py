@@ -10,13 +10,62 @@ from typing import Any
 
 import torch
 
-from nxd_infer.ops.attention import cache_attention, cache_attention_reference
-from nxd_infer.ops.sampling import sample, sample_reference
+from nxd_infer.ops.adjust import (
+    adjust_logits,
+    remember_tokens,
+    remember_tokens_fake,
+    remember_tokens_reference,
+)
+from nxd_infer.ops.attention import cache_attention, cache_attention_fake, cache_attention_reference
+from nxd_infer.ops.packed import (
+    packed_embedding,
+    packed_embedding_fake,
+    packed_embedding_reference,
+    packed_linear,
+    packed_linear_fake,
+    packed_linear_reference,
+)
+from nxd_infer.ops.sampling import (
+    sample,
+    sample_adjusted,
+    sample_adjusted_fake,
+    sample_adjusted_reference,
+    sample_fake,
+    sample_reference,
+)
 
 COMPOSITE: dict[Any, Callable[..., Any]] = {
     torch.ops.nxd.cache_attention.default: cache_attention_reference,
+    torch.ops.nxd.packed_embedding.default: packed_embedding_reference,
+    torch.ops.nxd.packed_linear.default: packed_linear_reference,
+    torch.ops.nxd.remember_tokens.default: remember_tokens_reference,
     torch.ops.nxd.sample.default: sample_reference,
+    torch.ops.nxd.sample_adjusted.default: sample_adjusted_reference,
 }
 """``OpOverload -> reference``. Both take the same positional arguments."""
 
-__all__ = ["COMPOSITE", "cache_attention", "cache_attention_reference", "sample", "sample_reference"]
+FAKES: dict[str, Callable[..., Any]] = {
+    "cache_attention": cache_attention_fake,
+    "packed_embedding": packed_embedding_fake,
+    "packed_linear": packed_linear_fake,
+    "remember_tokens": remember_tokens_fake,
+    "sample": sample_fake,
+    "sample_adjusted": sample_adjusted_fake,
+}
+"""Shapes without data; the native operators of the same names share them."""
+
+__all__ = [
+    "COMPOSITE",
+    "FAKES",
+    "adjust_logits",
+    "cache_attention",
+    "cache_attention_reference",
+    "packed_embedding",
+    "packed_linear",
+    "remember_tokens",
+    "remember_tokens_reference",
+    "sample",
+    "sample_adjusted",
+    "sample_adjusted_reference",
+    "sample_reference",
+]

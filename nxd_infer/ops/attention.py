@@ -36,8 +36,12 @@ def cache_attention(
     ``h // (H / KH)``.
 
     Queries past ``length``, and positions that no block of the row holds, are padding: their keys and values go to
-    the last block (the scratch block, which no row may own), and their results are finite and mean nothing. Whatever
-    lies in the cache outside a row's live positions, NaN included, has no influence on that row.
+    the last block (the scratch block, which no row may own) or nowhere, and their results are finite and mean nothing.
+    Whatever lies in the cache outside a row's live positions, NaN included, has no influence on that row.
+
+    The native operator of this name reads live positions only. Its results for a row depend neither on the other rows
+    nor on the number of threads, to the bit. It refuses shapes and values that do not fit (RuntimeError, before
+    anything is written), but does not look at the blocks of positions that are not live.
 
     Args:
         q_BSHD, k_BSKD, v_BSKD: rotated queries, rotated keys, values.
@@ -105,9 +109,9 @@ def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:
     return cache_NKLD[block_table_Bn].permute(0, 2, 1, 3, 4).reshape(B, KH, n * L, D)
 
 
-def _fake(q, k, v, k_cache, v_cache, block_table, start, length, scale):
+def cache_attention_fake(q, k, v, k_cache, v_cache, block_table, start, length, scale):
     return q.new_empty(q.shape)
 
 
 _LIBRARY.impl("cache_attention", cache_attention_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::cache_attention", _fake, lib=_LIBRARY)
+torch.library.register_fake("nxd::cache_attention", cache_attention_fake, lib=_LIBRARY)

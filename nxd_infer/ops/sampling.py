@@ -16,6 +16,13 @@ Definitions, for the logits ``x`` of a row:
    uniform in (0, 1) from ``(seed, position, token id)``: a draw from ``p`` restricted to them.
 
 A NaN logit counts as minus infinity, plus infinity as the largest finite number, so a damaged row stays a valid token.
+Among equal scores, and among equal log probabilities, the lowest id comes first.
+
+Every implementation draws the same tokens, bit for bit up to the score: ``s`` is one subtraction and one division of
+float32; ``exp`` in the sums of top-p is :func:`exp_negative`, which spells out each rounding; the random bits are whole
+numbers. Scores are float64: two libraries' logarithms could differ in a draw only where two scores agree to 15 digits.
+Log probabilities are equal to about 1e-6.
+
 The order (temperature, top-k, top-p, min-p) is that of Hugging Face; these break ties by sort order, we keep all.
 """
 
@@ -23,6 +30,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from nxd_infer.ops.adjust import adjust_logits
 
 GREEDY_BELOW = 1e-5
 LOGPROB_FLOOR = -9999.0
@@ -32,6 +41,12 @@ _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
 _LIBRARY.define(
     "sample(Tensor logits, Tensor raw, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
     "Tensor position, int top) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "sample_adjusted(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
+    "Tensor position, int top, Tensor? allowed, Tensor? bias_ids, Tensor? bias_values, Tensor? counts, Tensor? seen, "
+    "Tensor? slot, Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? repetition_penalty) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -81,10 +96,70 @@ def sample_reference(
     cost_BV = (largest_B1 - logits) / scale_B1
     keep_BV = truncation(cost_BV, top_k, top_p, min_p)
     noise_BV = uniform(seed, position, logits.shape[-1])
-    score_BV = -cost_BV - torch.log(-torch.log1p(-noise_BV))
+    score_BV = -cost_BV.double() - torch.log(-torch.log1p(-noise_BV))
     drawn_BV = torch.where(keep_BV, score_BV, -torch.inf)
-    token_B = torch.where(hot_B[:, None], drawn_BV, logits).argmax(-1)
+    token_B = torch.where(hot_B[:, None], drawn_BV, logits.double()).argmax(-1)
     return (token_B, *logprobs(raw, token_B, top))
+
+
+def sample_adjusted(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    top: int = 20,
+    allowed: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    bias_values: Tensor | None = None,
+    counts: Tensor | None = None,
+    seen: Tensor | None = None,
+    slot: Tensor | None = None,
+    presence_penalty: Tensor | None = None,
+    frequency_penalty: Tensor | None = None,
+    repetition_penalty: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`sample` from what :func:`~nxd_infer.ops.adjust.adjust_logits` makes of ``logits``, with these as ``raw``.
+
+    One operator, so that rows that ask for no adjustment are drawn from where they lie. Arguments as in both.
+    """
+    return torch.ops.nxd.sample_adjusted(
+        logits_BV,
+        temperature_B,
+        top_k_B,
+        top_p_B,
+        min_p_B,
+        seed_B,
+        position_B,
+        top,
+        allowed,
+        bias_ids,
+        bias_values,
+        counts,
+        seen,
+        slot,
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+    )
+
+
+def sample_adjusted_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    top: int,
+    *adjustments: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`sample_adjusted` in plain PyTorch."""
+    adjusted = adjust_logits(logits, *adjustments)
+    return sample_reference(adjusted, logits, temperature, top_k, top_p, min_p, seed, position, top)
 
 
 def finite_or_absent(logits: Tensor) -> Tensor:
@@ -97,12 +172,21 @@ def logprobs(raw_BV: Tensor, token_B: Tensor, top: int) -> tuple[Tensor, Tensor,
     count = min(top, raw_BV.shape[-1])
     total_B1 = raw_BV.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     chosen_B = (raw_BV.gather(-1, token_B[:, None]) - total_B1)[:, 0].clamp(min=LOGPROB_FLOOR)
-    values, ids = raw_BV.topk(count, dim=-1)
-    values = (values - total_B1).clamp(min=LOGPROB_FLOOR)
+    ids = largest_first(raw_BV, count)
+    values = (raw_BV.gather(-1, ids) - total_B1).clamp(min=LOGPROB_FLOOR)
     if count < top:
         values = torch.nn.functional.pad(values, (0, top - count), value=LOGPROB_FLOOR)
         ids = torch.nn.functional.pad(ids, (0, top - count), value=-1)
     return chosen_B, ids, values
+
+
+def largest_first(raw_BV: Tensor, count: int) -> Tensor:
+    """The ids [B, count] of the largest entries, none NaN; the lowest id first among equals, unlike ``topk``."""
+    bits_BV = torch.where(raw_BV == 0, 0.0, raw_BV).view(torch.int32)  # one zero, not two
+    order_BV = (bits_BV ^ ((bits_BV >> 31) & 0x7FFFFFFF)).long()  # orders like the floats
+    ids_V = torch.arange(raw_BV.shape[-1], device=raw_BV.device)
+    keys = ((order_BV << 32) + (_MASK - ids_V)).topk(count, dim=-1).values
+    return _MASK - (keys & _MASK)
 
 
 # --- truncation ---------------------------------------------------------------------------------------
@@ -121,15 +205,31 @@ def truncation(cost_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tenso
     by_k_B = smallest_threshold(bits_BV, one, wanted_B.double())
 
     # Whole numbers in float64 add up exactly in any order: the threshold does not depend on how a sum is split.
-    mass_BV = (torch.exp(-cost_BV).double() * 2.0**32).floor()
+    mass_BV = (exp_negative(-cost_BV).double() * 2.0**32).floor()
     mass_BV = torch.where(bits_BV <= by_k_B[:, None], mass_BV, 0.0)
     share_B = torch.where(top_p_B < 1.0, top_p_B, 1.0).clamp(min=0.0).double()
     target_B = (share_B * mass_BV.sum(-1)).clamp(min=1.0)
     by_p_B = torch.where(top_p_B < 1.0, smallest_threshold(bits_BV, mass_BV, target_B), by_k_B)
 
-    limit_B = torch.where(min_p_B > 0.0, -torch.log(min_p_B.clamp(1e-38, 1.0)), torch.inf)
+    limit_B = torch.where(min_p_B > 0.0, -torch.log(min_p_B.clamp(1e-38, 1.0).double()).float(), torch.inf)
     kept_BV = (bits_BV <= torch.minimum(by_k_B, by_p_B)[:, None]) & (cost_BV <= limit_B[:, None])
     return kept_BV & (cost_BV < torch.inf)
+
+
+def exp_negative(x: Tensor) -> Tensor:
+    """exp(x) of a float32 x <= 0, with the same bits everywhere; 0 at -87 and below, relative error below 1.2e-7.
+
+    Cephes' expf (Moshier): ``exp(x) = 2^n exp(r)``, ``r = x - n log 2`` in two parts, and a polynomial of degree 7.
+    """
+    inside = x.clamp(min=-87.0)
+    n = (inside * 1.44269504088896341 + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to a whole number
+    r = (inside - n * 0.693359375) - n * -2.12194440e-4
+    y = 1.9875691500e-4
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = y * r + coefficient
+    y = (y * (r * r) + r) + 1.0
+    power = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x > -87.0, y * power, 0.0)
 
 
 _WIDTHS = (11, 10, 10)
@@ -197,12 +297,19 @@ def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def uniform(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Uniform float32 [B, V] in (0, 1), finest near zero, from :func:`random_bits`."""
-    bits = random_bits(seed_B, position_B, vocabulary)
-    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    """Uniform float64 [B, V] in (0, 1): the 2^32 values ``(bits + 1/2) / 2^32`` of :func:`random_bits`, exactly."""
+    return (random_bits(seed_B, position_B, vocabulary).double() + 0.5) * 2.0**-32
 
 
-def _fake(logits, raw, temperature, top_k, top_p, min_p, seed, position, top):
+def sample_fake(logits, raw, temperature, top_k, top_p, min_p, seed, position, top):
+    return _fake(logits, top)
+
+
+def sample_adjusted_fake(logits, temperature, top_k, top_p, min_p, seed, position, top, *adjustments):
+    return _fake(logits, top)
+
+
+def _fake(logits: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     return (
         torch.empty(rows, dtype=torch.int64, device=logits.device),
@@ -213,4 +320,6 @@ def _fake(logits, raw, temperature, top_k, top_p, min_p, seed, position, top):
 
 
 _LIBRARY.impl("sample", sample_reference, "CompositeExplicitAutograd")
-torch.library.register_fake("nxd::sample", _fake, lib=_LIBRARY)
+torch.library.register_fake("nxd::sample", sample_fake, lib=_LIBRARY)
+_LIBRARY.impl("sample_adjusted", sample_adjusted_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("nxd::sample_adjusted", sample_adjusted_fake, lib=_LIBRARY)

@@ -1,0 +1,294 @@
+// cache_attention: writes the new keys and values, then shares the tiles of attention.h among torch's threads. Schema,
+// shapes and meaning are those of nxd_infer/ops/attention.py.
+#include "attention.h"
+#include "cpu.h"
+#include "parallel.h"
+#include "registration.h"
+#include "scalar.h"
+#include "tensors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace nxd {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr int64_t kWorkerBytes = 64 * 1024;        // of keys and values that are worth another thread
+constexpr int64_t kPartialBytes = 4 * 1024 * 1024; // of partial results at most
+constexpr int64_t kTilesPerThread = 16;            // with fewer, tiles are shared chunk by chunk
+
+[[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: cache_attention: " + what); }
+
+std::string text(const std::vector<int64_t>& shape) {
+  std::string out = "[";
+  for (size_t i = 0; i < shape.size(); i++) out += (i ? ", " : "") + std::to_string(shape[i]);
+  return out + "]";
+}
+
+void check_shape(const Tensor& x, const std::vector<int64_t>& shape, const char* name) {
+  if (shape_of(x) != shape) refuse(std::string(name) + " has shape " + text(shape_of(x)) + ", not " + text(shape));
+}
+
+void check_floating(const Tensor& x, const char* name) {
+  const auto type = x.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Half &&
+      type != ScalarType::Double) {
+    refuse(std::string(name) + " is neither float32, bfloat16, float16 nor float64");
+  }
+}
+
+Tensor integers(const Tensor& x, const char* name) {
+  if (x.scalar_type() != ScalarType::Long) refuse(std::string(name) + " is not int64");
+  return contiguous(x);
+}
+
+Tensor with_dense_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : contiguous(x); }
+
+Strided strided(const Tensor& x) {
+  const auto width = static_cast<int64_t>(x.element_size());
+  return {static_cast<char*>(x.data_ptr()), {x.stride(0) * width, x.stride(1) * width, x.stride(2) * width}};
+}
+
+double element(ScalarType type, const char* row, int64_t i) {
+  switch (type) {
+    case ScalarType::Float:
+      return reinterpret_cast<const float*>(row)[i];
+    case ScalarType::BFloat16:
+      return widen(reinterpret_cast<const BFloat16*>(row)[i]);
+    case ScalarType::Half:
+      return widen(reinterpret_cast<const c10::Half*>(row)[i]);
+    default:
+      return reinterpret_cast<const double*>(row)[i];
+  }
+}
+
+void set_element(ScalarType type, char* row, int64_t i, double x) {
+  switch (type) {
+    case ScalarType::Float:
+      reinterpret_cast<float*>(row)[i] = static_cast<float>(x);
+      return;
+    case ScalarType::BFloat16:
+      reinterpret_cast<BFloat16*>(row)[i] = narrow<BFloat16>(static_cast<float>(x));
+      return;
+    case ScalarType::Half:
+      reinterpret_cast<c10::Half*>(row)[i] = static_cast<float>(x);
+      return;
+    default:
+      reinterpret_cast<double*>(row)[i] = x;
+  }
+}
+
+// Memory of one thread, kept between calls.
+class Buffer {
+ public:
+  char* get(int64_t bytes) {
+    if (bytes > size_) {
+      memory_ = std::make_unique<char[]>(bytes + 64);
+      size_ = bytes;
+    }
+    return memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64);
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  int64_t size_ = 0;
+};
+
+// Calls work(item, scratch) for every item, whichever thread is free next.
+template <typename Work>
+void share(int64_t items, int64_t workers, int64_t scratch_bytes, const Work& work) {
+  std::atomic<int64_t> next{0};
+  parallel_for(0, std::min(items, workers), 1, [&](int64_t, int64_t) {
+    static thread_local Buffer buffer;
+    char* scratch = buffer.get(scratch_bytes);
+    for (int64_t item = next++; item < items; item = next++) work(item, scratch);
+  });
+}
+
+const AttentionKernel& find_kernel(const Attention& x) {
+  if (x.q_type == ScalarType::Double) return attention_portable_f64();
+#if NXD_X86
+  if (cpu() >= Cpu::amx_bf16) return attention_amx_bf16();
+  if (cpu() >= Cpu::avx512_bf16) return attention_avx512_bf16();
+  if (cpu() >= Cpu::avx512) return attention_avx512();
+  if (cpu() >= Cpu::avx2) return attention_avx2();
+#endif
+  return attention_portable();
+}
+
+// How many queries of row b are live: within its length, and within its blocks.
+int64_t live(const Attention& x, int64_t b) {
+  return std::clamp<int64_t>(x.n * x.L - x.start[b], 0, x.length[b]);
+}
+
+void check_rows(const Attention& x, int64_t B, int64_t N) {
+  for (int64_t b = 0; b < B; b++) {
+    const std::string row = "[" + std::to_string(b) + "] = ";
+    if (x.start[b] < 0) refuse("start" + row + std::to_string(x.start[b]) + " is negative");
+    if (x.length[b] < 0 || x.length[b] > x.S) {
+      refuse("length" + row + std::to_string(x.length[b]) + " is not in 0 .. " + std::to_string(x.S));
+    }
+    const int64_t count = live(x, b);
+    const int64_t used = count == 0 ? 0 : (x.start[b] + count + x.L - 1) / x.L;
+    for (int64_t i = 0; i < used; i++) {
+      const int64_t block = x.table[b * x.n + i];
+      if (block < 0 || block >= N) {
+        refuse(
+            "block_table[" + std::to_string(b) + ", " + std::to_string(i) + "] = " + std::to_string(block) +
+            " is none of the cache's " + std::to_string(N) + " blocks");
+      }
+    }
+  }
+}
+
+// Writes the live positions of x [B, S, KH, D] into the cache; padding is written nowhere.
+void write(const Attention& x, const Strided& from, ScalarType type, const Strided& cache, int64_t B) {
+  const int64_t bytes = x.D * (x.cache_type == ScalarType::Double ? 8 : x.cache_type == ScalarType::Float ? 4 : 2);
+  parallel_for(0, B * x.S, kWorkerBytes / (x.KH * bytes) + 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t b = i / x.S, s = i % x.S, p = x.start[b] + s;
+      if (s >= live(x, b)) continue;
+      for (int64_t kh = 0; kh < x.KH; kh++) {
+        const char* row = from.at(b, s, kh);
+        char* to = cache.at(x.table[b * x.n + p / x.L], kh, p % x.L);
+        if (type == x.cache_type) {
+          std::memcpy(to, row, bytes);
+          continue;
+        }
+        for (int64_t d = 0; d < x.D; d++) set_element(x.cache_type, to, d, element(type, row, d));
+      }
+    }
+  });
+}
+
+std::vector<Tile> cut(const Attention& x, int64_t B) {
+  std::vector<Tile> tiles;
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t rows = live(x, b) * x.G;
+    for (int64_t kh = 0; kh < x.KH; kh++) {
+      for (int64_t row = 0; row < rows; row += kRows) {
+        Tile tile{b, kh, row, std::min(kRows, rows - row), 0};
+        tile.keys = tile.position(x, tile.rows - 1) + 1;
+        tiles.push_back(tile);
+      }
+    }
+  }
+  // The longest first, so that no thread ends long after the others.
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.chunks() > b.chunks(); });
+  return tiles;
+}
+
+void attend(const Attention& x, int64_t B) {
+  const AttentionKernel& kernel = find_kernel(x);
+  const std::vector<Tile> tiles = cut(x, B);
+  const int64_t count = static_cast<int64_t>(tiles.size()), scratch = kernel.scratch_bytes(x);
+  std::vector<int64_t> first_chunk{0};
+  int64_t chunks = 0, work = 0, partial = 0;
+  for (const Tile& tile : tiles) {
+    first_chunk.push_back(chunks += tile.chunks());
+    work += tile.keys * std::max<int64_t>(tile.rows, 4) * x.D;
+    partial = std::max(partial, kernel.partial_bytes(x, tile.rows));
+  }
+  const int64_t workers = std::clamp<int64_t>(work / kWorkerBytes, 1, thread_count());
+
+  if (workers == 1 || count >= kTilesPerThread * workers || chunks == count || chunks * partial > kPartialBytes) {
+    share(count, workers, scratch + 2 * partial, [&](int64_t item, char* memory) {
+      const Tile& tile = tiles[item];
+      char *result = memory + scratch, *later = result + partial;
+      kernel.queries(x, tile, memory);
+      kernel.chunk(x, tile, 0, memory, result);
+      for (int64_t c = 1; c < tile.chunks(); c++) {
+        kernel.chunk(x, tile, c, memory, later);
+        kernel.merge(x, tile, result, later);
+      }
+      kernel.finish(x, tile, result);
+    });
+    return;
+  }
+  static thread_local Buffer buffer;
+  char* partials = buffer.get(chunks * partial);
+  share(chunks, workers, scratch, [&](int64_t item, char* memory) {
+    const auto place = std::upper_bound(first_chunk.begin(), first_chunk.end(), item) - first_chunk.begin() - 1;
+    kernel.queries(x, tiles[place], memory);
+    kernel.chunk(x, tiles[place], item - first_chunk[place], memory, partials + item * partial);
+  });
+  share(count, workers, 0, [&](int64_t item, char*) {
+    char* result = partials + first_chunk[item] * partial;
+    for (int64_t c = 1; c < tiles[item].chunks(); c++) kernel.merge(x, tiles[item], result, result + c * partial);
+    kernel.finish(x, tiles[item], result);
+  });
+}
+
+Tensor cache_attention(
+    Tensor q_in, Tensor k_in, Tensor v_in, Tensor k_cache, Tensor v_cache, Tensor table_in, Tensor start_in,
+    Tensor length_in, double scale) {
+  if (q_in.dim() != 4 || k_in.dim() != 4 || k_cache.dim() != 4 || table_in.dim() != 2) {
+    refuse("q, k and the caches have four dimensions and block_table has two");
+  }
+  const int64_t B = q_in.size(0), S = q_in.size(1), H = q_in.size(2), D = q_in.size(3);
+  const int64_t KH = k_in.size(2), N = k_cache.size(0), L = k_cache.size(2), n = table_in.size(1);
+  if (KH < 1 || H % KH != 0) {
+    refuse(std::to_string(H) + " query heads do not divide by " + std::to_string(KH) + " key/value heads");
+  }
+  check_shape(k_in, {B, S, KH, D}, "k");
+  check_shape(v_in, {B, S, KH, D}, "v");
+  check_shape(k_cache, {N, KH, L, D}, "k_cache");
+  check_shape(v_cache, {N, KH, L, D}, "v_cache");
+  check_shape(table_in, {B, n}, "block_table");
+  check_shape(start_in, {B}, "start");
+  check_shape(length_in, {B}, "length");
+  for (const Tensor* x : {&q_in, &k_in, &v_in, &k_cache, &v_cache}) check_floating(*x, "an operand");
+  if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
+  if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
+
+  Tensor out = new_like(q_in, {B, S, H, D});
+  if (out.numel() == 0) {
+    return out;
+  }
+  const Tensor q = with_dense_rows(q_in), k = with_dense_rows(k_in), v = with_dense_rows(v_in);
+  const Tensor table = integers(table_in, "block_table"), start = integers(start_in, "start");
+  const Tensor length = integers(length_in, "length");
+  const Attention x{
+      q.scalar_type(),
+      k_cache.scalar_type(),
+      S,
+      KH,
+      H / KH,
+      D,
+      L,
+      n,
+      scale,
+      strided(q),
+      strided(out),
+      strided(k_cache),
+      strided(v_cache),
+      static_cast<const int64_t*>(table.data_ptr()),
+      static_cast<const int64_t*>(start.data_ptr()),
+      static_cast<const int64_t*>(length.data_ptr()),
+  };
+  check_rows(x, B, N);
+  write(x, strided(k), k.scalar_type(), x.k_cache, B);
+  write(x, strided(v), v.scalar_type(), x.v_cache, B);
+  for (int64_t b = 0; b < B; b++) {  // the results of padding
+    for (int64_t s = live(x, b); s < S; s++) std::memset(x.out.at(b, s, 0), 0, x.out.stride[1]);
+  }
+  attend(x, B);
+  return out;
+}
+
+} // namespace
+} // namespace nxd
+
+NXD_LIBRARY(m) {
+  m.def(
+      "cache_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, "
+      "Tensor start, Tensor length, float scale) -> Tensor");
+}
+
+NXD_IMPL(CPU, m) { m.impl("cache_attention", TORCH_BOX(&nxd::cache_attention)); }

@@ -1,0 +1,26 @@
+// Which instruction sets this machine has, asked once. Kernels choose by it at run time: the library is built without
+// -march, so one file serves every x86-64 (and other) machine.
+#pragma once
+
+namespace nxd {
+
+// Each level includes those before it. avx512 means F, BW, DQ and VL; avx512_bf16 adds the bfloat16 dot product;
+// amx_bf16 adds the tiles, with the kernel's permission to use them.
+enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
+
+// The best level of this machine, or a lower one that the environment variable NXD_CPU_LEVEL names (portable, avx2,
+// avx512, avx512_bf16, amx_bf16), which is how tests reach every kernel. Read at the first call.
+Cpu cpu();
+
+} // namespace nxd
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define NXD_X86 1
+#define NXD_AVX2 __attribute__((target("avx2,fma,f16c,bmi2")))
+#define NXD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")))
+#define NXD_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")))
+#define NXD_AMX \
+  __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")))
+#else
+#define NXD_X86 0
+#endif

@@ -1,0 +1,62 @@
+// Which kernel multiplies by packed weights on this machine, and those written in plain vectors.
+#include "cpu.h"
+#include "packed.h"
+
+#include <cstring>
+
+namespace nxd {
+namespace {
+
+#define NXD_LEVEL portable
+#define NXD_TARGET
+#define NXD_LANES 4
+#define NXD_ROWS 3
+#include "packed_rows.h"
+
+#if NXD_X86
+#define NXD_LEVEL avx2
+#define NXD_TARGET NXD_AVX2
+#define NXD_LANES 8
+#define NXD_ROWS 5
+#include "packed_rows.h"
+
+#define NXD_LEVEL avx512
+#define NXD_TARGET NXD_AVX512
+#define NXD_LANES 16
+#define NXD_ROWS 12
+#include "packed_rows.h"
+#endif
+
+void nothing() {}
+
+template <typename T>
+Kernel<T> plain(typename Kernel<T>::Multiply multiply, int64_t width) {
+  return Kernel<T>{multiply, group_of<T>(), true, false, width, nothing, nothing};
+}
+
+template <typename T>
+Kernel<T> widest() {
+#if NXD_X86
+  if (cpu() >= Cpu::avx512) return plain<T>(avx512::multiply<T>, avx512::kMost);
+  if (cpu() >= Cpu::avx2) return plain<T>(avx2::multiply<T>, avx2::kMost);
+#endif
+  return plain<T>(portable::multiply<T>, portable::kMost);
+}
+
+} // namespace
+
+const Kernel<float>& float_kernel() {
+  static const Kernel<float> chosen = widest<float>();
+  return chosen;
+}
+
+const Kernel<BFloat16>& bfloat16_kernel() {
+#if NXD_X86
+  if (cpu() >= Cpu::amx_bf16) return tile_kernel();
+  if (cpu() >= Cpu::avx512_bf16) return dot_product_kernel();
+#endif
+  static const Kernel<BFloat16> chosen = widest<BFloat16>();
+  return chosen;
+}
+
+} // namespace nxd

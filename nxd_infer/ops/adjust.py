@@ -1,0 +1,120 @@
+"""What a request asks of the logits before a token is drawn, and the tokens that have been, which penalties look at.
+
+Shapes use B rows, V vocabulary entries, S tokens a step and N slots. In this order, for each row:
+
+1. *repetition penalty* r: logits of tokens in the prompt or the output so far are divided by r where positive and
+   multiplied by r where negative (as Hugging Face and vLLM do).
+2. *presence* and *frequency penalty*: ``logit -= presence * (count > 0)``, then ``logit -= frequency * count``, over
+   output tokens only.
+3. *bias*: ``logit += value`` for the listed ids in their order; an id listed twice adds twice, one outside the
+   vocabulary is ignored.
+4. *allowed tokens*: bit ``i % 32`` of word ``i // 32`` says whether token i may be chosen.
+
+A row that asks for none of them costs nothing in the native operators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
+_LIBRARY.define(
+    "remember_tokens(Tensor(a!) counts, Tensor(b!) seen, Tensor ids, Tensor output, Tensor start, Tensor length, "
+    "Tensor slot) -> ()"
+)
+
+
+def adjust_logits(
+    logits_BV: Tensor,
+    allowed: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    bias_values: Tensor | None = None,
+    counts: Tensor | None = None,
+    seen: Tensor | None = None,
+    slot: Tensor | None = None,
+    presence_penalty: Tensor | None = None,
+    frequency_penalty: Tensor | None = None,
+    repetition_penalty: Tensor | None = None,
+) -> Tensor:
+    """Steps 1 to 4 of the module: the logits that are drawn from, float32 [B, V].
+
+    Args:
+        logits_BV: float32.
+        allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, n], one needs the other.
+        counts, seen: int32 and bool [N, V], how often each token stands in the output so far, and the tokens of the
+            prompt. Row b has the line ``slot[b]`` (int64 [B], in ``0 .. N-1``), or b where ``slot`` is None.
+        presence_penalty, frequency_penalty, repetition_penalty: float32 [B]; off at 0, 0 and 1.
+    """
+    logits = logits_BV
+    vocabulary = logits.shape[-1]
+    if slot is not None:
+        counts = None if counts is None else counts.index_select(0, slot)
+        seen = None if seen is None else seen.index_select(0, slot)
+    if repetition_penalty is not None:
+        known = torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen
+        if counts is not None:
+            known = known | (counts > 0)
+        factor = repetition_penalty[:, None]
+        logits = torch.where(known, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    if counts is not None and presence_penalty is not None:
+        logits = logits - presence_penalty[:, None] * (counts > 0)
+    if counts is not None and frequency_penalty is not None:
+        logits = logits - frequency_penalty[:, None] * counts
+    if bias_ids is not None and bias_values is not None:
+        inside = (bias_ids >= 0) & (bias_ids < vocabulary)
+        ids = torch.where(inside, bias_ids, 0)
+        logits = logits.scatter_add(-1, ids, torch.where(inside, bias_values, 0.0))
+    if allowed is not None:
+        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+        bits = (allowed[:, :, None] >> bit) & 1
+        logits = torch.where(bits.flatten(1)[:, :vocabulary] > 0, logits, -torch.inf)
+    return logits
+
+
+def remember_tokens(
+    counts_NV: Tensor,
+    seen_NV: Tensor,
+    ids_BS: Tensor,
+    output_BS: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    slot_B: Tensor,
+) -> None:
+    """Count the tokens of a step in place: one more in ``counts`` for an output token, true in ``seen`` for one of the
+    prompt, in the line ``slot[b]`` of row b.
+
+    A row with ``start = 0`` begins with nothing counted. Tokens past ``length`` are not counted, and a row of length 0
+    changes nothing. The last line is scratch: no live row may have it, and what is in it means nothing.
+
+    Args:
+        counts_NV, seen_NV: int32 and bool, changed in place.
+        ids_BS: int64 in ``0 .. V-1``; output_BS: bool. start_B, length_B, slot_B: int64; live rows differ in ``slot``.
+    """
+    torch.ops.nxd.remember_tokens(counts_NV, seen_NV, ids_BS, output_BS, start_B, length_B, slot_B)
+
+
+def remember_tokens_reference(
+    counts: Tensor, seen: Tensor, ids: Tensor, output: Tensor, start: Tensor, length: Tensor, slot: Tensor
+) -> None:
+    """:func:`remember_tokens` in plain PyTorch: what is not to be counted goes to the scratch line."""
+    scratch = counts.shape[0] - 1
+    slot = torch.where(length > 0, slot, scratch)
+    fresh_B1 = ((start == 0) & (length > 0))[:, None]
+    old_counts = counts.index_select(0, slot).masked_fill(fresh_B1, 0)
+    old_seen = seen.index_select(0, slot) & ~fresh_B1
+    torch.ops.aten.index_put_(counts, [slot], old_counts)
+    torch.ops.aten.index_put_(seen, [slot], old_seen)
+    live_BS = torch.arange(ids.shape[1], device=ids.device) < length[:, None]
+    counted = torch.where(live_BS & output, slot[:, None], scratch)
+    prompted = torch.where(live_BS & ~output, slot[:, None], scratch)
+    torch.ops.aten.index_put_(counts, [counted, ids], torch.ones_like(ids, dtype=torch.int32), True)
+    torch.ops.aten.index_put_(seen, [prompted, ids], torch.ones_like(ids, dtype=torch.bool))
+
+
+def remember_tokens_fake(counts, seen, ids, output, start, length, slot):
+    return None
+
+
+_LIBRARY.impl("remember_tokens", remember_tokens_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("nxd::remember_tokens", remember_tokens_fake, lib=_LIBRARY)

@@ -1,0 +1,113 @@
+"""Linear layers whose weight is re-blocked for reading front to back: what decoding on a CPU does with every weight.
+
+A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 16 rows, ``k``
+slowest inside a block (bfloat16: pairs of ``k`` beside each other). The last block is as narrow as what is left of N,
+and an odd K ends in one row of single values, so every shape packs, and unpacks to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+COLUMNS = 16
+DTYPES = frozenset({torch.float32, torch.bfloat16})
+"""The types that have a packed form."""
+
+_LIBRARY = torch.library.Library("nxd", "FRAGMENT")
+_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_embedding(Tensor weight, Tensor ids) -> Tensor")
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, unpack(weight), bias)`` for a packed ``weight`` [N, K]; x [..., K] -> [..., N] of its dtype.
+
+    The native operator adds in float32, in the order of ``k``, and rounds once. A row's result has the same bits
+    alone and in any batch, with any number of threads: the other rows have no influence on it.
+    """
+    return torch.ops.nxd.packed_linear(x, weight, bias)
+
+
+def packed_embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """``F.embedding(ids, unpack(weight))``: rows of a packed table [N, K]; ids of any shape -> [*ids.shape, K].
+
+    An id outside ``0 .. N-1`` is an error, as it is for F.embedding.
+    """
+    return torch.ops.nxd.packed_embedding(weight, ids)
+
+
+def packable(dtype: torch.dtype, shape: tuple[int, ...] | list[int], stride: tuple[int, ...] | list[int]) -> bool:
+    """Whether a tensor of this form has a packed one: a contiguous float32 or bfloat16 matrix that is not empty."""
+    return dtype in DTYPES and len(shape) == 2 and min(shape) > 0 and list(stride) == [shape[1], 1]
+
+
+def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
+    """The packed form of ``weight`` [N, K], in ``out`` where that is given (same shape and dtype, contiguous).
+
+    ``library`` (a ``native.NativeLibrary``) does it at the speed of memory; without one it is plain PyTorch.
+    """
+    out = torch.empty_like(weight, memory_format=torch.contiguous_format) if out is None else out
+    if library is not None:
+        library.op("pack")(out, weight)
+        return out
+    flat = out.view(-1)
+    K = weight.shape[1]
+    for row, stop, whole, group in _blocks(weight):
+        w = stop - row
+        block = flat[row * K : stop * K]
+        block[: w * whole].view(-1, w, group).copy_(weight[row:stop, :whole].view(w, -1, group).transpose(0, 1))
+        block[w * whole :].copy_(weight[row:stop, whole:].reshape(-1))
+    return out
+
+
+def unpack(packed: Tensor, library: Any = None) -> Tensor:
+    """The plain weight of a packed one; exact."""
+    if library is not None:
+        return library.op("unpack")(packed)
+    out = torch.empty_like(packed)
+    flat = packed.reshape(-1)
+    K = packed.shape[1]
+    for row, stop, whole, group in _blocks(packed):
+        w = stop - row
+        block = flat[row * K : stop * K]
+        out[row:stop, :whole] = block[: w * whole].view(-1, w, group).transpose(0, 1).reshape(w, whole)
+        out[row:stop, whole:] = block[w * whole :].view(w, -1)
+    return out
+
+
+def _blocks(weight: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """For each block: its first row, its end, how many values of k lie in groups, and how many make a group."""
+    N, K = weight.shape
+    group = 2 if weight.dtype == torch.bfloat16 else 1
+    for row in range(0, N, COLUMNS):
+        yield row, min(N, row + COLUMNS), K - K % group, group
+
+
+def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`packed_linear` in plain PyTorch."""
+    return F.linear(x, unpack(weight), bias)
+
+
+def packed_embedding_reference(weight: Tensor, ids: Tensor) -> Tensor:
+    """:func:`packed_embedding` in plain PyTorch."""
+    return F.embedding(ids, unpack(weight))
+
+
+def packed_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+
+
+def packed_embedding_fake(weight: Tensor, ids: Tensor) -> Tensor:
+    return weight.new_empty([*ids.shape, weight.shape[1]])
+
+
+for _name, _reference, _fake in (
+    ("packed_linear", packed_linear_reference, packed_linear_fake),
+    ("packed_embedding", packed_embedding_reference, packed_embedding_fake),
+):
+    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nxd::{_name}", _fake, lib=_LIBRARY)
