@@ -41,10 +41,19 @@ def compiler_version() -> str:
     return ""
 
 
-def _root() -> Path:
-    root = cache_dir() / "graphs"
-    root.mkdir(parents=True, exist_ok=True)
-    return root
+WAIT = 30.0
+"""Seconds to wait for another process that looks after the cache; after that this one does without."""
+
+
+def _root() -> Path | None:
+    """The cache's directory; None where there is none to write in, or the cache is turned off."""
+    if not cache_limit():
+        return None
+    with contextlib.suppress(OSError):
+        root = cache_dir() / "graphs"
+        root.mkdir(parents=True, exist_ok=True)
+        return root
+    return None
 
 
 def _key(digest: str) -> str:
@@ -52,10 +61,18 @@ def _key(digest: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(exclusive: bool) -> Iterator[None]:
-    """Readers share, the one that removes entries is alone."""
-    with open(_root() / ".lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+def _locked(root: Path, exclusive: bool) -> Iterator[None]:
+    """Readers share, the one that removes entries is alone. Raises OSError after ``WAIT`` seconds."""
+    end = time.monotonic() + WAIT
+    with open(root / ".lock", "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
         yield
 
 
@@ -69,12 +86,13 @@ def _hash(path: Path) -> str:
 
 def fetch(digest: str, graph_dir: Path) -> bool:
     """Replace ``graph_dir`` by the cached graph; False (and nothing done) when there is none, or it is damaged."""
-    if not cache_limit():
+    root = _root()
+    if root is None:
         return False
-    entry = _root() / _key(digest)
+    entry = root / _key(digest)
     copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
     try:
-        with _locked(exclusive=False):
+        with _locked(root, exclusive=False):
             files = json.loads((entry / ENTRY).read_bytes())
             for name, checksum in files.items():
                 target = copy / name
@@ -83,10 +101,11 @@ def fetch(digest: str, graph_dir: Path) -> bool:
                 if _hash(target) != checksum:
                     raise ValueError(f"{name} is damaged")
             os.utime(entry / ENTRY)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as error:
         shutil.rmtree(copy, ignore_errors=True)
-        if entry.exists():
-            with contextlib.suppress(OSError), _locked(exclusive=True):
+        # A full disk, or a lock that another process keeps, says nothing about the entry.
+        if isinstance(error, (ValueError, AttributeError, FileNotFoundError)) and entry.exists():
+            with contextlib.suppress(OSError), _locked(root, exclusive=True):
                 shutil.rmtree(entry, ignore_errors=True)
         return False
     shutil.rmtree(graph_dir, ignore_errors=True)
@@ -96,12 +115,13 @@ def fetch(digest: str, graph_dir: Path) -> bool:
 
 def store(digest: str, graph_dir: Path) -> None:
     """Keep a compiled graph. Another process's entry of the same key is left; a full disk is not an error here."""
-    if not cache_limit():
+    root = _root()
+    if root is None:
         return
-    entry = _root() / _key(digest)
+    entry = root / _key(digest)
     if entry.exists():
         return
-    temporary = _root() / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         files = {}
         for path in sorted(p for p in graph_dir.rglob("*") if p.is_file()):
@@ -120,9 +140,12 @@ def store(digest: str, graph_dir: Path) -> None:
 def prune(limit: int | None = None) -> None:
     """Remove the least recently used entries until the rest fits; and what killed processes left behind."""
     limit = cache_limit() if limit is None else limit
-    with contextlib.suppress(OSError), _locked(exclusive=True):
+    root = _root()
+    if root is None:
+        return
+    with contextlib.suppress(OSError), _locked(root, exclusive=True):
         entries: list[tuple[float, int, Path]] = []
-        for path in _root().iterdir():
+        for path in root.iterdir():
             if path.name.startswith(".tmp-") and time.time() - path.stat().st_mtime > 3600:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.is_dir() and (path / ENTRY).exists():

@@ -140,8 +140,11 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
     """Wait until a worker answers. Raises TraceError when one died or took longer than ``timeout``."""
     busy = [worker for worker in pool if worker.graph is not None]
     left = min(worker.started + timeout for worker in busy) - time.monotonic()
-    ready, _, _ = select.select([worker.answers for worker in busy], [], [], max(0.0, left))
-    if not ready:
+    poll = select.poll()  # select() knows no descriptor above 1023
+    for worker in busy:
+        poll.register(worker.answers, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}
+    if not ready and time.monotonic() - min(worker.started for worker in busy) >= timeout:
         names = ", ".join(worker.graph.name for worker in busy if worker.graph)
         raise TraceError(f"compiling {names} took longer than {timeout:.0f} s")
     found = []

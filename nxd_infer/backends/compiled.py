@@ -48,6 +48,11 @@ def _strip(library: Path) -> None:
         subprocess.run([strip, "--strip-unneeded", str(library)], capture_output=True, timeout=60, check=False)
 
 
+def strays(directory: Path) -> list[str]:
+    """Files that ``unpack`` did not write: the loader goes by endings, and takes code from whoever put it there."""
+    return sorted({path.name for path in directory.iterdir()} - {_CODE, _METADATA, _OPERATORS})
+
+
 def collectives_of_package(directory: Path, ops: Sequence[str]) -> list[str] | None:
     """The collective calls of compiled code in order, as ``operator(constant arguments)``; None when it has no list.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.backends.base import Availability, Executable, RankRuntime
+from nxd_infer.backends.encoding import OPTION, packed_option
 from nxd_infer.backends.executable import CpuExecutable, check_spec
 from nxd_infer.backends.ir import Program
 from nxd_infer.backends.lower import read_graph, read_ir
@@ -18,7 +19,7 @@ from nxd_infer.trace.manifest import GraphSpec
 
 
 class EagerBackend:
-    """``backend="eager"``: compiles nothing and takes no options."""
+    """``backend="eager"``: compiles nothing. Its one option is ``nxd_packed``: False keeps weights plain."""
 
     name = "eager"
     compiles = False
@@ -31,12 +32,13 @@ class EagerBackend:
         return self.probe()
 
     def options(self, compiler_args: Any) -> dict[str, Any]:
-        if compiler_args:
+        given = dict(compiler_args) if isinstance(compiler_args, Mapping) else {OPTION: True}
+        if list(given) not in ([OPTION], []) or (compiler_args and not isinstance(compiler_args, Mapping)):
             raise TraceConfigError(
-                f"the eager backend compiles nothing and takes no compiler_args, got {compiler_args!r}; "
+                f"the eager backend compiles nothing and takes no compiler_args but {OPTION!r}, got {compiler_args!r}; "
                 "leave them out, or trace with backend='inductor'"
             )
-        return {}
+        return {OPTION: packed_option(given.get(OPTION, True))}
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         from nxd_infer.backends.machine import describe_target

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_infer.backends import lowering
-from nxd_infer.backends.names import key_text, named_tensors
+from nxd_infer.backends.names import key_text, named_tensors, shared_memory
 from nxd_infer.backends.swap import not_registered, swapped
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 
@@ -39,6 +39,8 @@ class Step:
     """``views(list of state tensors) -> list of tensors the module sees``; None where it sees the states."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """States whose tensor is not the module's own (a shared state buffer), by name."""
+    overlaps: dict[str, str] | None = None
+    """``names.shared_memory`` of the module as ``func`` returned it; None: found when it is needed."""
 
 
 @dataclass
@@ -93,12 +95,19 @@ class _Traced(nn.Module):
             args, kwargs = _call_arguments(step, values)
             result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
-        for name, value in changed.items():
-            if name in seen:
-                _store(seen[name], value, f"the state {name!r} was assigned")
-        return self._outputs(result, seen)
+        stores = [
+            (seen[name], value, f"the state {name!r} was assigned") for name, value in changed.items() if name in seen
+        ]
+        return self._outputs(result, seen, stores)
 
-    def _outputs(self, result: Any, states: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _outputs(
+        self, result: Any, states: dict[str, Tensor], stores: list[tuple[Tensor, Any, str]]
+    ) -> tuple[Tensor, ...]:
+        """The outputs that are kept, after ``stores`` (state, its next value, text) and the aliased outputs are done.
+
+        The model saw the states' old values throughout. So what shares memory with a state that is about to be
+        overwritten is copied first: an output that is the old value, two states that change places.
+        """
         leaves, _ = pytree.tree_flatten(result)
         aliases = self.step.aliases
         bad = [index for index in aliases if not 0 <= index < len(leaves)]
@@ -115,7 +124,7 @@ class _Traced(nn.Module):
                 state = states[aliases[index]]
                 if not isinstance(leaf, Tensor):
                     raise TraceConfigError(f"output {index} becomes a state but is {type(leaf).__name__}")
-                _store(state, leaf, f"output {index} becomes the state {aliases[index]!r}")
+                stores.append((state, leaf, f"output {index} becomes the state {aliases[index]!r}"))
                 names.append(None)
             elif isinstance(leaf, Tensor):
                 name = labels[index] or f"output_{len(kept)}"
@@ -127,17 +136,24 @@ class _Traced(nn.Module):
         self.seen.structure = _structure(result, iter(names))
         if not kept and not states:
             raise TraceError("the model returned no tensor and keeps no state: there is nothing to run")
+        stores = [(state, value, what) for state, value, what in stores if value is not state]
+        for state, value, what in stores:
+            if value.shape != state.shape or value.dtype != state.dtype:
+                raise TraceConfigError(
+                    f"{what}, but is {value.dtype}{list(value.shape)} where the state is "
+                    f"{state.dtype}{list(state.shape)}"
+                )
+        overwritten = {_memory(state) for state, _, _ in stores}
+        kept = [leaf.clone() if _memory(leaf) in overwritten else leaf for leaf in kept]
+        values = [value.clone() if _memory(value) in overwritten else value for _, value, _ in stores]
+        for (state, _, _), value in zip(stores, values, strict=True):
+            state.copy_(value)
         return tuple(kept)
 
 
-def _store(state: Tensor, value: Tensor, what: str) -> None:
-    if value is state:
-        return
-    if value.shape != state.shape or value.dtype != state.dtype:
-        raise TraceConfigError(
-            f"{what}, but is {value.dtype}{list(value.shape)} where the state is {state.dtype}{list(state.shape)}"
-        )
-    state.copy_(value)
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that are views of one memory, fake ones too."""
+    return tensor.untyped_storage()._cdata
 
 
 def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -214,7 +230,7 @@ def export(step: Step) -> Exported:
 
 def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     own = named_tensors(step.module)
-    _refuse_overlap({name: own[name] for name in step.states})
+    _refuse_overlap(step, own)
     # Untouched memory of the right form: export never reads a value, and a view would bring its base along.
     states = [
         torch.empty_like(step.shared.get(name, own[name]), memory_format=torch.contiguous_format, requires_grad=False)
@@ -230,22 +246,21 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
         raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
 
 
-def _refuse_overlap(states: dict[str, Tensor]) -> None:
-    seen: dict[tuple[int, int], str] = {}
+def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
+    """A state is memory of its own: what another tensor shows of it would not follow once it is lifted."""
     tensors: dict[int, str] = {}
-    for name, tensor in states.items():
-        if id(tensor) in tensors:
-            raise TraceConfigError(f"the states {tensors[id(tensor)]!r} and {name!r} are one tensor; name it once")
-        tensors[id(tensor)] = name
-        try:
-            pointer = tensor.untyped_storage().data_ptr()
-        except RuntimeError:
-            continue  # a fake tensor has no memory to share
-        if pointer and (pointer, 0) in seen:
+    for name in step.states:
+        if id(own[name]) in tensors:
+            raise TraceConfigError(f"the states {tensors[id(own[name])]!r} and {name!r} are one tensor; name it once")
+        tensors[id(own[name])] = name
+    if step.overlaps is None:
+        step.overlaps = shared_memory(step.module)
+    for name in step.states:
+        if name in step.overlaps:
             raise TraceConfigError(
-                f"the states {seen[(pointer, 0)]!r} and {name!r} share memory; give each a tensor of its own"
+                f"the state {name!r} shares memory with {step.overlaps[name]!r}: give each a tensor of its own, or "
+                f"slice {name!r} inside forward"
             )
-        seen[(pointer, 0)] = name
 
 
 def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: Step) -> Exported:

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from nxd_infer.backends.base import Availability, Executable, RankRuntime
+from nxd_infer.backends.compiled import strays
+from nxd_infer.backends.encoding import OPTION as PACKED_OPTION
+from nxd_infer.backends.encoding import packed_option
 from nxd_infer.backends.executable import CpuExecutable, check_spec
 from nxd_infer.backends.lower import read_graph
 from nxd_infer.backends.machine import architecture, cpu_features, torch_minor
@@ -45,7 +48,8 @@ _FIXED: dict[str, Any] = {
 
 
 class InductorBackend:
-    """``backend="inductor"``. ``compiler_args`` are options of ``torch._inductor.config`` and ``cpu_target``."""
+    """``backend="inductor"``. ``compiler_args`` are options of ``torch._inductor.config``, ``cpu_target``, and
+    ``nxd_packed`` (False keeps linears over plain weights)."""
 
     name = "inductor"
     compiles = True
@@ -73,7 +77,12 @@ class InductorBackend:
         """
         given = _parse(compiler_args)
         target = cpu_target(given.pop(CPU_TARGET, None), cpu_features())
-        options: dict[str, Any] = {CPU_TARGET: target.name, "cpp.march": target.march, "cpp.dynamic_threads": True}
+        options: dict[str, Any] = {
+            CPU_TARGET: target.name,
+            PACKED_OPTION: packed_option(given.pop(PACKED_OPTION, True)),
+            "cpp.march": target.march,
+            "cpp.dynamic_threads": True,
+        }
         if target.simdlen:
             options["cpp.simdlen"] = target.simdlen
         if given:
@@ -132,6 +141,8 @@ class InductorBackend:
         package = Path(graph_dir) / PACKAGE
         if not list((Path(graph_dir) / CODE).glob("*.so")):
             raise ArtifactCorruptError(f"{package} holds no compiled graph; trace again")
+        if found := strays(Path(graph_dir) / CODE):
+            raise ArtifactCorruptError(f"{package} holds {found[0]!r}, which might be run as code: remove that file")
         found = _loader_class()
         if found is None:
             raise BackendUnavailableError(self.probe().reason)
@@ -179,7 +190,7 @@ def _check_options(given: Mapping[str, Any]) -> None:
         if key in _FIXED:
             raise TraceConfigError(f"compiler_args: {key!r} is set to {_FIXED[key]!r} by this package; leave it out")
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, CPU_TARGET], n=3, cutoff=0.5)
+            close = difflib.get_close_matches(key, [*known, CPU_TARGET, PACKED_OPTION], n=3, cutoff=0.5)
             hint = f"; close matches: {', '.join(close)}" if close else ""
             raise TraceConfigError(f"compiler_args: the inductor backend has no option {key!r}{hint}")
         default = config.get_config_copy().get(key)
@@ -202,16 +213,15 @@ def compile_here(graph_dir: Path, options: Mapping[str, Any]) -> None:
     import torch._inductor
 
     from nxd_infer.backends.compiled import collectives_of_package, unpack
-    from nxd_infer.backends.lower import graph_module, native_library, read_graph
+    from nxd_infer.backends.lower import graph_module, read_graph, register_operators
 
     graph = read_graph(graph_dir)
-    if graph.ops:
-        native_library()  # registers the operators and their shapes
+    register_operators(graph, graph_dir)
     examples = [
         torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
         for spec in (*graph.states, *graph.inputs, *graph.weights)
     ]
-    settings = {**{k: v for k, v in options.items() if k != CPU_TARGET}, **_FIXED}
+    settings = {**{k: v for k, v in options.items() if k not in (CPU_TARGET, PACKED_OPTION)}, **_FIXED}
     with torch.no_grad():
         files = torch._inductor.aot_compile(graph_module(graph_dir), tuple(examples), options=settings)
     code = graph_dir / CODE

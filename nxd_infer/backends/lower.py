@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxd_infer.backends import lowering
+from nxd_infer.backends import encoding, lowering
 from nxd_infer.backends.base import GRAPH_FILE, IR_FILE, GraphFile, Lowered
 from nxd_infer.backends.export import Exported, Step, export
 from nxd_infer.backends.ir import graph_to_ir, ir_text
-from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
 from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
 
 
@@ -31,6 +31,11 @@ def native_library() -> Any | None:
         return native.load()
     except BackendUnavailableError:
         return None
+
+
+def configuration(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What compiled code depends on beside its graph; part of every digest."""
+    return {"backend": backend, "options": dict(options), "inputs": "states, inputs, weights"}
 
 
 def lower(step: Step, library: Any | None, configuration: Mapping[str, Any]) -> tuple[Lowered, Exported]:
@@ -93,6 +98,28 @@ def _record(exported: Exported, step: Step, library: Any | None, configuration: 
     return lowered
 
 
+def weight_nodes(lowered: Lowered, exported: Exported) -> dict[str, fx.Node]:
+    """The placeholder of each weight, by the name that ``lowered`` gives it."""
+    placeholders = [node for node in exported.module.graph.nodes if node.op == "placeholder"]
+    first = len(exported.states) + len(exported.inputs)
+    names = [weight.name for weight in lowered.graph.weights]
+    return dict(zip(names, placeholders[first:], strict=True))
+
+
+def encode(
+    lowered: Lowered, exported: Exported, encodings: Mapping[str, str], library: Any, configuration: Mapping[str, Any]
+) -> None:
+    """Read the weights of ``encodings`` in their encoded form; the digest is taken anew."""
+    if not encoding.insert(weight_nodes(lowered, exported), encodings, library):
+        return
+    lowering.eliminate_dead_code(exported.module)
+    lowered.ir = graph_to_ir(exported.module)
+    lowered.graph.ops = sorted({*lowered.graph.ops, library.hash})
+    for weight in lowered.graph.weights:
+        weight.encoding = encodings.get(weight.name, "")
+    rename_weights(lowered, {}, configuration)
+
+
 def rename_weights(lowered: Lowered, names: Mapping[str, str], configuration: Mapping[str, Any]) -> None:
     """Give weights other names (two buckets may hold different tensors under one name), and take the digest anew.
 
@@ -116,7 +143,7 @@ def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mappi
         ("weight", graph.weights),
         ("output", graph.outputs),
     ):
-        rows += [f"{kind} {s.name} {s.dtype} {s.shape} {s.stride}" for s in specs]
+        rows += [f"{kind} {s.name} {s.dtype} {s.shape} {s.stride} {getattr(s, 'encoding', '')}".rstrip() for s in specs]
     rows += [f"op {content_hash}" for content_hash in graph.ops]
     return "\n".join(rows) + "\n" + ir_text(dict(ir))
 
@@ -157,6 +184,23 @@ def read_ir(graph_dir: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise ArtifactCorruptError(f"{path} cannot be read: {error}") from error
     return ir
+
+
+def register_operators(graph: GraphFile, graph_dir: Path) -> None:
+    """The operators that the graph calls, with their shapes: those in ``ops/`` beside ``graphs/``, else this package's.
+
+    Raises BackendUnavailableError when the graph calls those of another version that are not there.
+    """
+    from nxd_infer import native
+
+    for content_hash in graph.ops:
+        beside = graph_dir.parents[1] / "ops" / f"{content_hash}.so"
+        found = native.load_file(beside) if beside.is_file() else native.load()
+        if found.hash != content_hash:
+            raise BackendUnavailableError(
+                f"graph {graph.digest} calls the operators {content_hash}, and this version has {found.hash}: "
+                "trace the model again"
+            )
 
 
 def graph_module(graph_dir: str | os.PathLike[str]) -> fx.GraphModule:

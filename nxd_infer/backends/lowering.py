@@ -255,7 +255,7 @@ def scatter_to_index_put(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             for d in range(rank):
                 if source_shape[d] != shape[d]:
-                    source = _call(graph, aten.slice.Tensor, source, d, 0, shape[d])
+                    source = call(graph, aten.slice.Tensor, source, d, 0, shape[d])
             indices = []
             for d in range(rank):
                 if d == dim % rank:
@@ -264,14 +264,14 @@ def scatter_to_index_put(module: fx.GraphModule) -> None:
                 view = [1] * rank
                 view[d] = shape[d]
                 device = index.meta["val"].device
-                row = _call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
-                indices.append(_call(graph, aten.view.default, row, view))
-            updated = _call(graph, rewrites[node.target], target, indices, source)
+                row = call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
+                indices.append(call(graph, aten.view.default, row, view))
+            updated = call(graph, rewrites[node.target], target, indices, source)
         node.replace_all_uses_with(updated)
         graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
     """A call with its fake value computed, in the fake mode of its arguments (or of ``like``)."""
     node = graph.call_function(target, args, kwargs)
     source = like or tensors_of(args)[0]
@@ -313,6 +313,8 @@ def update_in_place(module: fx.GraphModule) -> None:
         order = {node: place for place, node in enumerate(graph.nodes)}
         shared = aliases(graph)
         old_value = {node for node, bases in shared.items() if state in bases}
+        if any(value in old_value for node in chain for value in tensors_of(node.args[1:])):
+            continue  # an update that takes its new entries, or their places, from the old value
         readers = {user for node in old_value for user in node.users if user.op == "call_function"}
         readers -= {*chain, copy}
         others = [node for node in graph.nodes if node is not copy and any(state in shared[w] for w in written(node))]
@@ -335,7 +337,7 @@ def clone_aliased_outputs(module: fx.GraphModule) -> None:
     for value in output.args[0]:
         if isinstance(value, fx.Node) and (shared[value] or value in seen):
             with graph.inserting_before(output):
-                value = _call(graph, aten.clone.default, value, memory_format=torch.contiguous_format)
+                value = call(graph, aten.clone.default, value, memory_format=torch.contiguous_format)
         elif isinstance(value, fx.Node):
             seen.add(value)
         results.append(value)

@@ -70,12 +70,41 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def shared_memory(module: nn.Module) -> dict[str, str]:
+    """For each parameter, buffer or tensor attribute that overlaps another tensor of the module: that one's name.
+
+    Two names of one tensor are no overlap.
+    """
+    tensors = {**{id(t): (name, t) for name, t in reversed(named_tensors(module).items())}}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                tensors.setdefault(id(value), (f"{path}.{name}" if path else name, value))
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.values():
+        if tensor.layout == torch.strided and tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            end = start + (int(last) + 1) * tensor.element_size()
+            places.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, name))
+    found: dict[str, str] = {}
+    for group in places.values():
+        widest = None  # of those that begin earlier, the one that reaches farthest
+        for start, end, name in sorted(group):
+            if widest is not None and start < widest[0]:
+                found.setdefault(name, widest[1])
+                found.setdefault(widest[1], name)
+            if widest is None or end > widest[0]:
+                widest = (end, name)
+    return found
+
+
 def state_name(module: nn.Module, key: Any) -> str:
     """The qualified name of a state given by name or as the tensor itself. Raises TraceConfigError when it has none."""
     tensors = named_tensors(module)
     if isinstance(key, str):
         if key in tensors:
-            return key
+            return next(name for name, tensor in tensors.items() if tensor is tensors[key])  # the first of its names
         raise TraceConfigError(
             f"the state {key!r} is no buffer or parameter of {type(module).__name__}; it has "
             f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"

@@ -1,0 +1,211 @@
+"""Which weights a CPU backend stores packed, and the operators that read them so.
+
+An encoding is chosen once a weight, over all buckets of a rank: packed only where every use in every bucket is a
+linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
+embedding. Anything else keeps the weight plain, everywhere. Values take no part, so ranks of equal graphs agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxd_infer.backends.lowering import call, native_operator
+from nxd_infer.errors import TraceConfigError
+from nxd_infer.ops.packed import packable
+from nxd_infer.trace.manifest import PACKED
+
+aten = torch.ops.aten
+
+OPTION = "nxd_packed"
+"""The compiler option: True (weights of at least MINIMUM_BYTES), False, or the number of bytes from which on."""
+MINIMUM_BYTES = 64 << 10
+"""Smaller weights stay in the caches and gain nothing."""
+
+_LINEAR = aten.linear.default
+_EMBEDDING = aten.embedding.default
+_PRODUCTS = {aten.mm.default, aten.matmul.default}
+_COND = torch.ops.higher_order.cond
+
+
+def packed_option(value: Any) -> int:
+    """The smallest weight in bytes that is packed; 0 for none. Raises TraceConfigError for another value."""
+    if isinstance(value, bool):
+        return MINIMUM_BYTES if value else 0
+    if isinstance(value, int) and value > 0:
+        return value
+    raise TraceConfigError(
+        f"compiler_args: {OPTION}={value!r} must be True, False, or the number of bytes from which on a weight is "
+        f"packed (True means {MINIMUM_BYTES})"
+    )
+
+
+@dataclass
+class Use:
+    """One node that reads a weight: ``x @ W.T + bias``, or rows of it (``ids``)."""
+
+    node: fx.Node
+    weight: fx.Node
+    """The placeholder, of the graph that the node is in."""
+    x: fx.Node | None = None
+    bias: fx.Node | None = None
+    ids: fx.Node | None = None
+
+
+def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int) -> dict[str, str]:
+    """``{weight: encoding}`` for placeholders by weight name, one mapping a bucket; nothing for a ``minimum`` of 0."""
+    chosen: dict[str, str] = {}
+    for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
+        found = [uses(bucket[name]) for bucket in buckets if name in bucket]
+        known = [use for some in found for use in some or ()]
+        if all(some is not None for some in found) and any(use.x is not None for use in known):
+            value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
+            if value.numel() * value.element_size() >= minimum:
+                chosen[name] = PACKED
+    return chosen
+
+
+def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
+    """Put the operators on packed weights in; True if there was a use."""
+    replaced: dict[fx.Node, fx.Node] = {}
+    for name, weight in weights.items():
+        if encodings.get(name) == PACKED:
+            for use in uses(weight) or ():
+                _replace(use, library, replaced)
+    return bool(replaced)
+
+
+def uses(weight: fx.Node) -> list[Use] | None:
+    """Every use of ``weight``, or None where one of them is neither a linear nor an embedding."""
+    value = weight.meta.get("val")
+    if value is None or not packable(value.dtype, value.shape, value.stride()):
+        return None
+    found: list[Use] = []
+    for node in weight.users:
+        some = _uses_by(node, weight)
+        if some is None:
+            return None
+        found += some
+    return found
+
+
+def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
+    """What ``node`` does with ``weight``; None when that is nothing known."""
+    if node.op != "call_function":
+        return None
+    if node.target is _LINEAR:
+        x, at, *bias = node.args
+        use = Use(node, weight, _node(x), _node(bias[0]) if bias else None)
+        return [use] if at is weight and _fits(use, weight) else None
+    if node.target is _EMBEDDING:
+        ids = _node(node.args[1])
+        return [Use(node, weight, ids=ids)] if node.args[0] is weight and ids is not None else None
+    if node.target is aten.einsum.default:
+        use = _einsum(node, weight)
+        return [use] if use is not None and _fits(use, weight) else None
+    if node.target is _COND:
+        return _in_branches(node, weight)
+    if _transposes(node):
+        found = [_product(user, node, weight) for user in node.users]
+        good = [use for use in found if use is not None and _fits(use, weight)]
+        return good if len(good) == len(found) else None
+    return None
+
+
+def _node(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _fits(use: Use, weight: fx.Node) -> bool:
+    """The operands have the weight's type, and the weight is none of them. The bias, if any, is one row."""
+    mine = weight.meta["val"]
+    if use.x is None or use.x is weight or use.bias is weight:
+        return False
+    x = use.x.meta.get("val")
+    if x is None or x.dtype != mine.dtype or x.dim() < 1 or x.device.type != "cpu":
+        return False
+    bias = None if use.bias is None else use.bias.meta.get("val")
+    return use.bias is None or (bias is not None and bias.dtype == mine.dtype)
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Whether ``node`` is the transpose of a matrix, its first argument."""
+    target, rest = node.target, node.args[1:]
+    if target in (aten.t.default, aten.numpy_T.default, aten.mT.default):
+        return True
+    if target in (aten.transpose.int, aten.swapaxes.default, aten.swapdims.default):
+        return {int(dim) % 2 for dim in rest} == {0, 1}  # pyright: ignore[reportArgumentType]
+    return target is aten.permute.default and [int(dim) % 2 for dim in rest[0]] == [1, 0]  # pyright: ignore
+
+
+def _product(node: fx.Node, transposed: fx.Node, weight: fx.Node) -> Use | None:
+    """``node`` as ``x @ transposed`` or ``bias + x @ transposed``."""
+    if node.target in _PRODUCTS and node.args[1] is transposed and node.args[0] is not transposed:
+        return Use(node, weight, _node(node.args[0]))
+    if node.target is aten.addmm.default and node.args[2] is transposed and transposed not in node.args[:2]:
+        plain = all(node.kwargs.get(factor, 1) == 1 for factor in ("beta", "alpha")) and len(node.args) == 3
+        return Use(node, weight, _node(node.args[1]), _node(node.args[0])) if plain else None
+    return None
+
+
+def _einsum(node: fx.Node, weight: fx.Node) -> Use | None:
+    """``...k,nk->...n`` with any letters, in either order of the operands."""
+    equation, operands = str(node.args[0]).replace(" ", ""), list(node.args[1])  # pyright: ignore
+    inputs, arrow, result = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != 2 or len(operands) != 2 or (operands[0] is weight) == (operands[1] is weight):
+        return None
+    if operands[0] is weight:
+        terms.reverse()
+        operands.reverse()
+    left, right = terms
+    if len(right) != 2 or not right.isalpha() or right[0] == right[1]:
+        return None
+    n, k = right
+    rest = left[:-1]
+    letters = rest.removeprefix("...")
+    if not left.endswith(k) or n in letters or k in letters or "." in letters or len(set(letters)) < len(letters):
+        return None
+    return Use(node, weight, _node(operands[0])) if result == rest + n else None
+
+
+def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
+    """The uses inside the branches of ``torch.cond``, to which the weight is handed as an operand."""
+    owner: Any = node.graph.owning_module
+    _, *names, operands = node.args
+    found: list[Use] = []
+    for name in names:
+        branch = getattr(owner, str(getattr(name, "target", "")), None)
+        if not isinstance(branch, fx.GraphModule):
+            return None
+        places = [inner for inner in branch.graph.nodes if inner.op == "placeholder"]
+        for place, operand in zip(places, operands, strict=True):  # pyright: ignore[reportArgumentType]
+            if operand is weight:
+                some = uses(place)
+                if some is None:
+                    return None
+                found += some
+    return found
+
+
+def _replace(use: Use, library: Any, replaced: dict[fx.Node, fx.Node]) -> None:
+    """Call the packed operator in place of ``use.node``. What it leaves unused is dead code."""
+    node, weight, graph = use.node, use.weight, use.node.graph
+    x, bias, ids = (
+        None if operand is None else replaced.get(operand, operand) for operand in (use.x, use.bias, use.ids)
+    )
+    with graph.inserting_before(node):
+        if ids is not None:
+            new = call(graph, native_operator(library, "packed_embedding"), weight, ids)
+        else:
+            row = bias is not None and list(bias.meta["val"].shape) == [weight.meta["val"].shape[0]]
+            new = call(graph, native_operator(library, "packed_linear"), x, weight, bias if row else None)
+            if bias is not None and not row:
+                new = call(graph, aten.add.Tensor, new, bias)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    replaced[node] = new

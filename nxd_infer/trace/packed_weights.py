@@ -1,0 +1,45 @@
+"""A rank's packed weights: packed once at load, one copy that every bucket's graph reads, re-packed in place."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.ops import packed
+from nxd_infer.trace.manifest import WeightSpec
+
+_ALIGNMENT = 64
+
+
+class PackedWeights:
+    """Memory for the weights of ``specs`` that have an encoding, in one piece; :meth:`fill` puts them there.
+
+    A step reads all of it once, so it is asked for in huge pages: fewer misses of the address cache.
+    """
+
+    def __init__(self, specs: Sequence[WeightSpec], library: Any):
+        self.specs = {spec.name: spec for spec in specs if spec.encoding}
+        self.tensors: dict[str, Tensor] = {}
+        self._library = library
+        places, end = {}, 0
+        for spec in self.specs.values():
+            places[spec.name] = end
+            end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not end:
+            return
+        memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any tensor of it
+        for spec in self.specs.values():
+            piece = arena[places[spec.name] : places[spec.name] + spec.nbytes]
+            self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
+
+    def fill(self, read: Callable[[WeightSpec], Tensor], names: Iterable[str] | None = None) -> None:
+        """Pack the plain tensors that ``read`` returns, one at a time, over what is there; all of them by default."""
+        for name in self.specs if names is None else names:
+            packed.pack(read(self.specs[name]), out=self.tensors[name], library=self._library)
