@@ -11,6 +11,7 @@ _NAMES = {
     "trace_plan": "nxd_infer.trace.trace",
     "parallel_model_save": "nxd_infer.trace.artifact",
     "parallel_model_load": "nxd_infer.trace.artifact",
+    "parallel_model_recompile": "nxd_infer.trace.recompile",
     "BucketModelConfig": "nxd_infer.trace.buckets",
     "TensorParallelModel": "nxd_infer.trace.model",
     "TensorParallelNeuronModel": "nxd_infer.trace.model",
@@ -24,6 +25,7 @@ __all__ = [  # noqa: RUF022  (documented names first)
     "parallel_model_trace",
     "parallel_model_save",
     "parallel_model_load",
+    "parallel_model_recompile",
     "BucketModelConfig",
     "bucket_model_trace",
     "trace_plan",
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
     from nxd_infer.trace.plan import TracePlan
     from nxd_infer.trace.progress import Progress
+    from nxd_infer.trace.recompile import parallel_model_recompile
     from nxd_infer.trace.trace import bucket_model_trace, parallel_model_trace, trace_plan
 
 

@@ -28,7 +28,15 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     NxdError,
 )
-from nxd_infer.trace.manifest import FORMAT, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.layout.sources import DTYPES
+from nxd_infer.trace.manifest import (
+    FORMAT,
+    KNOWN_ENCODINGS,
+    KNOWN_REQUIREMENTS,
+    MANIFEST_NAME,
+    FileSpec,
+    Manifest,
+)
 from nxd_infer.trace.storage import CHECKSUM_KEY, ArtifactWriter, checked_name, hash_files, manifest_checksum
 
 if TYPE_CHECKING:
@@ -78,6 +86,11 @@ class LoadedArtifact:
         """The user's bucket kernel, or None when the package routes."""
         return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
 
+    def check_unchanged(self) -> None:
+        """Raise ArtifactCorruptError when another artifact has taken this one's place on disk."""
+        if artifact_digest(self.path) != self.digest:
+            raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
+
     def discard(self) -> None:
         """Remove a temporary artifact's directory; nothing for any other."""
         for finalizer in self._owner:
@@ -100,13 +113,14 @@ def load_artifact(
     expect_digest: str | None = None,
     backend: str | None = None,
     temporary: bool = False,
+    runs_here: bool = True,
 ) -> LoadedArtifact:
     """Check the artifact at ``path`` and return its manifest.
 
     ``verify`` hashes every file (in parallel threads); sizes are checked in any case. ``expect_digest`` pins the
     artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. ``backend`` refuses
     an artifact of any other. Files the manifest does not list are ignored. ``temporary`` hands the directory over: it
-    is removed when the returned object goes away.
+    is removed when the returned object goes away. ``runs_here=False`` takes code that this machine cannot run, too.
 
     Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, torch or CPU,
     ArtifactBackendError for another backend, ArtifactCorruptError (it names the file) for anything damaged.
@@ -118,12 +132,18 @@ def load_artifact(
         raise ArtifactCorruptError(
             f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
         )
-    manifest = _parse(root, data, backend)
+    manifest = _parse(root, data, backend, runs_here)
     _check_files(root, manifest, hashes=verify or expect_digest is not None)
     for rank in range(manifest.tp_degree):
         check_weight_file(root / weight_name(rank), manifest)
-    owner = [weakref.finalize(manifest, shutil.rmtree, root, ignore_errors=True)] if temporary else []
+    owner = [weakref.finalize(manifest, _remove, root, os.getpid())] if temporary else []
     return LoadedArtifact(manifest, root, digest, temporary, owner)
+
+
+def _remove(root: Path, owner: int) -> None:
+    """Remove a temporary artifact, in the process that made it: a forked child that ends leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _read_manifest(root: Path) -> bytes:
@@ -146,7 +166,7 @@ def _read_manifest(root: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse(root: Path, data: bytes, backend: str | None) -> Manifest:
+def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool) -> Manifest:
     """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
     path = root / MANIFEST_NAME
     try:
@@ -167,14 +187,22 @@ def _parse(root: Path, data: bytes, backend: str | None) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ArtifactCorruptError(f"{path} is damaged: {where}: {first['msg']}") from error
+    for weight in manifest.weights:
+        if weight.encoding not in KNOWN_ENCODINGS:
+            raise ArtifactVersionError(
+                f"the artifact {root} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
+                "version of nxd_infer does not know: upgrade it"
+            )
     unknown = sorted(set(manifest.requires) - KNOWN_REQUIREMENTS)
     if unknown:
         raise ArtifactVersionError(
             f"the artifact {root} requires {', '.join(unknown)}, which this version of nxd_infer does not know: "
             "upgrade it"
         )
-    _check_versions(root, manifest)
-    _check_backend(root, manifest, backend)
+    _check_torch(root, manifest)
+    if runs_here:
+        _check_machine(root, manifest)
+        _check_backend(root, manifest, backend)
     if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
         raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
     _check_structure(path, manifest)
@@ -219,7 +247,7 @@ def _names_in(structure: Any) -> list[str]:
     return [name for entry in entries for name in _names_in(entry)]
 
 
-def _check_versions(root: Path, manifest: Manifest) -> None:
+def _check_torch(root: Path, manifest: Manifest) -> None:
     recorded = manifest.versions.get("torch", "")
     if torch_minor(recorded) != torch_minor(torch.__version__):
         raise ArtifactVersionError(
@@ -227,17 +255,19 @@ def _check_versions(root: Path, manifest: Manifest) -> None:
             f"{torch.__version__}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
             "trace again"
         )
+
+
+def _check_machine(root: Path, manifest: Manifest) -> None:
     arch = manifest.target.get("arch")
     if arch and arch != architecture():
         raise ArtifactVersionError(
-            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace again here, or "
-            "with --cpu-target"
+            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace it again here"
         )
     missing = sorted(set(manifest.target.get("cpu_features") or ()) - cpu_features()) if cpu_features() else []
     if missing:
         raise ArtifactVersionError(
             f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
-            "trace again here, or with --cpu-target for this CPU"
+            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
         )
 
 
@@ -305,37 +335,13 @@ def check_weight_file(path: Path, manifest: Manifest) -> None:
                 if weight.name not in keys:
                     raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
                 piece = file.get_slice(weight.name)
-                if list(piece.get_shape()) != weight.shape or _torch_dtype(piece.get_dtype()) != weight.torch_dtype:
+                if list(piece.get_shape()) != weight.shape or DTYPES.get(piece.get_dtype()) != weight.torch_dtype:
                     raise ArtifactCorruptError(
                         f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
                         f"recorded {weight.dtype}{weight.shape}"
                     )
     except SafetensorError as error:
         raise ArtifactCorruptError(f"{name} is not a safetensors file ({error}); nothing else is ever read") from error
-
-
-_SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-def _torch_dtype(name: str) -> torch.dtype | None:
-    return _SAFETENSORS_DTYPES.get(name)
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:

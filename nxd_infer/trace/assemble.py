@@ -71,6 +71,11 @@ def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) ->
                     f"the weight {spec.name!r} is {spec.dtype}{spec.shape} on rank {rank.rank} and "
                     f"{known.dtype}{known.shape} on an earlier one; pad it so that every rank holds the same shape"
                 )
+            if known.encoding != spec.encoding:
+                raise TraceError(
+                    f"rank {rank.rank} and an earlier one use the weight {spec.name!r} in different ways, so that only "
+                    "one can read it packed; trace with compiler_args={'nxd_packed': False}"
+                )
 
 
 def _compare_collectives(bucket: str, rank: int, first: list[str], other: list[str]) -> None:
@@ -108,20 +113,44 @@ def compile_ranks(
     progress: Callable[[str, int, int, str], None],
 ) -> Compiled:
     """Compile each distinct graph once, or take it from the cache. Raises TraceError."""
-    start = time.monotonic()
-    result = Compiled()
+    directories: dict[str, Path] = {}
     buckets: dict[str, str] = {}
     for rank in ranks:
         for bucket in rank.buckets:
             digest = bucket.graph.digest
-            if digest not in result.directories:
+            if digest not in directories:
                 buckets[digest] = bucket.name
-                result.directories[digest] = rank_directory(build, rank.rank) / "graphs" / digest
-    total = len(result.directories)
+                directories[digest] = rank_directory(build, rank.rank) / "graphs" / digest
+    result = compile_directories(
+        directories, buckets, backend, options, workdir=workdir, workers=workers, timeout=timeout, progress=progress
+    )
+    for index, bucket in enumerate(ranks[0].buckets):
+        mine = result.specs[bucket.graph.digest].collectives
+        for other in ranks[1:]:
+            theirs = result.specs[other.buckets[index].graph.digest].collectives
+            _compare_collectives(bucket.name, other.rank, mine, theirs)
+    return result
+
+
+def compile_directories(
+    directories: dict[str, Path],
+    buckets: Mapping[str, str],
+    backend: Backend,
+    options: Mapping[str, Any],
+    *,
+    workdir: Path | None,
+    workers: int | None,
+    timeout: float,
+    progress: Callable[[str, int, int, str], None],
+) -> Compiled:
+    """Compile graph directories by digest, or take them from the cache; ``buckets`` names them. Raises TraceError."""
+    start = time.monotonic()
+    result = Compiled(directories)
+    total = len(directories)
     if backend.compiles:
         progress("compile graphs", 0, total, "")
         missing = []
-        for digest, path in result.directories.items():
+        for digest, path in directories.items():
             if compile_cache.fetch(digest, path):
                 result.cached += 1
                 progress("compile graphs", result.cached, total, f"{buckets[digest]} (cached)")
@@ -137,13 +166,8 @@ def compile_ranks(
             )
 
         compile_graphs(backend.name, missing, options, workdir=workdir, workers=workers, timeout=timeout, report=report)
-    for digest, path in result.directories.items():
+    for digest, path in directories.items():
         result.specs[digest] = read_graph(path, digest).spec()
-    for index, bucket in enumerate(ranks[0].buckets):
-        mine = result.specs[bucket.graph.digest].collectives
-        for other in ranks[1:]:
-            theirs = result.specs[other.buckets[index].graph.digest].collectives
-            _compare_collectives(bucket.name, other.rank, mine, theirs)
     result.seconds = time.monotonic() - start
     return result
 
@@ -175,6 +199,7 @@ def write_artifact(
         requires=[
             *(["bucket-kernel"] if extras.kernel is not None else []),
             *(["inline-weights"] if extras.inline_weights else []),
+            *(["packed-weights"] if any(spec.encoding for spec in weights.values()) else []),
         ],
         backend=backend.name,
         target=backend.target(options),
@@ -245,11 +270,12 @@ def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> Non
 
     larger = file.with_suffix(".larger")
     with safe_open(file, framework="pt") as source, open(larger, "wb") as out:
-        present = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  (not a dictionary)
-        specs = [*missing, *(WeightSpec.of(name, source.get_tensor(name)) for name in present)]
-        tensors = (
-            source.get_tensor(spec.name) if spec.name in present else torch.zeros(spec.shape, dtype=spec.torch_dtype)
-            for spec in specs
-        )
-        write_safetensors(out, specs, tensors)
+        present = set(source.keys())
+        specs = [*missing, *(WeightSpec.of(name, source.get_tensor(name)) for name in sorted(present))]
+
+        def tensor(spec: WeightSpec) -> torch.Tensor:
+            zeros = spec.name not in present
+            return torch.zeros(spec.shape, dtype=spec.torch_dtype) if zeros else source.get_tensor(spec.name)
+
+        write_safetensors(out, specs, tensor)
     shutil.move(larger, file)

@@ -11,6 +11,8 @@ import collections
 import os
 import threading
 
+from nxd_infer.errors import ParallelConfigError
+
 _lock = threading.Lock()
 _used: collections.Counter[int] = collections.Counter()
 
@@ -36,6 +38,21 @@ def release_cores(cores: list[list[int]]) -> None:
     with _lock:
         for core in (core for group in cores for core in group):
             _used[core] -= 1
+
+
+def check_degree(degree: int) -> None:
+    """Raise ParallelConfigError for more ranks than this machine can be meant to hold.
+
+    The limit is 64, or 8 a core where that is more; ``NXD_INFER_MAX_RANKS`` sets another.
+    """
+    given = os.environ.get("NXD_INFER_MAX_RANKS", "")
+    limit = int(given) if given.isdigit() else max(64, 8 * len(available_cores()))
+    if degree > limit:
+        raise ParallelConfigError(
+            f"a degree of {degree} means {degree} processes on this machine of {len(available_cores())} cores; at most "
+            f"{limit} are started ({'NXD_INFER_MAX_RANKS' if given.isdigit() else '64, or 8 a core'}). Use a smaller "
+            f"degree, or set NXD_INFER_MAX_RANKS={degree} if that is meant"
+        )
 
 
 def default_threads(ranks: int, recorded: object = None) -> int:

@@ -11,46 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
-import multiprocessing
+import json
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing import Pipe, spawn
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from nxd_infer import errors
-from nxd_infer.errors import CollectiveError, NotInitializedError, TraceConfigError, TraceError
+from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
+from nxd_infer.trace import func_rank
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 
 Message = list[Any]
 GRACE = 1.0
 """Seconds other ranks have to report after the first failure, so that the cause is shown and not its echo."""
-
-
-@dataclass
-class RankSettings:
-    """What a rank process is told besides the request."""
-
-    rank: int
-    degree: int
-    together: bool
-    """Whether all ranks run at once, joined by gloo."""
-    build: str
-    rendezvous: str
-    port: int
-    parent: int
-    threads: int
-    timeout: float
 
 
 # --- the request as bytes -----------------------------------------------------------------------------
@@ -89,7 +72,7 @@ def _unimportable(func: Callable[..., Any]) -> str | None:
         main = sys.modules["__main__"]
         file = getattr(main, "__file__", None)
         if getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file)):
-            return "it is defined in an interactive session"
+            return "it is defined in an interactive session or on standard input"
     return None
 
 
@@ -98,7 +81,7 @@ def _unimportable(func: Callable[..., Any]) -> str | None:
 
 @dataclass
 class _Rank:
-    process: Any
+    process: subprocess.Popen[bytes]
     connection: Any
     """The parent's end of the rank's pipe."""
     rank: int
@@ -117,17 +100,19 @@ def trace_ranks(
 
     Raises TraceError with the rank and its traceback (TraceConfigError where that is what the rank raised).
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if func_rank.importing_script:
         raise TraceConfigError(
-            "parallel_model_trace was reached while a rank process imports this script: "
-            "put the call under `if __name__ == '__main__':`"
+            "the script calls parallel_model_trace at its top level, and every rank process imports the script: put "
+            "the call under `if __name__ == '__main__':`"
         )
-    payload = pack(request)
+    # A file, not a message: a pipe holds little, and writing to one waits for a rank that may never read.
+    (build / func_rank.REQUEST_FILE).write_bytes(pack(request))
     degree = request.tp_degree
     together = max_parallel is None or max_parallel >= degree
     at_once = degree if together else max_parallel or 1
     deadline = time.monotonic() + timeout
     port = _free_port()
+    preparation = _preparation()
     results: dict[int, TracedRank] = {}
     running: list[_Rank] = []
     total = degree * len(request.buckets)
@@ -137,7 +122,7 @@ def trace_ranks(
         waiting = list(range(degree))
         while len(results) < degree:
             while waiting and len(running) < at_once:
-                settings = RankSettings(
+                settings = func_rank.RankSettings(
                     rank=waiting.pop(0),
                     degree=degree,
                     together=together,
@@ -145,10 +130,11 @@ def trace_ranks(
                     rendezvous=str(build / "rendezvous"),
                     port=port,
                     parent=os.getpid(),
+                    preparation=preparation,
                     threads=max(1, (os.cpu_count() or 1) // at_once),
                     timeout=timeout,
                 )
-                running.append(_start(settings, payload))
+                running.append(_start(settings))
             for message, member in _messages(running, deadline):
                 if message[0] == "error":
                     _raise_failure([(member.rank, message), *_other_failures(running, member)])
@@ -160,8 +146,7 @@ def trace_ranks(
                     results[member.rank] = TracedRank.model_validate_json(
                         (rank_directory(build, member.rank) / "result.json").read_bytes()
                     )
-                    member.process.join(10)
-                    _end(member)
+                    _end(member, patience=10)
                     running.remove(member)
     finally:
         for member in running:
@@ -170,15 +155,40 @@ def trace_ranks(
     return [results[rank] for rank in range(degree)]
 
 
-def _start(settings: RankSettings, payload: bytes) -> _Rank:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_rank_main, args=(theirs, settings), name=f"nxd trace rank {settings.rank}")
-    process.start()
-    theirs.close()
+def _preparation() -> dict[str, Any]:
+    """What a rank needs to import func: this program's script, unless there is no file of it, and where it runs."""
+    found = spawn.get_preparation_data("")
+    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+    kept = {key: found[key] for key in wanted if key in found}
+    if not os.path.exists(kept.get("init_main_from_path", "/")):  # `<stdin>`
+        del kept["init_main_from_path"]
+    return kept
+
+
+_RANK = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from nxd_infer.trace.func_rank import main
+main(int(sys.argv[1]))
+"""
+
+
+def _start(settings: func_rank.RankSettings) -> _Rank:
+    mine, theirs = Pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(theirs.fileno()), json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
+        )
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
     with contextlib.suppress(BrokenPipeError):
-        # Not an argument of the process: what cannot be unpickled is reported by the rank, with its traceback.
-        mine.send_bytes(payload)
+        mine.send(settings)
     return _Rank(process, mine, settings.rank)
 
 
@@ -195,18 +205,15 @@ def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, 
         try:
             yield member.connection.recv(), member
         except (EOFError, OSError):
-            member.process.join(10)
+            _wait(member.process, 10)
             raise TraceError(_died(member), rank=member.rank) from None
 
 
 def _died(member: _Rank) -> str:
-    code = member.process.exitcode
+    code = member.process.returncode
     how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
     if member.place == "starting":
-        return (
-            f"the process of rank {member.rank} ended with {how} before func ran (its output is above). If this script "
-            "calls parallel_model_trace at its top level, put the call under `if __name__ == '__main__':`"
-        )
+        return f"the process of rank {member.rank} ended with {how} before func ran; what it printed is above"
     hint = "; it may have run out of memory: try max_parallel_compilations=1" if code == -signal.SIGKILL else ""
     return f"the process of rank {member.rank} ended with {how} while tracing ({member.place}){hint}"
 
@@ -234,9 +241,9 @@ def _raise_failure(failures: list[tuple[int, Message]]) -> None:
     """Raise for the failure that is a cause: one that is not about a collective, of the lowest rank."""
     rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
     cls = _class(kind)
+    if issubclass(cls, TraceConfigError):  # says itself what to change
+        raise TraceConfigError(f"rank {rank}: {text}", rank=rank, remote_traceback=remote)
     message = f"rank {rank}: {kind}: {text}\n\n--- traceback of rank {rank} ---\n{remote}"
-    if issubclass(cls, TraceConfigError):
-        raise TraceConfigError(message, rank=rank, remote_traceback=remote)
     raise TraceError(message, rank=rank, remote_traceback=remote)
 
 
@@ -245,18 +252,19 @@ def _class(name: str) -> type:
     return found if isinstance(found, type) else Exception
 
 
-def _end(member: _Rank) -> None:
-    """End a rank and whatever it started. Its process group is its own."""
-    pid = member.process.pid
-    if member.process.is_alive() and pid is not None:
+def _end(member: _Rank, patience: float = 0.0) -> None:
+    """End a rank, after ``patience`` seconds, and whatever it started: its process group is its own."""
+    _wait(member.process, patience)
+    if member.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            member.process.kill()
-    member.process.join(10)
+            os.killpg(member.process.pid, signal.SIGKILL)
+        _wait(member.process, 10)
     member.connection.close()
-    member.process.close()
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def _free_port() -> int:
@@ -264,134 +272,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-# --- a rank -------------------------------------------------------------------------------------------
-
-
-def _rank_main(connection: Connection, settings: RankSettings) -> None:
-    from nxd_infer.comm.process import die_with_parent
-
-    die_with_parent(settings.parent)
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
-    try:
-        _trace_here(connection, settings)
-        connection.send(["done"])
-        connection.close()
-    except BaseException as error:
-        text = str(error)
-        if not settings.together and _about_groups(error):
-            text += (
-                f" (a collective, or a process group, was used in func while max_parallel_compilations is below "
-                f"tp_degree={settings.degree}: the ranks run in turns and cannot communicate; leave "
-                "max_parallel_compilations out, or keep collectives out of func)"
-            )
-        remote = io.StringIO()
-        traceback.print_exc(file=remote)
-        with contextlib.suppress(OSError):
-            connection.send(["error", type(error).__name__, text, remote.getvalue()])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # exit handlers of torch.distributed can wait for peers that are gone
-
-
-def _about_groups(error: BaseException) -> bool:
-    return isinstance(error, (CollectiveError, NotInitializedError)) or "process group" in str(error).lower()
-
-
-def _trace_here(connection: Connection, settings: RankSettings) -> None:
-    import resource
-
-    import torch
-
-    from nxd_infer.backends.lower import native_library
-    from nxd_infer.trace import rank_files, rank_trace
-    from nxd_infer.trace.manifest import WeightSpec
-    from nxd_infer.trace.weights import describe_layout
-
-    start = time.monotonic()
-    payload = connection.recv_bytes()
-    os.environ.update(
-        RANK=str(settings.rank),
-        LOCAL_RANK=str(settings.rank),
-        WORLD_SIZE=str(settings.degree),
-        LOCAL_WORLD_SIZE=str(settings.degree),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(settings.port),
-        NXD_SKIP_RENDEZVOUS="1",
-    )
-    torch.set_num_threads(settings.threads)
-    _connect(settings)
-    request: TraceRequest = pickle.loads(payload)
-    out = rank_directory(Path(settings.build), settings.rank)
-    connection.send(["place", "func"])
-    built = rank_trace.build(request, rank_trace.require_values)
-    graphs = rank_trace.trace_buckets(
-        request,
-        built,
-        native_library() if request.native else None,
-        lambda index: connection.send(["bucket", request.buckets[index].name]),
-    )
-    rank_files.write_graphs(graphs, out)
-
-    def value(spec: WeightSpec) -> Tensor:
-        return rank_trace.value_of(graphs, *graphs.origin[spec.name])
-
-    rank_files.write_weights(graphs, rank_files.initial_states(request, graphs), value, out / rank_files.WEIGHTS_FILE)
-    result = TracedRank(
-        rank=settings.rank,
-        buckets=graphs.buckets,
-        states=[graphs.states[name] for name in sorted(graphs.states)],
-        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=describe_layout(rank_files.layouts(graphs), settings.degree) if settings.rank == 0 else {},
-        seconds=time.monotonic() - start,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-    (out / "result.json").write_text(result.model_dump_json(), encoding="utf-8")
-
-
-def _connect(settings: RankSettings) -> None:
-    """Make this process the rank it is: a default context, and a transport or one that refuses."""
-    import datetime
-
-    from nxd_infer.comm import register_collectives
-    from nxd_infer.context import make_context, set_default_context
-    from nxd_infer.parallel_state import TRACE_COLLECTIVES
-
-    context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
-    if settings.together:
-        import torch.distributed as dist
-        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
-
-        from nxd_infer.comm.distributed import DistributedCollectives
-
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            store=FileStore(settings.rendezvous, settings.degree),
-            rank=settings.rank,
-            world_size=settings.degree,
-            timeout=datetime.timedelta(seconds=settings.timeout),
-        )
-        world = dist.group.WORLD
-        transport = DistributedCollectives(context, {"tp": world} if world is not None else {}, settings.timeout)
-        register_collectives(TRACE_COLLECTIVES, transport)
-    else:
-        register_collectives(TRACE_COLLECTIVES, RefusingCollectives())
-    set_default_context(context)
-
-
-class RefusingCollectives:
-    """The transport of ranks that run in turns: every call is an error that says why."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError("a collective was called while the ranks are traced in turns")
-
-    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
-
-    def close(self) -> None:
-        """Nothing to close."""

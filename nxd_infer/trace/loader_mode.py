@@ -86,7 +86,9 @@ def _trace(
     graphs = rank_trace.trace_buckets(request, built, library, report)
     rank_files.write_graphs(graphs, out)
     layouts = rank_files.layouts(graphs)
-    _check(graphs, layouts, source)
+    shared = rank_files.shared_names(request, graphs)
+    state_layouts = {k: v for k, v in rank_files.state_layouts(graphs).items() if k not in shared}
+    _check(graphs, layouts, state_layouts, source)
     names = set(source.keys())
 
     def value(spec: WeightSpec) -> Tensor:
@@ -97,12 +99,10 @@ def _trace(
         return rank_trace.value_of(graphs, *graphs.origin[spec.name])
 
     states = rank_files.initial_states(request, graphs)
-    for name in graphs.states:
-        layout = layouts.get(name)
-        if name not in states and layout is not None and (readable := _readable(layout, layouts, names)) is not None:
-            states[name] = shard_tensor(
-                source, readable.rank_layout(request.tp_degree, rank), graphs.states[name].torch_dtype
-            )
+    for name, layout in state_layouts.items():  # as load_state_dict would: what the checkpoint holds goes first
+        if set(layout.logical_names) <= names:
+            dtype = graphs.states[name].torch_dtype
+            states[name] = shard_tensor(source, layout.rank_layout(request.tp_degree, rank), dtype)
     rank_files.write_weights(graphs, states, value, out / rank_files.WEIGHTS_FILE)
     result = TracedRank(
         rank=rank,
@@ -144,14 +144,20 @@ def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[s
     return None
 
 
-def _check(graphs: rank_trace.RankGraphs, layouts: dict[str, ParamLayout], source: Any) -> None:
-    """Every parameter that the graphs read is in the checkpoint, with its shape."""
-    needed = {}
+def _check(
+    graphs: rank_trace.RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any
+) -> None:
+    """Every parameter that the graphs read or change is in the checkpoint, with its shape."""
+    parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
+    stored = set(source.keys())
+    needed = {
+        name: layout for name, layout in states.items() if name in parameters or set(layout.logical_names) <= stored
+    }
     for name, (_, own) in graphs.origin.items():
         layout = layouts.get(own) or layouts.get(name)
         if layout is None:
             continue
-        if graphs.weights[name].kind == "parameter" or _readable(layout, layouts, set(source.keys())) is not None:
+        if graphs.weights[name].kind == "parameter" or _readable(layout, layouts, stored) is not None:
             needed[own] = layout
     ties = {name: entry for name, entry in layouts.items() if entry.alias_of in needed}
     try:
@@ -159,7 +165,7 @@ def _check(graphs: rank_trace.RankGraphs, layouts: dict[str, ParamLayout], sourc
     except WeightMismatchError as error:
         error.args = (f"what checkpoint_loader_callable returned does not fit: {error.args[0]}",)
         raise
-    known = {name for layout in layouts.values() for name in layout.logical_names}
+    known = {name for layout in [*layouts.values(), *states.values()] for name in layout.logical_names}
     unused = sorted(set(source.keys()) - known)
     if unused:
         log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))

@@ -27,15 +27,17 @@ class LocalArena:
 
 
 class LocalRank:
-    """Run an artifact of degree 1 here. A call that raises leaves states undefined, so it closes a rank with states."""
+    """Run an artifact of degree 1 here.
+
+    A call that raises, or that an interrupt ends, leaves states undefined, so it closes a rank with states.
+    """
 
     def __init__(self, artifact: LoadedArtifact, *, threads: int):
         self.artifact = artifact
         self.threads = threads
         self.arena: LocalArena | None = None
         self._rank: Rank | None = None
-        self._owner = os.getpid()
-        self._failure: RankFailedError | None = None
+        self._failure: BaseException | None = None
         self._steps = 0
         self._clock: float | None = None
 
@@ -74,25 +76,30 @@ class LocalRank:
                 self._rank.commit_weights()
             elif kind == Kind.ABORT_WEIGHTS:
                 self._rank.abort_weights()
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._failed(error, fatal)
+                raise
             import traceback
 
             text = traceback.format_exc()
             failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, text)
-            if fatal and self.artifact.manifest.states:
-                self._failure = failure
+            self._failed(failure, fatal)
             raise failure from error
         self._steps += 1
+
+    def _failed(self, error: BaseException, fatal: bool) -> None:
+        if fatal and self.artifact.manifest.states:
+            self._failure = error
 
     def settle(self) -> None:
         self.check()
 
     def check(self) -> None:
         """Raise ModelClosedError unless the graphs are loaded and usable."""
-        if os.getpid() != self._owner:
-            return  # a forked copy has the memory too
         if self._failure is not None:
-            raise ModelClosedError(f"the model was closed because {self._failure}; call restart()") from self._failure
+            reason = str(self._failure) or f"a call was ended by {type(self._failure).__name__}"
+            raise ModelClosedError(f"the model was closed because {reason}; call restart()") from self._failure
         if self._rank is None:
             raise ModelClosedError("the model was closed; call restart() to load its graphs again")
 

@@ -14,12 +14,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = "1.0"
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights"})
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
+PACKED = "packed16"
+"""Encoding of a weight that graphs read in blocks of 16 rows (``nxd_infer.ops.packed``)."""
+KNOWN_ENCODINGS: frozenset[str] = frozenset({"", PACKED})
 MANIFEST_NAME = "manifest.json"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    # JSON has no infinities, and pydantic would write null in their place: a mask is padded with -inf
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -69,6 +73,14 @@ class InputSpec(TensorSpec):
     default: float | None = None
     """Value a caller may leave out; the runtime fills the whole tensor with it."""
     pad: dict[int, float] = Field(default_factory=dict)
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    """Smallest and largest value an element may have, where the model declares them: the caller's process looks,
+    because a graph takes an index outside its table for another row, or for none."""
+
+    def allows(self, value: float) -> bool:
+        """Whether an element may be ``value``; NaN is outside every range."""
+        return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
 
 
 class OutputSpec(TensorSpec):
@@ -82,6 +94,8 @@ class WeightSpec(TensorSpec):
     """A tensor the graphs read and never write: ``parameter``, ``buffer`` or ``constant``; in rank r's file by name."""
 
     kind: str = "parameter"
+    encoding: str = ""
+    """The form in which graphs read it, of KNOWN_ENCODINGS. Files hold the plain tensor; a rank encodes it at load."""
 
 
 class GraphSpec(_Model):

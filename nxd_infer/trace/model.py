@@ -7,10 +7,13 @@ serialised, and every caller gets its own result.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
@@ -28,12 +31,12 @@ from nxd_infer.errors import (
 )
 from nxd_infer.trace.artifact import LoadedArtifact, load_artifact, parallel_model_load, parallel_model_save
 from nxd_infer.trace.channel import Kind
-from nxd_infer.trace.cores import default_threads
+from nxd_infer.trace.cores import check_degree, default_threads
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec, Manifest
 from nxd_infer.trace.rank import load_weights
-from nxd_infer.trace.router import Route, Router, bucket_table, cut, fill
+from nxd_infer.trace.router import Route, Router, bucket_table, cut, fill, lawful
 from nxd_infer.trace.supervisor import Supervisor
 from nxd_infer.trace.weights import Weights, WeightUpdate
 
@@ -76,8 +79,9 @@ class TensorParallelModel(nn.Module):
         start_timeout: seconds the ranks may take to load everything.
         in_process: run degree 1 in this process. Default: at degree 1, yes. A server passes False, because a graph
             holds the interpreter for a whole step, and because a call in this process cannot be timed out.
-        threads_per_rank: compute threads of each rank. Default: what the graphs were compiled for, else an equal
-            share of the cores.
+        threads_per_rank: compute threads of each rank process. Default: what the graphs were compiled for, else an
+            equal share of the cores. In this process torch's own setting counts, so that with a number given here
+            degree 1 has a process, too.
 
     ``model(*tensors, **named)`` takes the inputs in the traced order, or by name, and returns what the traced module
     returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError and BucketError (nothing has
@@ -103,26 +107,36 @@ class TensorParallelModel(nn.Module):
         super().__init__()
         if not isinstance(artifact, LoadedArtifact):
             artifact = load_artifact(artifact)
-        if call_timeout <= 0 or start_timeout <= 0:
+        _check_seconds("call_timeout", call_timeout)
+        _check_seconds("start_timeout", start_timeout)
+        if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
             raise InputMismatchError(
-                f"timeouts are positive seconds, got call_timeout={call_timeout}, start_timeout={start_timeout}"
+                f"threads_per_rank must be a whole number of at least 1, or None, got {threads_per_rank!r}"
+            )
+        if in_process and threads_per_rank is not None:
+            raise InputMismatchError(
+                "threads_per_rank is for rank processes; with in_process=True call torch.set_num_threads"
             )
         degree = artifact.manifest.tp_degree
+        check_degree(degree)
         if in_process and degree > 1:
             raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}")
         self.artifact = artifact
         self.call_timeout = call_timeout
         self.start_timeout = start_timeout
-        self.in_process = degree == 1 if in_process is None else in_process
+        self.in_process = degree == 1 and threads_per_rank is None if in_process is None else in_process
         self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
         self._router = Router(artifact.manifest.buckets, _load_kernel(artifact))
         self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
-        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._busy = False
+        """Whether the thread that holds the lock is inside a call."""
         self._ranks: Ranks | None = None
         self._closed = False
         self._finalizer: weakref.finalize | None = None
-        self._updates: list[list[BinaryIO]] = []
-        """Weights swapped in since the artifact was loaded, oldest first: one file a rank."""
+        self._updates: list[tuple[frozenset[str], list[BinaryIO]]] = []
+        """Weights swapped in since the artifact was loaded, oldest first: their names, and one file a rank."""
 
     # --- what it is ---
 
@@ -150,30 +164,52 @@ class TensorParallelModel(nn.Module):
 
     def start(self) -> TensorParallelModel:
         """Start the ranks unless they run; returns the model. Raises what kept a rank from starting."""
-        with self._lock:
+        with self._turn():
             self._started()
         return self
 
     def close(self) -> None:
         """End the ranks. Calls afterwards raise ModelClosedError; ``restart`` starts them again."""
+        if os.getpid() != self._owner:
+            return
         self._closed = True
         ranks = self._ranks
         if ranks is None:
-            return
+            return  # or about to start: that looks again once they run
         if self.in_process:
             with self._lock:  # a graph that runs here keeps its memory until it returns
-                ranks.close()
+                if not self._busy:  # else a signal handler closes amid a call, which ends the rank as it returns
+                    ranks.close()
         else:
             ranks.close()  # without the lock: it must end a call that is stuck
 
     def restart(self) -> TensorParallelModel:
         """Start the ranks anew, whatever state they are in. States begin as traced; updated weights are kept."""
         self.close()
-        with self._lock:
+        with self._turn():
             self._ranks = None
             self._closed = False
             self._started()
         return self
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time. Who would wait for itself, or for a thread that a fork left behind, is refused."""
+        if os.getpid() != self._owner:
+            raise ModelClosedError(
+                f"the ranks of this model belong to process {self._owner}; "
+                "a forked process must load the artifact itself"
+            )
+        with self._lock:
+            if self._busy:
+                raise ModelClosedError("the model was used by a signal handler in the middle of one of its calls")
+            try:
+                self._busy = True
+                yield
+            finally:
+                self._busy = False
+                if self._closed and self.in_process and self._ranks is not None:
+                    self._ranks.close()
 
     def __enter__(self) -> TensorParallelModel:
         return self.start()
@@ -203,8 +239,10 @@ class TensorParallelModel(nn.Module):
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, ranks.close)
         try:
+            if self._closed:  # close() came before there was anything to close
+                raise ModelClosedError("the model was closed; call restart() to start its ranks again")
             ranks.start()
-            for files in self._updates:
+            for _, files in self._updates:
                 self._swap(ranks, files)
         except BaseException:
             ranks.close()
@@ -225,6 +263,8 @@ class TensorParallelModel(nn.Module):
 
         Inputs with a default may be left out. ``timeout`` overrides ``call_timeout`` for this call.
         """
+        if timeout is not None:
+            _check_seconds("timeout", timeout)
         index = self._index.get(name)
         if index is None:
             raise BucketError(f"there is no bucket {name!r}. The buckets:\n{self.bucket_table()}")
@@ -238,11 +278,7 @@ class TensorParallelModel(nn.Module):
         """
         seconds = {}
         for index, bucket in enumerate(self.buckets):
-            inputs = {
-                spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype)
-                for spec in bucket.inputs
-                if spec.default is None
-            }
+            inputs = {spec.name: lawful(spec) for spec in bucket.inputs if spec.default is None}
             begin = time.perf_counter()
             self._run(Route(index, inputs), self.start_timeout)
             seconds[bucket.name] = time.perf_counter() - begin
@@ -251,7 +287,7 @@ class TensorParallelModel(nn.Module):
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
-        with self._lock:
+        with self._turn():
             ranks = self._started()
             ranks.settle()
             views = ranks.arena.inputs[route.bucket]
@@ -263,7 +299,7 @@ class TensorParallelModel(nn.Module):
 
     def reset_states(self) -> None:
         """Put every state of every rank back to its traced value."""
-        with self._lock:
+        with self._turn():
             if self._ranks is not None:
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
@@ -283,21 +319,22 @@ class TensorParallelModel(nn.Module):
         try:
             for rank in range(self.tp_degree):
                 files.append(update.write(rank))
-            with self._lock:
+            with self._turn():
                 self._swap(self._started(), files)
-                complete = len(update.names) == len(update.entries)
-                outdated, self._updates = (self._updates, [files]) if complete else ([], [*self._updates, files])
+                names = frozenset(update.names)
+                outdated = [entry for entry in self._updates if entry[0] <= names]
+                self._updates = [*(entry for entry in self._updates if not entry[0] <= names), (names, files)]
             files = []
         finally:
             for file in files:
                 file.close()
-        for file in (file for group in outdated for file in group):
+        for file in (file for _, group in outdated for file in group):
             file.close()
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
-        with self._lock:
-            files = [f"/proc/self/fd/{group[rank].fileno()}" for group in self._updates]
+        with self._turn():
+            files = [f"/proc/self/fd/{group[rank].fileno()}" for _, group in self._updates]
             updates = [load_weights(Path(file), self.manifest.weights, partial=True) for file in files]
         return {name: tensor for update in updates for name, tensor in update.items()}
 
@@ -313,7 +350,8 @@ class TensorParallelModel(nn.Module):
 
     def health(self) -> list[RankHealth]:
         """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
-        return self._ranks.health() if self._ranks is not None else []
+        ranks = self._ranks
+        return ranks.health() if ranks is not None else []
 
     # --- what a model of processes cannot do ---
 
@@ -322,6 +360,11 @@ class TensorParallelModel(nn.Module):
 
     def __reduce__(self) -> NoReturn:
         raise ArtifactError("a TensorParallelModel cannot be pickled; use parallel_model_save and parallel_model_load")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputMismatchError(f"{name} is a positive number of seconds, got {value!r}")
 
 
 TensorParallelNeuronModel = TensorParallelModel

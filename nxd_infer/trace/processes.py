@@ -8,6 +8,7 @@ that ends while nobody calls.
 from __future__ import annotations
 
 import collections
+import contextlib
 import mmap
 import os
 import select
@@ -18,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nxd_infer.comm.process import process_state
 from nxd_infer.comm.shm import create_segment, read_counters
-from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.errors import BackendUnavailableError, ModelClosedError
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.channel import Arena, Channel, arena_layout, create_arena
 from nxd_infer.trace.cores import choose_cores, release_cores
@@ -63,7 +64,8 @@ class RankProcesses:
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
         self._cores: list[list[int]] = []
         self._directory: str | None = None
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
+        self._stopped = False
 
     def start(self) -> None:
         """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
@@ -87,10 +89,16 @@ class RankProcesses:
             raise errors[0]
 
     def kill(self) -> None:
-        """End every rank and wait for its end. SIGKILL: a rank in native code runs no handler of Python's."""
-        for process in self._processes:
+        """End every rank and wait for its end; none starts afterwards.
+
+        SIGKILL: a rank in native code runs no handler of Python's.
+        """
+        with self._mutex:
+            self._stopped = True
+            processes = list(self._processes)
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             try:
                 process.wait(5.0)
             except subprocess.TimeoutExpired:
@@ -137,15 +145,26 @@ class RankProcesses:
                 libraries.append((path, segment))
                 size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
                 self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
-            self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
-            self._cores = choose_cores(self.degree, self.threads)
-            for rank in range(self.degree):
-                self.channels.append(self._spawn_rank(rank, fds, libraries))
+            with self._going():
+                directory = self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
+                cores = self._cores = choose_cores(self.degree, self.threads)
+            for rank in range(self.degree):  # with what was made here: kill() takes the fields away at any moment
+                self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _spawn_rank(self, rank: int, fds: list[int], libraries: list[tuple[str, int]]) -> Channel:
+    @contextlib.contextmanager
+    def _going(self) -> Iterator[None]:
+        """``kill`` comes before this block, which then raises ModelClosedError, or sees what the block has made."""
+        with self._mutex:
+            if self._stopped:
+                raise ModelClosedError("the model was closed while its ranks were starting")
+            yield
+
+    def _spawn_rank(
+        self, rank: int, fds: list[int], libraries: list[tuple[str, int]], cores: list[int], directory: str
+    ) -> Channel:
         ours, theirs = Channel.pair()
         config = WorkerConfig(
             artifact=str(self.artifact.path),
@@ -156,28 +175,29 @@ class RankProcesses:
             socket=theirs.fileno(),
             arena=fds[0],
             threads=self.threads,
-            cores=self._cores[rank],
+            cores=cores,
             timeout=self._collective_timeout,
             libraries=libraries,
-            rendezvous=f"{self._directory}/rendezvous",
+            rendezvous=f"{directory}/rendezvous",
         )
         command = [sys.executable, "-m", "nxd_infer.trace.worker", "rank", str(rank), "--config", config.to_json()]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(self.threads),
-                pass_fds=(theirs.fileno(), *fds),
-                start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
-            )
+            with self._going():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(self.threads),
+                    pass_fds=(theirs.fileno(), *fds),
+                    start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
+                )
+                self._processes.append(process)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        self._processes.append(process)
         return ours
 
     def _follow(self) -> None:

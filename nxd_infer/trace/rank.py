@@ -14,9 +14,10 @@ from torch import Tensor
 from nxd_infer import backends
 from nxd_infer.backends.base import Executable
 from nxd_infer.context import ParallelContext
-from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, WeightSchemaError
+from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.manifest import TensorSpec, WeightSpec
+from nxd_infer.trace.packed_weights import PackedWeights
 
 STATE_PREFIX = "state:"
 """In a rank's weight file: the initial value of a state that does not start as zeros."""
@@ -42,6 +43,13 @@ class Runtime:
             self._libraries[content_hash] = native.load_file(self.artifact.op_file(content_hash))
         return self._libraries[content_hash]
 
+    def packer(self) -> Any | None:
+        """A library of the artifact that can pack weights; None where no graph reads packed ones."""
+        if not any(spec.encoding for spec in self.artifact.manifest.weights):
+            return None
+        libraries = [self.library(content_hash) for content_hash in self.artifact.manifest.ops]
+        return next((library for library in libraries if "pack" in library.ops), None)
+
 
 class Rank:
     """The tensors and graphs of one rank of an artifact."""
@@ -50,7 +58,10 @@ class Rank:
         self.artifact = artifact
         self.rank = rank
         manifest = artifact.manifest
-        self.weights = load_weights(artifact.weight_file(rank), manifest.weights)
+        file = artifact.weight_file(rank)
+        self._packed = PackedWeights(manifest.weights, runtime.packer())
+        self._packed.fill(lambda spec: load_weights(file, [spec])[spec.name])
+        self.weights = {**load_weights(file, _plain(manifest.weights)), **self._packed.tensors}
         self._initial = load_initial_states(artifact.weight_file(rank), manifest.states)
         self.states = {spec.name: _empty(spec) for spec in manifest.states}
         self.reset_states()
@@ -61,11 +72,15 @@ class Rank:
             if digest not in self.graphs:
                 spec = manifest.graphs[digest]
                 self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
+        artifact.check_unchanged()
         self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
-        self._staged: dict[str, Tensor] | None = None
+        self._staged: _Staged | None = None
+        self._broken = ""
 
     def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """One step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
+        if self._broken:
+            raise ModelClosedError(self._broken)
         with torch.no_grad():
             outputs = self._buckets[bucket](inputs)
         specs = self.artifact.manifest.buckets[bucket].outputs
@@ -89,28 +104,58 @@ class Rank:
 
     def prepare_weights(self, file: str | os.PathLike[str]) -> None:
         """Map new weights and check them, without using them yet. Raises WeightSchemaError."""
+        self.abort_weights()
         try:
-            self._staged = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
+            found = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
         except ArtifactCorruptError as error:
             raise WeightSchemaError(str(error)) from error
+        packed = [name for name in found if name in self._packed.specs]
+        plain = {name: tensor for name, tensor in found.items() if name not in self._packed.specs}
+        self._staged = _Staged(plain, packed, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def commit_weights(self) -> None:
         """Use the prepared weights from the next step on."""
         if self._staged is None:
             raise WeightSchemaError("no new weights were prepared")
         staged, self._staged = self._staged, None
-        self.weights = {**self.weights, **staged}
-        for graph in self.graphs.values():
-            names = {weight.name for weight in graph.graph.weights}
-            graph.update_weights({name: tensor for name, tensor in staged.items() if name in names})
+        try:
+            # Read again, each by itself: its pages are given back as soon as it is packed.
+            source = Path(f"/proc/self/fd/{staged.fd}")
+            self._packed.fill(lambda spec: load_weights(source, [spec])[spec.name], staged.packed)
+            self.weights = {**self.weights, **staged.plain}
+            for graph in self.graphs.values():
+                names = {weight.name for weight in graph.graph.weights}
+                graph.update_weights({name: tensor for name, tensor in staged.plain.items() if name in names})
+        except BaseException as error:
+            self._broken = f"new weights replaced only some of the old ones ({error}); restart the model"
+            raise
+        finally:
+            os.close(staged.fd)
 
     def abort_weights(self) -> None:
+        if self._staged is not None:
+            os.close(self._staged.fd)
         self._staged = None
 
     def close(self) -> None:
         for graph in self.graphs.values():
             graph.close()
-        self.weights, self.states, self._initial, self._staged = {}, {}, {}, None
+        self.abort_weights()
+        self._packed.tensors.clear()
+        self.weights, self.states, self._initial = {}, {}, {}
+
+
+@dataclass
+class _Staged:
+    """New weights that were checked: the plain ones mapped, the names of those to pack, and their open file."""
+
+    plain: dict[str, Tensor]
+    packed: list[str]
+    fd: int
+
+
+def _plain(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
+    return [spec for spec in specs if not spec.encoding]
 
 
 def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = False) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ WEIGHTS_FILE = "weights.safetensors"
 def write_weights(
     graphs: RankGraphs, states: Mapping[str, Tensor], value: Callable[[WeightSpec], Tensor], path: Path
 ) -> None:
-    """The rank's weight file, one tensor in memory at a time: weights by name, then ``state:<name>``.
+    """The rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``.
 
     Order and contents are the same on every run. Raises TraceError for a type that files cannot hold.
     """
@@ -36,22 +36,20 @@ def write_weights(
             f"the weight {wrong[0].name!r} is {wrong[0].dtype}, which a weight file cannot hold; convert it"
         )
 
-    def tensors() -> Iterator[Tensor]:
-        for spec in specs:
-            if spec.name.startswith(STATE_PREFIX):
-                yield states[spec.name.removeprefix(STATE_PREFIX)]
-                continue
-            tensor = value(spec)
-            if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape or is_symbolic(tensor):
-                raise TraceError(
-                    f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}, it is "
-                    f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
-                )
-            yield tensor.detach()
+    def checked(spec: WeightSpec) -> Tensor:
+        if spec.name.startswith(STATE_PREFIX):
+            return states[spec.name.removeprefix(STATE_PREFIX)]
+        tensor = value(spec)
+        if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape or is_symbolic(tensor):
+            raise TraceError(
+                f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}, it is "
+                f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+            )
+        return tensor.detach()
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        write_safetensors(file, specs, tensors())
+        write_safetensors(file, specs, checked)
 
 
 def write_graphs(graphs: RankGraphs, directory: Path) -> None:
@@ -65,11 +63,7 @@ def write_graphs(graphs: RankGraphs, directory: Path) -> None:
 
 def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tensor]:
     """The states that do not start as zeros."""
-    shared: dict[str, Tensor] = {}
-    if request.shared_states is not None:
-        first = graphs.built[0]
-        names = list(first.aliases.values()) or first.states
-        shared = dict(zip(names, request.shared_states, strict=True))
+    shared = dict(zip(shared_names(request, graphs), request.shared_states or (), strict=True))
     values: dict[str, Tensor] = {}
     for name in graphs.states:
         tensor = shared.get(name)
@@ -79,6 +73,22 @@ def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tenso
         if not is_symbolic(tensor) and tensor.numel() and bool(tensor.ne(0).any()):
             values[name] = tensor.contiguous()
     return values
+
+
+def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:
+    """The states that start as the tensors of the shared state buffer, in its order."""
+    first = graphs.built[0]
+    return [] if request.shared_states is None else list(first.aliases.values()) or first.states
+
+
+def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
+    """How the states that a checkpoint may hold (parameters, persistent buffers) are made of logical tensors."""
+    from nxd_infer.layout import weight_layout
+
+    found: dict[str, Any] = {}
+    for module in {id(b.module): b.module for b in reversed(graphs.built)}.values():
+        found.update({name: entry for name, entry in weight_layout(module).items() if name in graphs.states})
+    return found
 
 
 def layouts(graphs: RankGraphs) -> dict[str, Any]:

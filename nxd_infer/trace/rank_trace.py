@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.backends import encoding
 from nxd_infer.backends.base import Lowered
-from nxd_infer.backends.export import Step
-from nxd_infer.backends.lower import lower, rename_weights
-from nxd_infer.backends.names import named_inputs, named_tensors, state_name
+from nxd_infer.backends.export import Exported, Step
+from nxd_infer.backends.lower import encode, lower, rename_weights, weight_nodes
+from nxd_infer.backends.names import named_inputs, named_tensors, shared_memory, state_name
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
 from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
@@ -33,6 +34,8 @@ class Built:
     module: nn.Module
     aliases: dict[int, str]
     states: list[str]
+    overlaps: dict[str, str]
+    """Tensors that share memory, as ``func`` returned them: what comes after stores each on its own."""
 
 
 @dataclass
@@ -101,9 +104,10 @@ def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.M
     declared = [*getattr(module, "nxd_states", ()), *request.states]
     states = list(dict.fromkeys([*by_output.values(), *(state_name(module, key) for key in declared)]))
     module.eval()
+    overlaps = shared_memory(module)
     if prepare is not None:
         prepare(module)
-    return Built(module, by_output, states)
+    return Built(module, by_output, states, overlaps)
 
 
 def make_contiguous(module: nn.Module) -> None:
@@ -137,17 +141,19 @@ def trace_buckets(
 ) -> RankGraphs:
     """Export and lower every bucket. Raises TraceError naming the bucket."""
     steps = [_step(request, bucket, built) for bucket in request.buckets]
-    lowered: list[Lowered | None] = [None] * len(steps)
+    lowered: list[tuple[Lowered, Exported] | None] = [None] * len(steps)
     pending = list(range(len(steps)))
     while pending:
         for index in pending:
             lowered[index] = _lower(request, request.buckets[index], steps[index], library)
             if report is not None:
                 report(index)
-        pending = _states_read_elsewhere(steps, [entry for entry in lowered if entry is not None])
-    done = [entry for entry in lowered if entry is not None]
+        pending = _states_read_elsewhere(steps, [entry[0] for entry in lowered if entry is not None])
+    pairs = [entry for entry in lowered if entry is not None]
+    done = [entry for entry, _ in pairs]
     graphs = RankGraphs(built, done, [])
     _share(request, graphs)
+    _encode(request, graphs, [exported for _, exported in pairs], library if request.native else None)
     for bucket, step, entry in zip(request.buckets, steps, done, strict=True):
         graphs.buckets.append(_describe(bucket, step, entry))
     return graphs
@@ -156,7 +162,7 @@ def trace_buckets(
 def _step(request: TraceRequest, bucket: Bucket, built: list[Built]) -> Step:
     mine = built[bucket.index]
     inputs, keyword = named_inputs(mine.module, bucket.example, f"example_inputs of bucket {bucket.name!r}")
-    step = Step(mine.module, inputs, keyword, list(mine.states), dict(mine.aliases))
+    step = Step(mine.module, inputs, keyword, list(mine.states), dict(mine.aliases), overlaps=mine.overlaps)
     if request.shared_states is not None:
         _share_buffers(request, bucket, built, step)
     return step
@@ -227,13 +233,12 @@ def _views(
     return places
 
 
-def _lower(request: TraceRequest, bucket: Bucket, step: Step, library: Any) -> Lowered:
+def _lower(request: TraceRequest, bucket: Bucket, step: Step, library: Any) -> tuple[Lowered, Exported]:
     try:
-        lowered, _ = lower(step, library if request.native else None, request.configuration)
+        return lower(step, library if request.native else None, request.configuration)
     except NxdError as error:
         error.args = (f"bucket {bucket.name!r}: {error.args[0] if error.args else error}", *error.args[1:])
         raise
-    return lowered
 
 
 def _states_read_elsewhere(steps: list[Step], lowered: list[Lowered]) -> list[int]:
@@ -281,6 +286,19 @@ def _share(request: TraceRequest, graphs: RankGraphs) -> None:
             rename_weights(entry, renamed, request.configuration)
 
 
+def _encode(request: TraceRequest, graphs: RankGraphs, exported: list[Exported], library: Any) -> None:
+    """Choose the encoding of every weight over all buckets, and read the encoded ones so."""
+    minimum = request.configuration.get("options", {}).get(encoding.OPTION, 0)
+    if library is None or not minimum:
+        return
+    nodes = [weight_nodes(entry, own) for entry, own in zip(graphs.lowered, exported, strict=True)]
+    chosen = encoding.choose(nodes, minimum)
+    for entry, own in zip(graphs.lowered, exported, strict=True):
+        encode(entry, own, chosen, library, request.configuration)
+    for name, found in chosen.items():
+        graphs.weights[name].encoding = found
+
+
 def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) -> bool:
     if (spec.dtype, spec.shape, spec.stride) != (known.dtype, known.shape, known.stride):
         return False
@@ -313,15 +331,20 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
     declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
     declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
     names = [spec.name for spec in lowered.graph.inputs]
-    for what, declared, known in (
-        ("nxd_inputs", declared_inputs, names),
-        ("nxd_outputs", declared_outputs, [spec.name for spec in lowered.graph.outputs]),
+    for what, declared, known, keys in (
+        ("nxd_inputs", declared_inputs, names, ("role", "default", "pad", "minimum", "maximum")),
+        ("nxd_outputs", declared_outputs, [spec.name for spec in lowered.graph.outputs], ("role", "cut")),
     ):
         unknown = [name for name in declared if name not in known]
         # A bucket given by name may leave inputs out that another one has.
         if unknown and not (step.keyword and what == "nxd_inputs"):
             raise TraceConfigError(
                 f"{what} of {type(module).__name__} names {unknown[0]!r}, but bucket {bucket.name!r} has {known}"
+            )
+        odd = [f"{name!r}: {key!r}" for name, entry in declared.items() for key in entry if key not in keys]
+        if odd:
+            raise TraceConfigError(
+                f"{what} of {type(module).__name__} says {odd[0]}, which means nothing; it may say {', '.join(keys)}"
             )
     inputs = [
         InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
@@ -331,6 +354,13 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
         OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
         for spec in lowered.graph.outputs
     ]
+    for spec in inputs:  # what fills a tensor up reaches the graph, too
+        for value in [*spec.pad.values(), *([] if spec.default is None else [spec.default])]:
+            if not spec.allows(value):
+                raise TraceConfigError(
+                    f"nxd_inputs fills {spec.name!r} with {value:g}, which is outside its own range of "
+                    f"{spec.minimum} to {spec.maximum}"
+                )
     for output in outputs:
         for name, dim in output.cut.values():
             source = next((spec for spec in inputs if spec.name == name), None)

@@ -122,7 +122,8 @@ class ArtifactWriter:
             try:
                 self._path.mkdir()
                 self._lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(OSError):  # NFS has no locks on directories: nothing is tidied up there
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BaseException:
                 self.abandon()
                 raise
@@ -219,20 +220,32 @@ class ArtifactWriter:
 
     def _rename(self) -> None:
         """Put the finished directory at the target. From here on an interrupt leaves the old or the new one, whole."""
-        if not self.target.exists():
-            os.rename(self.path, self.target)
-        elif _exchange(self.path, self.target):
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            old = self.target.parent / f".{self.target.name}.tmp-{secrets.token_hex(6)}"
-            os.rename(self.target, old)
-            try:
-                os.rename(self.path, self.target)
-            except BaseException:
-                os.rename(old, self.target)
+        try:
+            os.rename(self.path, self.target)  # onto nothing, or onto an empty directory
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(old, ignore_errors=True)
+            if self.replace:
+                self._replace()
+            else:
+                raise ArtifactError(f"{self.target} has appeared meanwhile; choose another directory") from error
         self._path = None
+
+    def _replace(self) -> None:
+        if _exchange(self.path, self.target):
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        # Two steps, where a file system knows no better. The old artifact's name is not one of those that a later
+        # writer removes: a machine that stops between the two leaves it there.
+        old = self.target.parent / f".{self.target.name}.old-{secrets.token_hex(6)}"
+        try:
+            os.rename(self.target, old)
+            os.rename(self.path, self.target)
+        except BaseException:
+            if not self.target.exists() and old.exists():
+                os.rename(old, self.target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def check_target(self) -> None:
         """Raise ArtifactError when what is at the target now must not be replaced."""
@@ -242,6 +255,10 @@ class ArtifactWriter:
             raise ArtifactError(f"{self.target} exists already; remove it or choose another directory")
         if self.target.is_symlink() or not self.target.is_dir():
             raise ArtifactError(f"{self.target} exists and is not a directory; choose another place for the artifact")
+        if os.path.ismount(self.target):
+            raise ArtifactError(
+                f"{self.target} is a mount point, which cannot be replaced in one step; give a directory below it"
+            )
         entries = os.listdir(self.target)
         if entries and MANIFEST_NAME not in entries:
             raise ArtifactError(
@@ -286,8 +303,8 @@ def _remove_abandoned(target: Path) -> None:
                 continue  # its writer may not have taken the lock yet
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue
+        except OSError:
+            continue  # in use, or nobody can say whether it is
         finally:
             os.close(fd)
 

@@ -52,7 +52,7 @@ class Supervisor:
         self._sequence = 0
         self._waiting: set[int] = set()
         """Ranks that have not yet answered the exchange numbered ``_sequence``."""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._closing = False
 
     @property
@@ -135,8 +135,9 @@ class Supervisor:
         while self._waiting:
             left = deadline - time.monotonic()
             by_fd = {channels[rank].fileno(): rank for rank in self._waiting}
-            readable = wait_readable(list(by_fd), min(left, _GRACE) if failures else left)
-            if not readable and failures:
+            hurried = fatal and bool(failures)  # the others may wait for the one that failed
+            readable = wait_readable(list(by_fd), min(left, _GRACE) if hurried else left)
+            if not readable and hurried:
                 break
             if not readable and time.monotonic() >= deadline:
                 raise self._late(seconds, what)
@@ -152,7 +153,7 @@ class Supervisor:
                         failures[rank] = answer.text
         if failures:
             error = _raised(failures, self.degree, what)
-            raise self.fail(error) if fatal or self._waiting else error
+            raise self.fail(error) if fatal else error
 
     def _lost(self, rank: int) -> NoReturn:
         """A rank's end of the channel is gone: wait for its exit status, then end all and raise."""

@@ -6,6 +6,8 @@ Source: the API guide's chapter "Model Trace", and the autobucketing guide.
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -18,10 +20,21 @@ import torch
 from torch import Tensor
 
 from nxd_infer import backends
-from nxd_infer.errors import ArtifactBackendError, BackendUnavailableError, TraceConfigError
+from nxd_infer.backends.lower import configuration
+from nxd_infer.errors import (
+    ArtifactBackendError,
+    ArtifactError,
+    BackendUnavailableError,
+    ParallelConfigError,
+    TraceConfigError,
+)
+from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME
 from nxd_infer.trace.buckets import BucketModelConfig, list_buckets, save_kernel
+from nxd_infer.trace.cores import check_degree
+from nxd_infer.trace.manifest import MANIFEST_NAME
 from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.storage import ArtifactWriter, checked_name
 
 if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel
@@ -119,7 +132,7 @@ def parallel_model_trace(
     from nxd_infer.trace.run import run
 
     settings = _check(**arguments)
-    build = Path(tempfile.mkdtemp(prefix="nxd-trace-", dir=_temporary_root(settings)))
+    build = Path(tempfile.mkdtemp(prefix=".nxd-trace-", dir=_temporary_root(settings)))
     try:
         kernel = None
         if settings.config is not None and settings.config.bucket_kernel is not None:
@@ -199,6 +212,10 @@ def _check(
             not isinstance(value, int) or isinstance(value, bool) or value < 1
         ):
             raise TraceConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+    try:
+        check_degree(tp_degree)
+    except ParallelConfigError as error:
+        raise TraceConfigError(f"tp_degree: {error}") from None
     if bucket_config is not None and not isinstance(bucket_config, BucketModelConfig):
         if not hasattr(bucket_config, "bucket_kernel"):
             raise TraceConfigError(f"bucket_config must be a BucketModelConfig, got {type(bucket_config).__name__}")
@@ -220,21 +237,29 @@ def _check(
         )
     if serialization_path is not None and not spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
-    if not isinstance(trace_timeout, (int, float)) or trace_timeout <= 0:
+    if not isinstance(trace_timeout, (int, float)) or not 0 < trace_timeout < math.inf:
         raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
-    found = _backend(backend)
+    found = tracing_backend(backend)
     options = found.options(compiler_args)
     buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
     files = {str(name): Path(path) for name, path in (extra_files or {}).items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
     if absent:
         raise TraceConfigError(f"extra_files: there is no file {absent[0]}")
+    for name in files:
+        _check_extra_name(name)
+    try:
+        json.dumps(dict(metadata or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TraceConfigError(f"metadata is stored as JSON and cannot be: {error}") from error
+    if artifact_dir is not None:
+        ArtifactWriter(artifact_dir).check_target()
     request = TraceRequest(
         func=func,
         buckets=buckets,
         tp_degree=tp_degree,
         backend=backend,
-        configuration={"backend": backend, "options": options, "inputs": "states, inputs, weights"},
+        configuration=configuration(backend, options),
         states=list(states or ()),
         shared_states=bucket_config.shared_state_buffer if bucket_config is not None else None,
         state_preprocessor=bucket_config.shared_state_buffer_preprocessor if bucket_config is not None else None,
@@ -257,6 +282,17 @@ def _check(
     )
 
 
+def _check_extra_name(name: str) -> None:
+    """``name`` is one inside the artifact that the artifact does not use itself."""
+    try:
+        checked_name(name)
+    except ArtifactError as error:
+        raise TraceConfigError(f"extra_files: {error}") from None
+    first = name.split("/")[0]
+    if first in (MANIFEST_NAME, BUCKET_KERNEL_NAME) or (first != name and first in ("graphs", "ops", "weights")):
+        raise TraceConfigError(f"extra_files: {name!r} is a name of the artifact's own; choose another")
+
+
 def _adopt(config: Any) -> BucketModelConfig:
     """A configuration object of another package with the attributes of BucketModelConfig."""
     return BucketModelConfig(
@@ -270,7 +306,8 @@ def _adopt(config: Any) -> BucketModelConfig:
     )
 
 
-def _backend(name: str) -> backends.Backend:
+def tracing_backend(name: str) -> backends.Backend:
+    """The backend, if models can be traced for it here. Raises TraceConfigError, BackendUnavailableError."""
     try:
         found = backends.get(name)
     except ArtifactBackendError as error:

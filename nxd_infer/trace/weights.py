@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,26 +19,12 @@ from torch import Tensor
 
 from nxd_infer.errors import CheckpointError, ShardingError, WeightSchemaError
 from nxd_infer.layout import ParamLayout, TensorLayout, WeightSource, as_source, shard_tensor
+from nxd_infer.layout.sources import DTYPES
 from nxd_infer.trace.manifest import Manifest, WeightSpec, weight_schema_hash
 
 Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]
 
-_SAFETENSORS_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
 """The types a weight file can hold."""
 
@@ -117,32 +103,40 @@ class WeightUpdate:
         ties = [e for other, e in self._layout.items() if first in (other, e.get("alias_of"))]
         return next((e for e in [entry, *ties] if set(e["logical"]) <= present), entry)
 
-    def tensors(self, rank: int) -> Iterator[tuple[WeightSpec, Tensor]]:
-        """The rank's new tensors one after the other, so that no more than one is held."""
-        present = set(self.source.keys())
-        for name in self.names:
-            spec = self._specs[name]
-            try:
-                layout = TensorLayout.from_json(self._readable(name, present)["ranks"][rank])
-                yield spec, shard_tensor(self.source, layout, spec.torch_dtype)
-            except (ShardingError, CheckpointError, KeyError, IndexError) as error:
-                raise WeightSchemaError(f"{name} cannot be cut for rank {rank}: {error}") from error
-
     def write(self, rank: int) -> BinaryIO:
         """The rank's new weights as an anonymous safetensors file: it has no name and ends with its last user."""
         specs = [self._specs[name] for name in self.names]
+        present = set(self.source.keys())
+
+        def tensor(spec: WeightSpec) -> Tensor:
+            try:
+                layout = TensorLayout.from_json(self._readable(spec.name, present)["ranks"][rank])
+                return shard_tensor(self.source, layout, spec.torch_dtype)
+            except (ShardingError, CheckpointError, KeyError, IndexError) as error:
+                raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
+
         file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115  (the caller closes it)
         try:
-            write_safetensors(file, specs, (tensor for _, tensor in self.tensors(rank)))
+            write_safetensors(file, specs, tensor)
         except BaseException:
             file.close()
             raise
         return file
 
 
-def write_safetensors(file: BinaryIO, specs: Sequence[WeightSpec], tensors: Iterator[Tensor]) -> None:
-    """Write a safetensors file tensor by tensor, in the order of ``specs``; no more than one is in memory."""
-    header: dict[str, Any] = {}
+def write_safetensors(
+    file: BinaryIO,
+    specs: Sequence[WeightSpec],
+    tensor: Callable[[WeightSpec], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write what ``tensor`` returns for each of ``specs`` as a safetensors file; no more than one is in memory.
+
+    The widest types come first: the format has no gaps, and files are mapped, so that a float behind three booleans
+    would lie across the boundaries of its kind.
+    """
+    specs = sorted(specs, key=lambda spec: -spec.torch_dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for spec in specs:
         header[spec.name] = {
@@ -154,8 +148,8 @@ def write_safetensors(file: BinaryIO, specs: Sequence[WeightSpec], tensors: Iter
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data starts on a cache line; tensors whose size allows stay on one
     file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors:
-        flat = tensor.contiguous().reshape(-1)
+    for spec in specs:
+        flat = tensor(spec).contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
     file.flush()
@@ -171,7 +165,8 @@ def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -
         def tensor(name: str) -> Tensor:
             return tensors[name] if name in tensors else file.get_tensor(name)
 
-        write_safetensors(out, [WeightSpec.of(name, tensor(name)) for name in names], map(tensor, names))
+        specs = [WeightSpec.of(name, tensor(name)) for name in names]
+        write_safetensors(out, specs, lambda spec: tensor(spec.name))
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_infer.backends.base import GraphFile
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
@@ -18,8 +20,11 @@ from nxd_infer.errors import (
     ArtifactVersionError,
 )
 from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artifact, parallel_model_load, weight_name
-from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec
+from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, WeightSpec
+from nxd_infer.trace.rank import load_weights
+from nxd_infer.trace.request import TracedBucket, TracedRank
 from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.trace.weights import write_safetensors
 from tests.trace import toy
 
 
@@ -289,3 +294,47 @@ def test_loading_a_model_gives_the_same_refusals(artifact):
     (artifact / weight_name(1)).unlink()
     with pytest.raises(ArtifactCorruptError, match="rank_01"):
         parallel_model_load(str(artifact))
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    """A mask is padded with minus infinity."""
+
+    def change(manifest):
+        for bucket in manifest.buckets:
+            bucket.inputs[0].pad = {0: float("-inf"), 1: float("nan")}
+            bucket.inputs[1].default = float("inf")
+
+    manifest = load_artifact(toy.build(tmp_path / "artifact", change=change)).manifest
+    x, ids = manifest.buckets[0].inputs
+    assert x.pad[0] == float("-inf") and math.isnan(x.pad[1]) and ids.default == float("inf")
+    json.loads((tmp_path / "artifact" / MANIFEST_NAME).read_text(), parse_constant=pytest.fail)
+    rank = TracedRank(
+        rank=0,
+        buckets=[
+            TracedBucket(
+                name="b",
+                graph=GraphFile(digest="", inputs=[], outputs=[], states=[], weights=[]),
+                inputs=[x],
+                outputs=[],
+            )
+        ],
+        states=[],
+        weights=[],
+    )
+    assert TracedRank.model_validate_json(rank.model_dump_json()).buckets[0].inputs[0].pad[0] == float("-inf")
+
+
+def test_mapped_tensors_lie_on_the_boundaries_of_their_types(tmp_path):
+    tensors = {
+        "a": torch.tensor([True, False, True]),
+        "b": torch.arange(5.0),
+        "c": torch.tensor([7], dtype=torch.int8),
+        "d": torch.arange(3.0, dtype=torch.float64),
+        "e": torch.ones(3, dtype=torch.bfloat16),
+    }
+    specs = [WeightSpec.of(name, tensor) for name, tensor in tensors.items()]
+    with open(tmp_path / "rank_00.safetensors", "wb") as file:
+        write_safetensors(file, specs, lambda spec: tensors[spec.name])
+    for name, tensor in load_weights(tmp_path / "rank_00.safetensors", specs).items():
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.data_ptr() % tensor.element_size() == 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -103,7 +106,7 @@ def test_the_second_rename_failing_puts_the_old_artifact_back(tmp_path, monkeypa
 
     def fails_once(source, target):
         calls.append(target)
-        if len(calls) == 2:
+        if len(calls) == 3:  # the first finds an artifact there
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -112,6 +115,78 @@ def test_the_second_rename_failing_puts_the_old_artifact_back(tmp_path, monkeypa
         toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
     assert artifact_digest(old) == digest
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_two_writers_of_one_target_end_with_one_of_their_artifacts_whole(tmp_path, replace):
+    """The other one finishes between this one's look at the target and its rename."""
+    target = tmp_path / "artifact"
+
+    class Late(ArtifactWriter):
+        def check_target(self) -> None:
+            super().check_target()
+            if self._path is not None:
+                toy.build(target, weights=toy.logical_weights(1))
+
+    source = toy.build(tmp_path / "source")
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(Late(target, replace=replace))
+        manifest = load_artifact(source).manifest
+        for name in manifest.files:
+            writer.add(name, source / name)
+        if replace:
+            writer.commit(manifest)
+            assert artifact_digest(target) == artifact_digest(source)
+        else:
+            with pytest.raises(ArtifactError, match="appeared meanwhile"):
+                writer.commit(manifest)
+            assert artifact_digest(target) != artifact_digest(source)
+    load_artifact(target)
+    shutil.rmtree(source)
+    assert leftovers(tmp_path) == []
+
+
+def test_an_old_artifact_that_a_crash_left_aside_is_not_tidied_up(tmp_path, monkeypatch):
+    """Where directories cannot be exchanged, a machine may stop between the two renames."""
+    old = toy.build(tmp_path / "artifact")
+    digest = artifact_digest(old)
+    monkeypatch.setattr("nxd_infer.trace.storage._exchange", lambda *_: False)
+    monkeypatch.setattr("nxd_infer.trace.storage._YOUNG", 0.0)
+    rename = os.rename
+
+    def stops(source, target):
+        rename(source, target)
+        os._exit(9)
+
+    if (pid := os.fork()) == 0:
+        real, count = rename, iter(range(9))
+        monkeypatch.setattr(os, "rename", lambda a, b: stops(a, b) if next(count) == 1 else real(a, b))
+        toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert not old.exists()
+    toy.build(tmp_path / "artifact", weights=toy.logical_weights(2))
+    (left,) = tmp_path.glob(".artifact.old-*")
+    assert artifact_digest(left) == digest
+
+
+def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
+    """NFS wants a descriptor that may be written for an exclusive lock, which a directory never has."""
+
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("nxd_infer.trace.storage.fcntl.flock", flock)
+    monkeypatch.setattr("nxd_infer.trace.storage._YOUNG", 0.0)
+    in_use = tmp_path / ".artifact.tmp-other"
+    in_use.mkdir()
+    load_artifact(toy.build(tmp_path / "artifact"))
+    assert in_use.is_dir()  # perhaps somebody's
+
+
+def test_a_mount_point_is_refused_before_anything_is_written():
+    with pytest.raises(ArtifactError, match=r"mount point.*below it"):
+        ArtifactWriter("/dev").check_target()
 
 
 @pytest.mark.check

@@ -26,6 +26,9 @@ from nxd_infer.errors import (
     TraceError,
     WeightSchemaError,
 )
+from nxd_infer.trace import rank_trace
+from nxd_infer.trace.buckets import list_buckets
+from nxd_infer.trace.request import TraceRequest
 from tests.trace import models
 
 
@@ -137,6 +140,70 @@ def test_decision_4_the_old_value_is_kept_where_it_is_read_later():
     assert "aten.copy_.default" in operators(entry)
 
 
+def _shifted(self: Cache, x: Tensor, at: Tensor) -> Any:
+    """The new entries are a view of the old ones."""
+    return x + 1, self.cache.index_copy(1, torch.arange(1, 4), self.cache[:, :3])
+
+
+def _shifted_by_index(self: Cache, x: Tensor, at: Tensor) -> Any:
+    old = self.cache[:, 0]
+    cache = self.cache.index_put((torch.arange(2), torch.zeros_like(at)), x[:, 0])
+    return x + 1, cache.index_put((torch.arange(2), at), old)
+
+
+def _old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
+    return self.cache, self.cache + x
+
+
+def _part_of_the_old_value(self: Cache, x: Tensor, at: Tensor) -> Any:
+    return self.cache[:, 1:3], self.cache + x
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("update", [_shifted, _shifted_by_index, _old_value, _part_of_the_old_value])
+def test_what_reads_or_returns_the_old_value_of_a_state_gets_the_old_value(update, tmp_path):
+    module = Cache(update)
+    module.cache.normal_()
+    entry, _ = lowered(module, X, AT, aliases={1: "cache"})
+    run, states, _ = loaded(module, entry, tmp_path)
+    with torch.no_grad():
+        for shift in range(3):
+            want, cache = module(X + shift, (AT + shift) % 4)
+            assert torch.equal(run([X + shift, (AT + shift) % 4])[0], want)
+            module.cache = cache.clone()
+            assert torch.equal(states["cache"], module.cache)
+
+
+class Places(nn.Module):
+    """Two states that change places, by aliases or by assignment."""
+
+    def __init__(self, assigns: bool):
+        super().__init__()
+        self.assigns = assigns
+        self.register_buffer("a", torch.ones(3))
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Any:
+        old = self.a
+        if self.assigns:
+            self.a, self.b = self.b, self.a
+            return old + x
+        return self.b, self.a, old + x
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("assigns", [False, True])
+def test_two_states_may_change_places(assigns, tmp_path):
+    module = Places(assigns)
+    entry, _ = lowered(module, X[0, 0], aliases={} if assigns else {0: "a", 1: "b"})
+    run, states, _ = loaded(module, entry, tmp_path)
+    a, b = torch.ones(3), torch.zeros(3)
+    for _ in range(3):
+        assert torch.equal(run([X[0, 0]])[0], a + X[0, 0])
+        a, b = b, a
+        assert torch.equal(states["a"], a) and torch.equal(states["b"], b)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("cut", [0, 1])
 def test_decision_4_a_scatter_rewritten_is_the_same_for_every_index(dim, cut, tmp_path):
@@ -179,6 +246,72 @@ class Changes(nn.Module):
 def test_decision_1_a_changed_plain_tensor_is_refused_by_name(how):
     with pytest.raises(TraceError, match=r"'seen'.*register"):
         lowered(Changes(how), torch.ones(3))
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor from one call to the next where no state is."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+        self.previous = None
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.register_buffer("empty", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "previous":
+            y = x if self.previous is None else x + self.previous
+            self.previous = x
+        elif self.where == "seen":
+            self.seen.append(x)
+            y = torch.stack(self.seen).sum(0)
+        elif self.where == "by_name":
+            y = x + self.by_name.get("last", torch.zeros(()))
+            self.by_name["last"] = x
+        elif self.where == "new":
+            y = x
+            self.new = x
+        else:
+            y = x if self.empty is None else x + self.empty
+            self.empty = x
+        return y
+
+
+@pytest.mark.filterwarnings("ignore")  # export warns of some of them as well
+@pytest.mark.parametrize("where", ["previous", "seen", "by_name", "new", "empty"])
+def test_decision_1_a_tensor_kept_outside_of_states_is_refused_by_name(where):
+    with pytest.raises(TraceError, match=f"'{where}'.*register"):
+        lowered(Keeps(where), torch.ones(3))
+
+
+def test_a_number_that_changes_is_warned_of(caplog):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    lowered(Counts(), torch.ones(3))
+    assert "changes 'calls' from 0 to 1" in caplog.text
+
+
+def test_one_of_two_names_of_a_tensor_cannot_be_assigned():
+    class Unties(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.ones(3))
+            self.register_buffer("b", self.a)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.b = self.b + 1
+            return x + self.a
+
+    with pytest.raises(TraceError, match=r"'a', 'b'.*one tensor"):
+        lowered(Unties(), torch.ones(3))
 
 
 class Learns(nn.Module):
@@ -250,19 +383,50 @@ def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
             state_name(module, wrong)
 
 
-def test_two_states_in_the_same_memory_are_refused():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            both = torch.zeros(6)
-            self.register_buffer("a", both[:3])
-            self.register_buffer("b", both[3:])
+class Shows(nn.Module):
+    """Changes ``cache`` and reads it through ``shown``, a part of it that is kept as buffer, attribute or state."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x
+    def __init__(self, how: str, start: int):
+        super().__init__()
+        memory = torch.zeros(6)
+        self.register_buffer("cache", memory[:4])
+        if how == "attribute":
+            self.shown = memory[start:]
+        else:
+            self.register_buffer("shown", memory[start:])
 
-    with pytest.raises(TraceConfigError, match="share memory"):
-        lowered(Twice(), torch.ones(3), states=["a", "b"])
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.add_(x.sum())
+        return self.shown + 1
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer", "state"])
+def test_a_state_that_shares_memory_is_refused_and_neighbours_in_one_memory_are_not(how, tmp_path):
+    states = ["cache", "shown"] if how == "state" else []
+    with pytest.raises(TraceConfigError, match="'cache' shares memory with 'shown'"):
+        lowered(Shows(how, 3), torch.ones(3), states=states)
+    module = Shows(how, 4)
+    entry, _ = lowered(module, torch.ones(3), states=states)
+    run, at, _ = loaded(module, entry, tmp_path)
+    assert torch.equal(run([torch.ones(3)])[0], torch.ones(2))
+    assert torch.equal(at["cache"], torch.full((4,), 3.0))
+
+
+@pytest.mark.check
+def test_sharing_is_seen_before_tensors_are_stored_contiguously():
+    """A view of other strides gets memory of its own on the way; that must not hide that it was one."""
+
+    def func() -> nn.Module:
+        module = Shows("buffer", 3)
+        memory = torch.zeros(4, 4)
+        module.register_buffer("cache", memory)
+        module.register_buffer("shown", memory[:, 0])
+        return module
+
+    request = TraceRequest(func, list_buckets(torch.ones(3), None, None), 1, "eager", {})
+    built = rank_trace.build(request, rank_trace.require_values)
+    with pytest.raises(TraceConfigError, match="'cache' shares memory with 'shown'"):
+        rank_trace.trace_buckets(request, built, None)
 
 
 @pytest.mark.check

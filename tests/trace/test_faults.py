@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -14,10 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.errors import (
+    ArtifactCorruptError,
+    ModelClosedError,
+    RankDiedError,
+    RankFailedError,
+    RankTimeoutError,
+    WeightSchemaError,
+)
 from nxd_infer.trace.artifact import parallel_model_load
+from nxd_infer.trace.channel import Channel
 from nxd_infer.trace.model import TensorParallelModel
+from nxd_infer.trace.weights import WeightUpdate
 from tests.trace import toy
 
 TIMEOUT = 3.0
@@ -324,6 +335,182 @@ def test_a_forked_child_neither_calls_nor_ends_the_ranks(path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert model(X)["count"].item() == 1
     model.close()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.1])
+def test_closing_while_the_ranks_start_leaves_none(path, delay):
+    before = set(children())
+    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            model.start()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    time.sleep(delay)
+    model.close()
+    thread.join(60)
+    assert isinstance(errors[0], ModelClosedError)
+    assert set(children()) <= before
+    with pytest.raises(ModelClosedError):
+        model(X)
+
+
+def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, monkeypatch):
+    """The instant that a sleep meets once in thousands: the cores are chosen, and no rank is started yet."""
+    before = set(children())
+    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
+    pair = Channel.pair
+
+    def close_then_pair():
+        model.close()
+        return pair()
+
+    monkeypatch.setattr(Channel, "pair", close_then_pair)
+    with pytest.raises(ModelClosedError):
+        model.start()
+    assert set(children()) <= before
+
+
+@pytest.mark.parametrize("delay", [0.001, 0.01, 0.02])
+def test_ctrl_c_while_the_ranks_start_leaves_none(path, delay):
+    before = set(children())
+    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            model.start()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert all(gone(pid) for pid in set(children()) - before)
+
+
+def children() -> list[int]:
+    """The rank processes of this process, from all of its threads."""
+    found = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [pid for pid in found if not gone(pid, 0.01)]
+
+
+def in_a_fork(run) -> int:
+    """The status that a forked child ends with after ``run``; SIGALRM when that takes ten seconds."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            run()
+            os._exit(0)
+        except ModelClosedError:
+            os._exit(7)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
+    """The thread that holds the lock does not exist in the child."""
+    model = started(toy.build(tmp_path / "artifact", degree=degree))
+    inside, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with model._turn():
+            inside.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(10)
+    assert in_a_fork(lambda: model(X)) == 7
+    assert in_a_fork(model.close) == 0
+    over.set()
+    thread.join(60)
+    assert model(X)["count"].item() == 1
+    model.close()
+
+
+def test_a_forked_child_that_ends_leaves_a_temporary_artifact_to_its_owner(tmp_path):
+    directory = toy.build(tmp_path / "artifact", degree=1)
+    script = f"""
+        import os, sys
+        from nxd_infer.trace.artifact import load_artifact
+        artifact = load_artifact({str(directory)!r}, temporary=True)
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        print(artifact.path.is_dir())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
+    assert not directory.exists()
+
+
+def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(tmp_path):
+    model = started(toy.build(tmp_path / "artifact", degree=1))
+
+    class Handler(TorchDispatchMode):
+        """Stands for a signal handler: runs in the calling thread, between two operators."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.add_.Tensor:  # the graph's
+                with pytest.raises(ModelClosedError, match="middle of one of its calls"):
+                    model(X)
+                model.close()
+            return func(*args, **(kwargs or {}))
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        with Handler():
+            assert model(X)["count"].item() == 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    with pytest.raises(ModelClosedError, match="closed"):
+        model(X)
+    assert model.restart()(X)["count"].item() == 1
+
+
+def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(tmp_path):
+    model = started(toy.build(tmp_path / "artifact", degree=1))
+
+    class Interrupt(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.clone.default:
+                raise KeyboardInterrupt  # after the states were changed
+            return func(*args, **(kwargs or {}))
+
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        model(X)
+    with pytest.raises(ModelClosedError, match=r"KeyboardInterrupt; call restart\(\)"):
+        model(X)
+    assert model.restart()(X)["count"].item() == 1
+
+
+def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path, tmp_path):
+    model = started(path)
+    slow = pids_of(model)[1]
+    update = WeightUpdate(model.manifest, toy.logical_weights(1))
+    os.kill(slow, signal.SIGSTOP)
+    timer = threading.Timer(1.5, os.kill, [slow, signal.SIGCONT])
+    timer.start()
+    with open(__file__, "rb") as wrong, update.write(1) as right, pytest.raises(WeightSchemaError, match="rank 0"):
+        model._swap(model._started(), [wrong, right])
+    timer.join()
+    assert all(rank.alive for rank in model.health())
+    x = torch.randn(2, 4, toy.HIDDEN)
+    torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(), x))
+    model.close()
+
+
+def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
+    model = parallel_model_load(toy.build(tmp_path / "artifact", degree=1))
+    toy.build(tmp_path / "artifact", degree=1, weights=toy.logical_weights(1))
+    with pytest.raises(ArtifactCorruptError, match="was replaced"):
+        model(X)
 
 
 def test_no_descriptor_or_thread_is_left_behind(path):

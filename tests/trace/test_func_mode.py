@@ -258,7 +258,70 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode != 0 and "if __name__ == '__main__':" in done.stderr
+    assert done.returncode != 0 and "put the call under `if __name__ == '__main__':`" in done.stderr
+    assert done.stderr.count("Traceback") == 1 and "TraceConfigError: rank 0: the script calls" in done.stderr
+
+
+STANDARD_INPUT = """
+import torch, nxd_infer as nxd
+
+def outer(scale):
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return x * scale
+
+    return lambda: (Scaled(), {})
+
+with nxd.trace.parallel_model_trace(outer(3.0), torch.zeros(2), backend="eager") as model:
+    print("RESULT", model(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.parametrize("how", ["-", "-c"])
+def test_a_program_without_a_file_traces_what_it_defines(how, tmp_path):
+    """From standard input there is no script that a rank could import; func travels by value."""
+    command = [sys.executable, how, *([STANDARD_INPUT] if how == "-c" else [])]
+    environment = {**os.environ, "PYTHONPATH": str(Path(nxd.__file__).parents[1])}
+    done = subprocess.run(command, input=STANDARD_INPUT, env=environment, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=200, check=False)  # fmt: skip
+    assert "RESULT [3.0, 3.0]" in done.stdout, done.stderr
+
+
+def test_a_script_that_fails_in_a_rank_is_told_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, nxd_infer as nxd\n"
+        "def build():\n    return torch.nn.Linear(2, 2)\n"
+        "if __name__ == '__main__':\n    nxd.trace.parallel_model_trace(build, torch.ones(1, 2), backend='eager', "
+        "tp_degree=2)\n"
+        "else:\n    raise KeyError('only the caller has it')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(nxd.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "nxd_infer.errors.TraceError: rank 0: KeyError: 'only the caller has it'" in done.stderr
+    assert done.stderr.count("Traceback") == 2
+
+
+def test_a_rank_that_never_reads_a_large_request_ends_at_the_timeout(tmp_path):
+    """A megabyte does not fit into a pipe; the script hangs where a rank imports it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import time
+            if __name__ != "__main__":
+                time.sleep(600)
+            import torch
+            import nxd_infer as nxd
+            from tests.trace import models
+            if __name__ == "__main__":
+                nxd.trace.parallel_model_trace(models.plus, torch.ones(1 << 18, 4), backend="eager", trace_timeout=5)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert "did not end within trace_timeout" in done.stderr
 
 
 def test_killing_the_caller_ends_the_ranks(tmp_path):
@@ -277,7 +340,7 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
             time.sleep(0.2)
             for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
                 for pid in map(int, task.read_text().split()):
-                    if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    if b"func_rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
                         ranks.add(pid)
         assert ranks
         time.sleep(3)

@@ -6,10 +6,13 @@ own, which starts empty, because compiles are counted.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import resource
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import backends
 from nxd_infer.backends import compile_cache
+from nxd_infer.backends.compile_pool import compile_graphs
 from nxd_infer.backends.machine import cpu_features
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -93,6 +97,57 @@ def test_decision_16_a_damaged_cache_entry_is_not_used(traced, cache):
     assert not target.exists() and not entry.exists()
     compile_cache.store(model.buckets[0].graphs[0], model.artifact.path / "graphs" / model.buckets[0].graphs[0])
     assert compile_cache.fetch(model.buckets[0].graphs[0], target) and next(target.rglob("*.so")).exists()
+
+
+def test_a_full_disk_costs_no_cache_entry(traced, tmp_path, monkeypatch):
+    digest = traced[0].buckets[0].graphs[0]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        assert not compile_cache.fetch(digest, tmp_path / "out")
+    assert compile_cache.fetch(digest, tmp_path / "out")
+
+
+def test_a_cache_that_cannot_be_used_is_done_without(traced, cache, tmp_path, monkeypatch):
+    graph = traced[0].artifact.graph_dir(traced[0].buckets[0].graphs[0])
+    monkeypatch.setattr(compile_cache, "WAIT", 0.2)
+    with open(cache / "graphs" / ".lock", "a") as lock:  # a process that was stopped amid tidying up
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not compile_cache.fetch(graph.name, tmp_path / "out")
+        compile_cache.prune()
+    monkeypatch.setenv("NXD_INFER_CACHE", "/proc/no/such/place")
+    assert not compile_cache.fetch(graph.name, tmp_path / "out")
+    compile_cache.store(graph.name, graph)
+
+
+def test_more_open_files_than_select_knows(tmp_path, monkeypatch):
+    """Answers of compile processes arrive on descriptors above 1023, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        with pytest.raises(TraceError, match="cannot be read"):
+            compile_graphs("inductor", [tmp_path / "nothing"], {}, timeout=200)
+
+
+def test_a_stray_file_among_the_code_is_refused(traced, tmp_path):
+    model, _ = traced
+    digest = model.buckets[0].graphs[0]
+    copy = tmp_path / digest
+    shutil.copytree(model.artifact.graph_dir(digest), copy)
+    (next(copy.rglob("*.so")).parent / "more.so").write_bytes(b"code")
+
+    class Any(Runtime):
+        def library(self, content_hash: str) -> None:
+            return None
+
+    with pytest.raises(ArtifactCorruptError, match=r"'more.so'.*remove"):
+        inductor.load(copy, model.manifest.graphs[digest], {}, {}, Any())  # type: ignore[arg-type]
 
 
 def test_decision_13_and_14_the_package_is_unpacked_and_says_what_it_needs(traced):
@@ -197,12 +252,14 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    before = set(Path("/tmp").glob("nxd-compile-*"))
+    own = tmp_path / "temporary"  # other processes compile in the common one
+    own.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(own))
     config = BucketModelConfig()
     with pytest.raises(TraceError, match=r"compiling graph .* failed") as caught:
         trace(models.plus, [torch.zeros(7, 4)], lambda: {"weight": torch.ones(4)}, bucket_config=config, tp_degree=1)
     assert "jokes" in str(caught.value) or "jokes" in caught.value.remote_traceback
-    assert set(Path("/tmp").glob("nxd-compile-*")) <= before
+    assert not list(own.glob("nxd-compile-*"))
 
 
 # --- options, targets, cache (nothing is compiled) ----------------------------------------------------

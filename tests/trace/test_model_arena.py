@@ -130,6 +130,7 @@ def test_records_and_descriptors_cross_the_channel():
 
 @pytest.mark.check
 def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
     monkeypatch.setattr(cores, "available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(cores, "_used", type(cores._used)())
     first = cores.choose_cores(2, 1)
@@ -146,7 +147,8 @@ def test_cores_are_shared_out(monkeypatch):
     assert cores.default_threads(2, 3) == 3
 
 
-def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path):
+def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
     available = sorted(os.sched_getaffinity(0))
     if len(available) < 2:
         pytest.skip("needs two cores")

@@ -241,7 +241,7 @@ def test_a_model_of_processes_is_not_copied(artifacts):
             attempt(model)
     with pytest.raises(InputMismatchError, match="needs degree 1"):
         TensorParallelModel(model.artifact, in_process=True)
-    with pytest.raises(InputMismatchError, match="positive seconds"):
+    with pytest.raises(InputMismatchError, match="positive number of seconds"):
         TensorParallelModel(model.artifact, call_timeout=0)
     assert "b4_s8" in repr(model)
 
@@ -370,3 +370,41 @@ def test_an_error_in_process_is_typed(tmp_path):
     with pytest.raises(ModelClosedError, match=r"index out of range.*restart\(\)"):
         model(torch.zeros(1, 1, toy.HIDDEN))
     model.restart()(torch.zeros(1, 1, toy.HIDDEN))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"call_timeout": 0},
+        {"call_timeout": float("nan")},
+        {"start_timeout": float("inf")},
+        {"threads_per_rank": 0},
+        {"threads_per_rank": -1},
+        {"threads_per_rank": 2, "in_process": True},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(artifacts, options):
+    with pytest.raises(InputMismatchError, match=next(iter(options))):
+        parallel_model_load(artifacts[1], **options)
+
+
+def test_a_time_limit_of_nothing_is_refused_and_ends_no_rank(model):
+    for timeout in (0, -1.0, float("nan")):
+        with pytest.raises(InputMismatchError, match="timeout"):
+            model.run_bucket("b2_s4", {"x": torch.zeros(2, 4, toy.HIDDEN)}, timeout=timeout)
+    assert all(rank.alive for rank in model.health())
+
+
+def test_swapping_a_part_of_the_weights_again_and_again_keeps_one_file(artifacts, tmp_path):
+    with parallel_model_load(artifacts[1]) as model:
+        counts = []
+        for seed in range(1, 6):
+            model.update_weights({"table": toy.logical_weights(seed)["table"]}, strict=False)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        model.update_weights({"up": toy.logical_weights(7)["up"]}, strict=False)
+        assert len(set(counts)) == 1
+        parallel_model_save(model, tmp_path / "saved")
+    x = torch.randn(2, 4, toy.HIDDEN)
+    want = {**toy.logical_weights(), "table": toy.logical_weights(5)["table"], "up": toy.logical_weights(7)["up"]}
+    with parallel_model_load(tmp_path / "saved") as model:
+        torch.testing.assert_close(model(x)["y"], toy.expected(want, x))

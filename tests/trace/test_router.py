@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer.errors import BucketError, InputMismatchError
+from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, OutputSpec
-from nxd_infer.trace.router import Router, cut, fill, fits
+from nxd_infer.trace.router import Router, cut, fill, fits, lawful
 
 pytestmark = pytest.mark.check
 
@@ -198,3 +198,47 @@ def test_fits_wants_the_dtype_and_the_number_of_dimensions():
     assert not fits(spec, torch.zeros(4))
     assert not fits(spec, torch.zeros(4, 4, dtype=torch.float64))
     assert not fits(spec, torch.zeros(4, 5))
+
+
+def ranged(dtype: torch.dtype = torch.int64, **limits) -> BucketSpec:
+    ids = InputSpec.of("ids", torch.zeros(2, 4, dtype=dtype), pad={0: 0, 1: 0}, **limits)
+    return BucketSpec(name="b", inputs=[ids], outputs=[], graphs=["g"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.none() | st.integers(-3, 3),
+    st.none() | st.integers(-3, 3),
+    st.lists(st.integers(-5, 5), min_size=0, max_size=4),
+    st.sampled_from([torch.int64, torch.int32, torch.float32]),
+)
+def test_values_outside_the_declared_range_are_refused_as_a_naive_loop_would(low, high, values, dtype):
+    router = Router([ranged(dtype, minimum=low, maximum=high)])
+    ids = torch.tensor([values], dtype=dtype)
+    full = torch.zeros(2, 4, dtype=dtype)
+    full[0, : len(values)] = ids[0]
+    for run, tensor in ((lambda t: router.route([t], {}), ids), (lambda t: router.exact(0, {"ids": t}), full)):
+        wrong = [
+            v for v in tensor.flatten().tolist() if (low is not None and v < low) or (high is not None and v > high)
+        ]
+        if not wrong:
+            assert run(tensor).bucket == 0
+            continue
+        with pytest.raises(InputRangeError, match="input 'ids' holds the value") as caught:
+            run(tensor)
+        assert caught.value.input == "ids"
+        assert any(f"value {v}" in str(caught.value) for v in wrong)
+        assert all(str(limit) in str(caught.value) for limit in (low, high) if limit is not None)
+
+
+def test_not_a_number_is_outside_every_range():
+    with pytest.raises(InputRangeError, match="value nan; it must be at least 0"):
+        Router([ranged(torch.float32, minimum=0)]).route([torch.tensor([[float("nan")]])], {})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "want"), [(None, None, 0), (2, 5, 2), (-5, -2, -2), (-1, 1, 0), (None, -4, -4)]
+)
+def test_what_a_warm_up_feeds_is_in_the_range(low, high, want):
+    tensor = lawful(ranged(minimum=low, maximum=high).inputs[0])
+    assert tensor.shape == (2, 4) and tensor.unique().tolist() == [want]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.errors import TraceConfigError, WeightMismatchError
+from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.trace.plan import human_bytes
-from tests.trace import models
+from tests.trace import models, toy
 
 X = torch.zeros(4)
 
@@ -31,6 +34,13 @@ X = torch.zeros(4)
         ({"backend": "eager", "compiler_args": "cpp.threads=1"}, "takes no compiler_args"),
         ({"extra_files": {"config.json": "/no/such/file"}}, "there is no file"),
         ({"trace_timeout": -1}, "positive number of seconds"),
+        ({"trace_timeout": float("nan")}, "positive number of seconds"),
+        ({"trace_timeout": float("inf")}, "positive number of seconds"),
+        ({"extra_files": {"../config.json": __file__}}, "not a path inside an artifact"),
+        ({"extra_files": {"manifest.json": __file__}}, "a name of the artifact's own"),
+        ({"extra_files": {"weights/rank_00.safetensors": __file__}}, "a name of the artifact's own"),
+        ({"metadata": {"dtype": torch.float32}}, "stored as JSON"),
+        ({"metadata": {"limit": float("inf")}}, "stored as JSON"),
         ({"compiler_args": "--model-type=transformer -O1"}, "'-O1' is not key=value"),
         ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; close matches: cpp.threads"),
         ({"compiler_args": {"cpp.threads": "two"}}, "cpp.threads='two' must be int"),
@@ -42,6 +52,31 @@ def test_contradictions_are_refused(arguments, message):
     for call in (nxd.trace.parallel_model_trace, trace_plan):
         with pytest.raises(TraceConfigError, match=message):
             call(models.plus, X, **arguments)
+
+
+@pytest.mark.check
+def test_more_ranks_than_a_machine_can_be_meant_to_hold_are_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("NXD_INFER_MAX_RANKS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
+    for call in (nxd.trace.parallel_model_trace, trace_plan):
+        with pytest.raises(TraceConfigError, match=r"tp_degree: .* 1000 .* 2 cores; at most 64 .*MAX_RANKS=1000"):
+            call(models.plus, X, tp_degree=1000)
+    assert trace_plan(models.plus, X, tp_degree=64).tp_degree == 64
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(100)))
+    assert trace_plan(models.plus, X, tp_degree=800).tp_degree == 800
+    monkeypatch.setenv("NXD_INFER_MAX_RANKS", "3")
+    with pytest.raises(TraceConfigError, match="at most 3 are started"):
+        trace_plan(models.plus, X, tp_degree=4)
+    path = toy.build(tmp_path / "artifact", degree=4)
+    with pytest.raises(ParallelConfigError, match=r"a degree of 4 .* at most 3 "):
+        nxd.trace.parallel_model_load(path)
+
+
+def test_a_directory_of_somebody_elses_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "a.txt").write_text("dear")
+    with pytest.raises(ArtifactError, match="left alone"):
+        nxd.trace.parallel_model_trace(models.dies, X, backend="eager", artifact_dir=tmp_path / "letters")
 
 
 def test_a_reserved_variable_in_the_environment_is_refused(monkeypatch):
@@ -166,6 +201,46 @@ def _meta_buffer():
     return module
 
 
+class Starts(nn.Module):
+    """States that a checkpoint holds: a buffer, which has another value here, and a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.learned = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("count", torch.full((4,), 100.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * self.scale + self.learned + self.mean + self.count
+        return y, self.learned + 1, self.mean + 1, self.count + 1
+
+
+def starts() -> tuple[nn.Module, dict]:
+    return Starts(), {"learned": 1, "mean": 2, "count": 3}
+
+
+def test_states_start_as_the_checkpoint_says_in_loader_mode():
+    stored = {name: torch.arange(4.0) + i for i, name in enumerate(("scale", "learned", "mean"))}
+
+    def trace(weights):
+        loader = functools.partial(dict, weights)
+        return nxd.trace.parallel_model_trace(starts, torch.ones(4), backend="eager", checkpoint_loader_callable=loader)
+
+    with trace(stored) as model:
+        for call in range(2):
+            want = sum(stored.values()) + 100 + 3 * call
+            assert torch.equal(model(torch.ones(4))[0], want)
+        model.reset_states()
+        assert torch.equal(model(torch.ones(4))[0], sum(stored.values()) + 100)
+    del stored["mean"]  # a buffer may be absent and starts as it was built
+    with trace(stored) as model:
+        assert torch.equal(model(torch.ones(4))[0], sum(stored.values()) + 101)
+    del stored["learned"]  # a parameter has no value but the checkpoint's
+    with pytest.raises(WeightMismatchError, match="learned"):
+        trace(stored)
+
+
 def test_tied_weights_are_stored_once_and_read_under_either_name():
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -191,3 +266,26 @@ def test_every_degree_has_as_many_graphs_as_buckets():
         assert model.trace_report["graphs"] == 2  # its ranks are not started
         assert all(len(set(bucket.graphs)) == 1 for bucket in model.buckets)
         model.close()
+
+
+class Declares(torch.nn.Module):
+    def __init__(self, **entry):
+        super().__init__()
+        self.nxd_inputs = {"x": entry}
+
+    def forward(self, x):
+        return x + 1
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"pad": {0: -1}, "minimum": 0, "maximum": 9}, "fills 'x' with -1, which is outside its own range of 0 to 9"),
+        ({"default": 10, "maximum": 9}, "fills 'x' with 10, which is outside its own range"),
+        ({"maxmum": 9}, "says 'x': 'maxmum', which means nothing; it may say role, default, pad, minimum, maximum"),
+    ],
+)
+def test_what_a_model_declares_of_its_inputs_is_checked(entry, message):
+    with pytest.raises(TraceConfigError, match=message):
+        nxd.trace.parallel_model_trace(lambda: Declares(**entry), X, backend="eager", checkpoint_loader_callable=dict)

@@ -1,0 +1,124 @@
+"""An artifact's own graphs, compiled again: the same digests and numbers as a trace, and nothing else changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nxd_infer as nxd
+from nxd_infer.errors import ArtifactError, ArtifactVersionError, BackendUnavailableError, TraceConfigError, TraceError
+from nxd_infer.trace.artifact import load_artifact
+from tests.trace import models, toy
+
+recompile = nxd.trace.parallel_model_recompile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A compile cache of this module's own, since compiles are counted; the native operators keep theirs."""
+    from nxd_infer.cache import cache_dir
+
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "native").symlink_to(cache_dir() / "native")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NXD_INFER_CACHE", str(directory))
+        yield directory
+
+
+def trace(path, backend):
+    arguments = {"tp_degree": 2, "inline_weights_to_neff": False, "checkpoint_loader_callable": models.state_dict}
+    model = nxd.trace.parallel_model_trace(models.net, models.inputs(), backend=backend, artifact_dir=path, **arguments)
+    model.close()
+    return model
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recompile") / "eager"
+    trace(path, "eager")
+    return path
+
+
+def answers(path) -> list[torch.Tensor]:
+    """Three calls: the model keeps a state."""
+    with nxd.trace.parallel_model_load(path) as model:
+        return [model(*models.inputs())[0] for _ in range(3)]
+
+
+def equal(first, second) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def outside_graphs(path) -> dict[str, str]:
+    files = load_artifact(path, runs_here=False).manifest.files
+    return {name: spec.sha256 for name, spec in files.items() if not name.startswith("graphs/")}
+
+
+def test_every_way_gives_the_numbers_of_a_trace(eager, tmp_path):
+    there = tmp_path / "there"
+    report = recompile(eager, there, backend="inductor")
+    assert (report["graphs"], report["compiled"], report["cached"]) == (1, 1, 0)
+    assert outside_graphs(there) == outside_graphs(eager), "weights, operators and extra files are taken over"
+    traced = trace(tmp_path / "traced", "inductor")
+    assert traced.trace_report["compiled"] == 0, "the same digest as a trace from the model's code"
+    assert load_artifact(there).manifest.graphs == traced.manifest.graphs
+    want, compiled = answers(eager), answers(there)
+    assert equal(compiled, answers(tmp_path / "traced"))
+    assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(compiled, want, strict=True))
+
+    report = recompile(there, tmp_path / "again")
+    assert (report["compiled"], report["cached"]) == (0, 1)
+    assert equal(answers(tmp_path / "again"), compiled), "the same target: bit for bit"
+    assert recompile(there, tmp_path / "back", backend="eager")["compiled"] == 0
+    assert equal(answers(tmp_path / "back"), want)
+    assert load_artifact(tmp_path / "back").manifest.buckets == load_artifact(eager).manifest.buckets
+
+    report = recompile(there, there, compiler_args={"cpu_target": "x86-64-v2"})  # in its own place
+    assert report["compiled"] == 1
+    manifest = load_artifact(there).manifest
+    assert manifest.target["march"] == "x86-64-v2" and "avx2" not in manifest.target["cpu_features"]
+    assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(answers(there), want, strict=True))
+
+
+def test_a_compiler_that_fails_leaves_nothing(eager, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # else what was compiled before is taken
+    with pytest.raises(TraceError, match="compiling graph"):
+        recompile(eager, tmp_path / "out", backend="inductor")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.check
+def test_what_cannot_be_recompiled_is_refused_before_anything_is_written(tmp_path):
+    path = toy.build(tmp_path / "toy", degree=2)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("keep")
+    for arguments, error, message in (
+        ({"backend": "tpu"}, TraceConfigError, "there is no backend 'tpu'"),
+        ({"compiler_args": "cpu_target=x86-64-v3"}, TraceConfigError, "takes no compiler_args"),
+        ({"backend": "inductor", "compiler_args": {"cpu_target": "z80"}}, TraceConfigError, "no cpu_target 'z80'"),
+    ):
+        with pytest.raises(error, match=message):
+            recompile(path, tmp_path / "out", **arguments)
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        recompile(path, mine)
+    with pytest.raises(ArtifactError, match="no such directory"):
+        recompile(tmp_path / "nothing", tmp_path / "out")
+    with pytest.raises(BackendUnavailableError, match="native collectives could not be built"):
+        recompile(path, tmp_path / "out", backend="inductor")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "toy"]
+
+
+@pytest.mark.check
+def test_code_for_another_cpu_is_refused_by_loading_and_taken_by_recompiling(tmp_path):
+    def foreign(manifest):
+        manifest.target["cpu_features"] = ["avx1024"]
+
+    path = toy.build(tmp_path / "toy", degree=1, change=foreign)
+    with pytest.raises(ArtifactVersionError, match="avx1024, which this one lacks: use `nxd-infer recompile`"):
+        load_artifact(path)
+    recompile(path, tmp_path / "here")
+    with nxd.trace.parallel_model_load(tmp_path / "here") as model:
+        x = torch.randn(2, 4, toy.HIDDEN)
+        assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), atol=1e-5)
