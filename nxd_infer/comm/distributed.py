@@ -66,14 +66,14 @@ class DistributedCollectives:
         if x.dtype in HALF and op == "sum":
             return self.all_reduce(x.float(), axis, op).to(x.dtype)
         y = x.clone(memory_format=torch.contiguous_format)
-        self._run("all_reduce", axis, lambda group: dist.all_reduce(y, REDUCTIONS[op], group=group))
+        self.run("all_reduce", axis, lambda group: dist.all_reduce(y, REDUCTIONS[op], group=group))
         return y
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
         degree = self._context.axis(axis).degree
         flat = _as_bytes(x)
         parts = [torch.empty_like(flat) for _ in range(degree)]
-        self._run("all_gather", axis, lambda group: dist.all_gather(parts, flat, group=group))
+        self.run("all_gather", axis, lambda group: dist.all_gather(parts, flat, group=group))
         return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
@@ -82,33 +82,44 @@ class DistributedCollectives:
             raise CollectiveError(
                 f"reduce_scatter: dimension {dim} of shape {tuple(x.shape)} does not divide by {here.degree} ranks"
             )
-        # gloo has no reduce-scatter: the whole sum, of which this rank keeps its piece.
-        if dist.get_backend(self.process_group(axis)) == "gloo":
-            return self.all_reduce(x, axis).chunk(here.degree, dim)[here.rank].contiguous()
+        if self.backend(axis) == "gloo":
+            return self._gloo_reduce_scatter(x, axis, dim)
         wide = x.float() if x.dtype in HALF else x
         pieces = torch.cat([piece.contiguous().unsqueeze(0) for piece in wide.chunk(here.degree, dim)])
         y = torch.empty_like(pieces[0])
-        self._run("reduce_scatter", axis, lambda group: dist.reduce_scatter_tensor(y, pieces, group=group))
+        self.run("reduce_scatter", axis, lambda group: dist.reduce_scatter_tensor(y, pieces, group=group))
         return y.to(x.dtype)
+
+    def _gloo_reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """Every rank sends each peer its piece and sums what it gets, in the order of the ranks.
+
+        gloo's own reduce-scatter takes longer than its all-reduce; this moves half the bytes of one.
+        """
+        degree = self._context.axis(axis).degree
+        pieces = torch.stack(x.chunk(degree, dim))
+        received = torch.empty_like(pieces)
+        ours, theirs = _as_bytes(pieces), _as_bytes(received)
+        self.run("reduce_scatter", axis, lambda group: dist.all_to_all_single(theirs, ours, group=group))
+        return received.sum(0, dtype=torch.float32 if x.dtype in HALF else x.dtype).to(x.dtype)
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         here = self._context.axis(axis)
         flat = _as_bytes(x).clone()
-        self._run("broadcast", axis, lambda group: dist.broadcast(flat, here.ranks[src], group=group))
+        self.run("broadcast", axis, lambda group: dist.broadcast(flat, here.ranks[src], group=group))
         return flat.view(x.dtype).view(x.shape)
 
     def send(self, x: Tensor, axis: str, dst: int) -> None:
         target = self._context.axis(axis).ranks[dst]
-        self._run("send", axis, lambda group: dist.send(_as_bytes(x), target, group=group))
+        self.run("send", axis, lambda group: dist.send(_as_bytes(x), target, group=group))
 
     def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
         source = self._context.axis(axis).ranks[src]
         flat = torch.empty_like(_as_bytes(x))
-        self._run("recv", axis, lambda group: dist.recv(flat, source, group=group))
+        self.run("recv", axis, lambda group: dist.recv(flat, source, group=group))
         return flat.view(x.dtype).view(x.shape)
 
     def barrier(self, axis: str) -> None:
-        self._run("barrier", axis, lambda group: dist.barrier(group=group))
+        self.run("barrier", axis, lambda group: dist.barrier(group=group))
 
     def close(self) -> None:
         """Destroy the groups; the default group belongs to whoever made it."""
@@ -117,7 +128,12 @@ class DistributedCollectives:
             if dist.is_initialized() and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    def _run(self, what: str, axis: str, action: Callable[[dist.ProcessGroup], object]) -> None:
+    def backend(self, axis: str) -> str:
+        """The library behind the group of ``axis``: gloo, nccl, ..."""
+        return dist.get_backend(self.process_group(axis))
+
+    def run(self, what: str, axis: str, action: Callable[[dist.ProcessGroup], object]) -> None:
+        """Call ``action`` with the group of ``axis``, turning what it raises into typed errors."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
         try:

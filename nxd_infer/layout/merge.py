@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.params import ParamLayout
-from nxd_infer.layout.runs import AxisLayout, Block, Run
+from nxd_infer.layout.runs import AxisLayout, Block, Run, TensorLayout
 from nxd_infer.layout.sources import DictSource, Slices, Weights, as_source, unknown_name
 
 
@@ -39,9 +39,13 @@ class Holding:
 
 def holdings(layout: ParamLayout, degree: int) -> list[Holding]:
     """Who holds what of the logical tensors of a parameter, over all ranks of ``degree``."""
-    ranks = [layout.rank_layout(degree, rank) for rank in range(degree)]
+    return shared_holdings([layout.rank_layout(degree, rank) for rank in range(degree)])
+
+
+def shared_holdings(ranks: Sequence[TensorLayout]) -> list[Holding]:
+    """Who holds what, when ``ranks`` are the tensors that there are of one parameter; a rank is its place there."""
     # Runs of different ranks may overlap in part: split all of them where any begins or ends.
-    edges: list[dict[str, set[int]]] = [{} for _ in layout.axes]
+    edges: list[dict[str, set[int]]] = [{} for _ in ranks[0].axes]
     for rank in ranks:
         for dim, axis in enumerate(rank.axes):
             for piece in axis:

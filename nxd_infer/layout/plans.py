@@ -70,15 +70,16 @@ class AxisPlan(abc.ABC):
         """Elements of all ranks together: what gathering the axis gives. The logical size when not sharded."""
         return self.local_size(degree) * (degree if self.sharded else 1)
 
-    def require_exact(self, degree: int, what: str) -> None:
-        """Raise ShardingError, naming ``what`` and the degrees that work, when the axis does not divide."""
+    def require_exact(self, degree: int, what: str, fix: str = "") -> None:
+        """Raise ShardingError when it does not divide, naming ``what``, the degrees that fit, and the ``fix``."""
         if self.exact(degree):
             return
         fits = [d for d in range(1, max(self.size, 1) + 1) if self.exact(d)]
         shown = ", ".join(map(str, fits[:16])) + (", ..." if len(fits) > 16 else "")
         raise ShardingError(
-            f"{what} = {self.size} does not divide over {degree} ranks; use a tensor parallel degree out of {shown}, "
-            "or pad the model with nxd_infer.parallel_layers.pad.pad_model() before its first use"
+            f"{what} = {self.size} does not divide over {degree} ranks; use a tensor parallel degree out of {shown}"
+            + (f", {fix}" if fix else "")
+            + ", or pad the model with nxd_infer.parallel_layers.pad.pad_model() before its first use"
         )
 
     def rank_index(self, degree: int, rank: int) -> Tensor:

@@ -107,7 +107,7 @@ def shard_state_dict(
     source = as_source(source)
     layouts = weight_layout(module)
     check_weights(layouts, source, strict=strict, ignore=ignore)
-    dtypes = dtype or {name: tensor.dtype for name, tensor in _tensors(module).items()}
+    dtypes = dtype or {name: tensor.dtype for name, tensor in named_tensors(module).items()}
     return dict(iter_shards(layouts, source, rank, degree, dtypes))
 
 
@@ -128,7 +128,7 @@ def load_weights(
     source = as_source(source)
     layouts = weight_layout(module)
     check_weights(layouts, source, strict=strict, ignore=ignore)
-    tensors = _tensors(module)
+    tensors = named_tensors(module)
     wrong = tuple(
         (name, tuple(tensors[name].shape), layout.rank_shape(degree))
         for name, layout in layouts.items()
@@ -143,8 +143,10 @@ def load_weights(
             fill_tensor(tensors[name], source, readable.rank_layout(degree, rank))
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under each of its names."""
+    params = module.named_parameters(remove_duplicate=False)
+    return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _present(name: str, layout: ParamLayout, layouts: Mapping[str, ParamLayout], names: set[str]) -> ParamLayout:

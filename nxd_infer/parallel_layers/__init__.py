@@ -12,6 +12,7 @@ _NAMES = {
     "ParallelEmbedding": "layers",
     "RowParallelLinear": "layers",
     "SPMDRank": "layers",
+    "clip_grad_norm": "grads",
     "copy_to_tensor_model_parallel_region": "mappings",
     "gather_from_sequence_parallel_region": "mappings",
     "gather_from_tensor_model_parallel_region": "mappings",
@@ -25,18 +26,22 @@ _NAMES = {
 }
 _MODULES = (
     "checkpointing",
+    "grads",
     "initialization",
+    "layer_norm",
     "layers",
     "loss_functions",
     "mappings",
     "pad",
     "parallel_state",
     "random",
+    "sequence_parallel",
     "utils",
 )
 
 if TYPE_CHECKING:
     from nxd_infer.parallel_layers.checkpointing import load, save
+    from nxd_infer.parallel_layers.grads import clip_grad_norm
     from nxd_infer.parallel_layers.layers import (
         ColumnParallelLinear,
         InputChannelParallelConv2d,
@@ -63,6 +68,7 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "SPMDRank",
+    "clip_grad_norm",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",

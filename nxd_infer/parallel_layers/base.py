@@ -137,7 +137,8 @@ class ParallelLayer(nn.Module):
 
     def require_divisible(self, what: str, plan: AxisPlan) -> None:
         """Raise ShardingError when the axis does not divide and has not been padded."""
-        plan.require_exact(self.degree, f"{type(self).__name__}: {what}")
+        fix = "build the layer (and the one it is paired with) with pad=True" if hasattr(self, "pad") else ""
+        plan.require_exact(self.degree, f"{type(self).__name__}: {what}", fix)
 
     # --- index buffers: constants that every rank holds alike ------------------------------------------
 

@@ -43,6 +43,9 @@ class ColumnParallelLinear(ParallelLayer):
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
         reduce_dtype: gradients of the input are summed over ranks in this type (float64 stays float64).
         output_plan: how the outputs lie on the ranks, for heads and vocabularies; default: equal pieces.
+        input_is_shared: several layers read this input, and the caller has entered the parallel region once for all of
+            them (``copy_to_tensor_model_parallel_region`` or ``gather_from_sequence_parallel_region``), so that their
+            gradients travel together. The layer then communicates nothing on its way in.
 
     ``x`` is ``[..., input_size]`` with any number of leading dimensions. An ``output_size`` that does not divide over
     the ranks raises ShardingError at the first call, so that ``pad_model`` can be applied before.
@@ -72,9 +75,16 @@ class ColumnParallelLinear(ParallelLayer):
         tensor_model_parallel_group: object = None,
         reduce_dtype: torch.dtype | None = torch.float32,
         output_plan: AxisPlan | None = None,
+        input_is_shared: bool = False,
     ):
         super().__init__(tensor_model_parallel_group)
+        if input_is_shared and sequence_parallel_enabled:
+            raise ParallelConfigError(
+                "ColumnParallelLinear with input_is_shared=True is given a whole sequence: gather it once before the "
+                "layers that share it, and pass sequence_parallel_enabled=False"
+            )
         self.input_size, self.output_size = input_size, output_size
+        self.input_is_shared = input_is_shared
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
@@ -124,7 +134,7 @@ class ColumnParallelLinear(ParallelLayer):
             x = mappings.gather_from_sequence_parallel_region(
                 x, self.sequence_dimension, reduce_dtype=self.reduce_dtype, **here
             )
-        else:
+        elif not self.input_is_shared:
             x = mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=self.reduce_dtype, **here)
         gathers = self.gather_output and (self.degree > 1 or self.pad_size > 0)
         weight, bias = self.logical(self.weight, self.elements), self.bias

@@ -16,36 +16,44 @@ __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
 
 class _LogProbs(torch.autograd.Function):
-    """Of each target its log-probability, and with it the mean log-probability of the whole vocabulary."""
+    """Of each target its log-probability, and with it the mean log-probability of the whole vocabulary.
+
+    Two collectives: the largest logit, then one sum of everything else. Columns from ``vocabulary`` on are filling.
+    """
 
     @staticmethod
-    def forward(ctx, logits, target, context, want_mean):
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        size = wide.shape[-1]
-        top = comm.all_reduce(wide.amax(-1), context, "tp", "max")
-        shifted = wide - top.unsqueeze(-1)
-        log_sum = comm.all_reduce(shifted.exp().sum(-1), context).log()
-        local = target - comm.axis_rank(context, "tp", target.device) * size
+    def forward(ctx, logits, target, context, vocabulary):
+        shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        size = shifted.shape[-1]
+        first = comm.axis_rank(context, "tp", target.device) * size
+        filling = None
+        if size * context.tp.degree > vocabulary:
+            filling = torch.arange(size, device=target.device) + first >= vocabulary
+            shifted = shifted.masked_fill(filling, float("-inf"))
+        top = comm.all_reduce(shifted.amax(-1), context, "tp", "max")
+        shifted = shifted - top.unsqueeze(-1)
+        local = target - first
         own = (local >= 0) & (local < size)
         local = local.masked_fill(~own, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0)
-        chosen = comm.all_reduce(picked, context) - log_sum
-        mean = torch.zeros_like(chosen)
-        vocabulary = size * context.tp.degree
-        if want_mean:
-            mean = comm.all_reduce(shifted.sum(-1), context) / vocabulary - log_sum
+        total = (shifted if filling is None else shifted.masked_fill(filling, 0)).sum(-1)
+        sums = torch.stack([shifted.exp().sum(-1), picked, total])
+        exp_sum, picked, total = comm.all_reduce(sums, context)
+        log_sum = exp_sum.log()
         ctx.save_for_backward(shifted, log_sum, local, own)
-        ctx.dtype, ctx.vocabulary = logits.dtype, vocabulary
-        return chosen, mean
+        ctx.dtype, ctx.vocabulary, ctx.filling = logits.dtype, vocabulary, filling
+        return picked - log_sum, total / vocabulary - log_sum
 
     @staticmethod
     def backward(ctx, *grads):
         # d chosen / d logit = [is target] - p;  d mean / d logit = 1 / vocabulary - p
         for_chosen, for_mean = grads
         shifted, log_sum, local, own = ctx.saved_tensors
-        grad = (shifted - log_sum.unsqueeze(-1)).exp() * -(for_chosen + for_mean).unsqueeze(-1)
-        grad = grad + (for_mean / ctx.vocabulary).unsqueeze(-1)
+        grad = (shifted - log_sum.unsqueeze(-1)).exp_().mul_(-(for_chosen + for_mean).unsqueeze(-1))
+        grad += (for_mean / ctx.vocabulary).unsqueeze(-1)
         grad.scatter_add_(-1, local.unsqueeze(-1), (for_chosen * own).unsqueeze(-1))
+        if ctx.filling is not None:
+            grad.masked_fill_(ctx.filling, 0)
         return grad.to(ctx.dtype), None, None, None
 
 
@@ -55,6 +63,7 @@ def parallel_cross_entropy(
     label_smoothing: float = 0.0,
     *,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
     """The cross entropy of every token, as ``F.cross_entropy(..., reduction="none")`` over the whole vocabulary.
@@ -63,7 +72,8 @@ def parallel_cross_entropy(
         parallel_logits: ``[..., vocabulary / degree]``, this rank's part of the logits; not changed.
         labels: ``[...]`` int64 over the whole vocabulary, the same on every rank. Where they are ``ignore_index`` the
             loss and its gradient are zero.
-        label_smoothing: 0 to 1.
+        label_smoothing: 0 to 1; the smoothed part is spread over all classes, the right one included.
+        vocab_size: the vocabulary without the filling of padded ranks; default: all the ranks' columns.
 
     Returns ``[...]`` in float32 (float64 for float64 logits). Raises ParallelConfigError for a smoothing outside 0 to
     1 and for shapes that do not fit, IndexError for a label outside the vocabulary.
@@ -78,14 +88,22 @@ def parallel_cross_entropy(
         )
     counted = labels != ignore_index
     target = labels.masked_fill(~counted, 0)
-    _check_range(target, parallel_logits.shape[-1] * context.tp.degree)
-    chosen, mean = _LogProbs.apply(parallel_logits, target, context, label_smoothing > 0)  # pyright: ignore
-    loss = -(1 - label_smoothing) * chosen - label_smoothing * mean
+    vocabulary = _vocabulary(parallel_logits, vocab_size, context)
+    _check_range(target, vocabulary)
+    chosen, mean = _LogProbs.apply(parallel_logits, target, context, vocabulary)  # pyright: ignore
+    loss = -chosen
+    if label_smoothing > 0:  # by itself, so that without smoothing a logit of -inf is no nan
+        loss = -(1 - label_smoothing) * chosen - label_smoothing * mean
     return loss.masked_fill(~counted, 0)
 
 
 def from_parallel_logits_to_logprobs(
-    parallel_logits: Tensor, target: Tensor, inference: bool = True, *, context: ParallelContext | None = None
+    parallel_logits: Tensor,
+    target: Tensor,
+    inference: bool = True,
+    *,
+    vocab_size: int | None = None,
+    context: ParallelContext | None = None,
 ) -> Tensor:
     """The log-probability of each next token: ``[batch, sequence - 1]`` in float32.
 
@@ -93,10 +111,20 @@ def from_parallel_logits_to_logprobs(
     themselves: position i is scored with token i + 1. ``inference=False`` keeps the graph for a backward.
     """
     context = current_context() if context is None else context
-    _check_range(target, parallel_logits.shape[-1] * context.tp.degree)
+    vocabulary = _vocabulary(parallel_logits, vocab_size, context)
+    _check_range(target, vocabulary)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
-        chosen, _ = _LogProbs.apply(parallel_logits[:, :-1], target[:, 1:], context, False)  # pyright: ignore
+        chosen, _ = _LogProbs.apply(parallel_logits[:, :-1], target[:, 1:], context, vocabulary)  # pyright: ignore
     return chosen
+
+
+def _vocabulary(logits: Tensor, vocab_size: int | None, context: ParallelContext) -> int:
+    columns = logits.shape[-1] * context.tp.degree
+    if vocab_size is None:
+        return columns
+    if not 1 <= vocab_size <= columns:
+        raise ParallelConfigError(f"vocab_size must lie between 1 and the {columns} columns, got {vocab_size}")
+    return vocab_size
 
 
 def _check_range(labels: Tensor, vocabulary: int) -> None:

@@ -323,6 +323,7 @@ def test_indivisible_size_is_reported_at_first_use():
         with pytest.raises(ShardingError, match=f"{what} does not divide over 2 ranks") as caught:
             layer(torch.ones(x))
         assert "1, 3, 9" in str(caught.value) and "pad_model" in str(caught.value)
+        assert ("with pad=True" in str(caught.value)) == (layer is not qkv), "where the layer has that option"
 
 
 @pytest.mark.check

@@ -21,7 +21,7 @@ VOCABULARY = 12
 
 def loss_cases(dtype: torch.dtype) -> list[str]:
     found: dict[str, float] = {}
-    for shape, smoothing, ignored in itertools.product(((5,), (2, 3), (2, 3, 4)), (0.0, 0.1, 1.0), (False, True)):
+    for shape, smoothing, ignored in itertools.product(((5,), (2, 3), (2, 3, 4)), (0.0, 0.1, 0.5, 1.0), (False, True)):
         torch.manual_seed(sum(shape))
         whole = (torch.randn(*shape, VOCABULARY, dtype=dtype) * 3).requires_grad_()
         labels = torch.randint(0, VOCABULARY, shape)
@@ -48,10 +48,51 @@ def loss_cases(dtype: torch.dtype) -> list[str]:
     whole = logits.clone().requires_grad_()
     whole.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
     found["logprobs grad"] = error(trained.grad, piece(whole.grad, -1))
+    found |= padded_vocabulary(dtype)
     low, three = torch.randn(3, VOCABULARY).bfloat16(), torch.tensor([1, 2, 3])
     expected = F.cross_entropy(low.float(), three, reduction="none")
     in_float32 = {"bfloat16": error(parallel_cross_entropy(piece(low, -1), three), expected)}
+    in_float32 |= large_logits()
     return failures(found, LIMITS[dtype]) + failures(in_float32, 1e-6)
+
+
+def padded_vocabulary(dtype: torch.dtype) -> dict[str, float]:
+    """Filling at the end of the last ranks takes no part in the loss and gets no gradient."""
+    found, real = {}, VOCABULARY - 3
+    for smoothing in (0.0, 0.1):
+        padded = torch.randn(2, 3, VOCABULARY, dtype=dtype)
+        whole = padded[..., :real].clone().requires_grad_()
+        mine = piece(padded, -1).detach().clone().requires_grad_()
+        labels = torch.randint(0, real, (2, 3))
+        loss = parallel_cross_entropy(mine, labels, smoothing, vocab_size=real)
+        expected = F.cross_entropy(
+            whole.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+        ).view(2, 3)
+        loss.sum().backward()
+        expected.sum().backward()
+        found[f"padded {smoothing}"] = error(loss, expected)
+        assert whole.grad is not None
+        found[f"padded {smoothing} grad"] = error(mine.grad, piece(F.pad(whole.grad, (0, 3)), -1))
+    return found
+
+
+def large_logits() -> dict[str, float]:
+    """Logits of 1e4 in float32 and bfloat16: finite, and equal in value and gradient (relative to the loss)."""
+    found = {}
+    labels = torch.tensor([0, 3, -100, VOCABULARY - 1])
+    for dtype, smoothing in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.1, 0.5)):
+        large = (torch.randn(4, VOCABULARY) * 1e4).to(dtype)
+        mine = piece(large, -1).detach().clone().requires_grad_()
+        whole = large.float().requires_grad_()
+        loss = parallel_cross_entropy(mine, labels, smoothing)
+        expected = F.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
+        loss.sum().backward()
+        expected.sum().backward()
+        assert whole.grad is not None and mine.grad is not None
+        found[f"1e4 {dtype} {smoothing}"] = error(loss / 1e4, expected / 1e4)
+        found[f"1e4 {dtype} {smoothing} grad"] = error(mine.grad, piece(whole.grad, -1).to(dtype))
+        found[f"1e4 {dtype} {smoothing} ignored"] = mine.grad[2].abs().sum().item()
+    return found
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float64), (2, torch.float32), (4, torch.float64)], ids=str)
@@ -67,6 +108,8 @@ def test_errors():
         parallel_cross_entropy(logits, torch.tensor([1, 2, 3]), 2.0)
     with pytest.raises(ParallelConfigError, match="do not fit logits"):
         parallel_cross_entropy(logits, torch.tensor([1, 2]))
+    with pytest.raises(ParallelConfigError, match="vocab_size must lie between 1 and the 8 columns"):
+        parallel_cross_entropy(logits, torch.tensor([1, 2, 3]), vocab_size=9)
     with pytest.raises(IndexError, match="label 8 is outside the vocabulary"):
         parallel_cross_entropy(logits, torch.tensor([1, 8, 3]))
 

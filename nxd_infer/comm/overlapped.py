@@ -1,0 +1,137 @@
+"""Collectives that run beside computation: ``start_...`` returns at once, ``Pending.wait()`` gives the result.
+
+They are for flat tensors that stay untouched in between, and for axes over ``torch.distributed``; over another
+transport the collective has run when ``start_...`` returns. Every rank of the axis starts the same ones in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.protocol import collectives_of
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, wait: Callable[[], Tensor]):
+        self._wait: Callable[[], Tensor] | None = wait
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result; the first call waits for it. Raises CollectiveTimeoutError when a peer does not come."""
+        if self._result is None:
+            assert self._wait is not None
+            self._result, self._wait = self._wait(), None
+        return self._result
+
+
+def start_all_reduce(x: Tensor, context: ParallelContext, axis: str) -> Pending:
+    """The sum of flat ``x`` over the axis, in place where the transport can."""
+    if context.axis(axis).degree == 1:
+        return Pending(lambda: x)
+    transport = collectives_of(context)
+    if not isinstance(transport, DistributedCollectives):
+        done = transport.all_reduce(x, axis)
+        return Pending(lambda: done)
+    return _started(transport, "all_reduce", axis, lambda group: dist.all_reduce(x, group=group, async_op=True), x)
+
+
+def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pending:
+    """The sum of flat ``x`` over the axis, of which this rank gets its equal piece as a new tensor."""
+    here = context.axis(axis)
+    if here.degree == 1:
+        return Pending(lambda: x)
+    _require_pieces(x, here.degree)
+    transport = collectives_of(context)
+    if not isinstance(transport, DistributedCollectives):
+        done = transport.reduce_scatter(x, axis, 0)
+        return Pending(lambda: done)
+    if transport.backend(axis) != "gloo":
+        piece = x.new_empty(x.numel() // here.degree)
+        return _started(
+            transport,
+            "reduce_scatter",
+            axis,
+            lambda group: dist.reduce_scatter_tensor(piece, x, group=group, async_op=True),
+            piece,
+        )
+    # gloo's own takes longer than an all-reduce; this moves half the bytes, and sums in the order of the ranks.
+    received = torch.empty_like(x)
+    pending = _started(
+        transport,
+        "reduce_scatter",
+        axis,
+        lambda group: dist.all_to_all_single(received, x, group=group, async_op=True),
+        received,
+    )
+    return Pending(lambda: pending.wait().view(here.degree, -1).sum(0))
+
+
+def start_all_gather(x: Tensor, context: ParallelContext, axis: str) -> Pending:
+    """Flat ``x``, of which this rank has filled its equal piece, filled by all: in place where the transport can."""
+    here = context.axis(axis)
+    if here.degree == 1:
+        return Pending(lambda: x)
+    _require_pieces(x, here.degree)
+    transport = collectives_of(context)
+    pieces = x.chunk(here.degree)
+    if not isinstance(transport, DistributedCollectives):
+        done = transport.all_gather(pieces[here.rank], axis, 0)
+        return Pending(lambda: done)
+    if transport.backend(axis) != "gloo":
+        return _started(
+            transport,
+            "all_gather",
+            axis,
+            lambda group: dist.all_gather_into_tensor(x, pieces[here.rank].clone(), group=group, async_op=True),
+            x,
+        )
+    # gloo's own copies through lists; broadcasts write where the values belong.
+    each = [
+        _started(
+            transport,
+            "all_gather",
+            axis,
+            lambda group, p=piece, src=src: dist.broadcast(p, src, group=group, async_op=True),
+            piece,
+        )
+        for piece, src in zip((piece.view(torch.uint8) for piece in pieces), here.ranks, strict=True)
+    ]
+
+    def wait() -> Tensor:
+        for pending in each:
+            pending.wait()
+        return x
+
+    return Pending(wait)
+
+
+def _started(
+    transport: DistributedCollectives,
+    what: str,
+    axis: str,
+    action: Callable[[dist.ProcessGroup], dist.Work | None],
+    result: Tensor,
+) -> Pending:
+    work: list[dist.Work | None] = []
+    transport.run(what, axis, lambda group: work.append(action(group)))
+
+    def wait() -> Tensor:
+        if work[0] is not None:
+            transport.run(what, axis, lambda group: work[0].wait())  # pyright: ignore[reportOptionalMemberAccess]
+        return result
+
+    return Pending(wait)
+
+
+def _require_pieces(x: Tensor, degree: int) -> None:
+    if x.dim() != 1 or x.numel() % degree:
+        raise CollectiveError(f"a flat tensor that divides by {degree} ranks is needed, got shape {tuple(x.shape)}")

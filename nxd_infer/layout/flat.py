@@ -1,0 +1,63 @@
+"""Ranges of flattened tensors as rectangles: how a flat piece of an optimizer's state meets logical weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+Bounds = tuple[tuple[int, int], ...]
+"""``(start, stop)``, one a dimension."""
+
+
+def flat_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
+    """Elements ``start..stop`` of a flattened tensor of ``shape`` as rectangles, in order; each is contiguous.
+
+    There are at most ``2 * dimensions - 1``.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    (first, offset), (last, rest) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from _within(first, shape, offset, rest)
+        return
+    if offset:
+        yield from _within(first, shape, offset, inner)
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, n) for n in shape[1:]))
+    if rest:
+        yield from _within(last, shape, 0, rest)
+
+
+def _within(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
+    for inner in flat_rectangles(shape[1:], start, stop):
+        yield ((row, row + 1), *inner)
+
+
+def overlap(first: Bounds, second: Bounds) -> Bounds | None:
+    """The rectangle that both have in common, None when there is none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return None if any(a >= b for a, b in both) else both
+
+
+def relative(bounds: Bounds, origin: Bounds) -> tuple[slice, ...]:
+    """Slices of ``bounds`` in a tensor that begins at the low corner of ``origin``."""
+    return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(bounds, origin, strict=True))
+
+
+def moved(bounds: Bounds, source: Bounds, target: Bounds) -> Bounds:
+    """``bounds`` inside ``source`` as bounds inside ``target``, a rectangle of the same shape elsewhere."""
+    shifts = zip(bounds, source, target, strict=True)
+    return tuple((a - low + to, b - low + to) for (a, b), (low, _), (to, _) in shifts)
+
+
+def flat_index(corner: Bounds, shape: Sequence[int]) -> int:
+    """Where the low corner of ``corner`` lies in the flattened tensor of ``shape``."""
+    index = 0
+    for (low, _), size in zip(corner, shape, strict=True):
+        index = index * size + low
+    return index

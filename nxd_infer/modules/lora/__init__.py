@@ -1,0 +1,21 @@
+"""Low-rank adaptation (LoRA): a model's weights are frozen, and a product ``B A`` of low rank is trained beside each.
+
+::
+
+    lora_config = LoraConfig(enable_lora=True, lora_rank=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=2, lora_config=lora_config)
+    model = nxd.initialize_parallel_model(nxd_config, get_model)
+
+or ``LoRAModel(module, lora_config)`` around any module. Adapters are read and written in the format of PEFT.
+
+Source: NxD Core training API, "Enable LoRA fine-tuning".
+"""
+
+from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.model import LoRAModel
+from nxd_infer.modules.lora.peft import load_adapter, save_adapter
+
+LoraModel = LoRAModel
+"""The reference's code has this name, its documentation the other."""
+
+__all__ = ["LoRAModel", "LoraConfig", "LoraModel", "load_adapter", "save_adapter"]

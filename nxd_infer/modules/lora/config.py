@@ -1,0 +1,173 @@
+"""The options of LoRA, and their form in PEFT's ``adapter_config.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from nxd_infer.errors import CheckpointError, ParallelConfigError
+
+__all__ = ["LoraConfig"]
+
+BIASES = ("none", "all", "lora_only")
+INITS = ("default", "gaussian")
+UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+)
+"""Options of PEFT that change what an adapter computes, and that must be off here."""
+
+
+@dataclass
+class LoraConfig:
+    """What is adapted, how, and what of it is saved. Raises ParallelConfigError (a ValueError) for values out of range.
+
+    ``LoRAModel(module, config)`` is the only reader; nothing happens when a configuration is made.
+    """
+
+    lora_rank: int = 16
+    """Columns of B and rows of A."""
+    target_modules: Sequence[str] | str | None = None
+    """Layers whose full name contains one of these words are adapted. One string may also be a regular expression that
+    matches the whole name. None: by ``model.config.model_type``, the query and value projections."""
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    """Of the adapter's input, in training; 0 to below 1."""
+    bias: str = "none"
+    """Which biases are trained: "none", "all", or those of adapted layers ("lora_only")."""
+    use_rslora: bool = False
+    """Scale by ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
+    init_lora_weights: str = "default"
+    """A begins as ``nn.Linear`` does ("default") or normal with standard deviation 1/rank ("gaussian"), B with zeros.
+    For embeddings A begins with zeros and B normal, as in PEFT."""
+    modules_to_save: Sequence[str] | None = None
+    """Modules that are trained and saved as a whole, by their name or its last components."""
+    lora_verbose: bool = False
+    """Print what is adapted."""
+    load_lora_from_ckpt: bool = False
+    """Take the configuration and the weights of the adapter in ``lora_save_dir``."""
+    lora_load_tag: str | None = None
+    """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else the newest below it."""
+    lora_save_dir: str = "lora_adapter"
+    merge_lora: bool = False
+    """State dicts hold the merged model; needs ``save_lora_base=True``."""
+    save_lora_base: bool = False
+    """State dicts hold the base weights beside the adapter."""
+    save_lora_config_adapter: bool = False
+    """State dicts hold this configuration under the key ``lora_config``."""
+    merge_sharded_lora: bool = True
+    """Accepted for ported code: state dicts are this rank's, adapter files always whole."""
+    enable_lora: bool = field(default=True, kw_only=True)
+    """False: ``initialize_parallel_model`` adapts nothing."""
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.lora_rank, int) and not isinstance(self.lora_rank, bool)
+        _check("lora_rank", self.lora_rank, whole and self.lora_rank >= 1, "a whole number of at least 1")
+        _check("lora_alpha", self.lora_alpha, _number(self.lora_alpha) and self.lora_alpha > 0, "a number above 0")
+        dropout = self.lora_dropout
+        _check("lora_dropout", dropout, _number(dropout) and 0 <= dropout < 1, "a number from 0 to below 1")
+        _check("bias", self.bias, self.bias in BIASES, '"none", "all" or "lora_only"')
+        _check("init_lora_weights", self.init_lora_weights, self.init_lora_weights in INITS, '"default" or "gaussian"')
+        for name in ("target_modules", "modules_to_save"):
+            value = getattr(self, name)
+            listed = isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)
+            one = name == "target_modules" and isinstance(value, str)
+            _check(name, value, value is None or listed or one, "a list of names or None")
+        for option in fields(self):
+            if option.type == "bool":
+                value = getattr(self, option.name)
+                _check(option.name, value, isinstance(value, bool), "True or False")
+        if self.merge_lora and not self.save_lora_base:
+            raise ParallelConfigError(
+                "merge_lora=True saves the base weights with the adapter in them: pass save_lora_base=True as well, "
+                "or merge_lora=False to save the adapter alone"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What ``B A x`` is multiplied by."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+
+    @staticmethod
+    def of(given: LoraConfig | Mapping[str, Any]) -> LoraConfig:
+        """A copy of a configuration, or one from a mapping of its options."""
+        if isinstance(given, LoraConfig):
+            return replace(given)
+        if not isinstance(given, Mapping):
+            raise ParallelConfigError(f"lora_config must be a LoraConfig, a dict or None, got {type(given).__name__}")
+        known = [option.name for option in fields(LoraConfig)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ParallelConfigError(f"lora_config has no key {unknown[0]!r}; known are {', '.join(known)}")
+        return LoraConfig(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option as a plain value."""
+        plain = asdict(self)
+        return {name: list(v) if isinstance(v, set | frozenset | tuple) else v for name, v in plain.items()}
+
+    def to_peft(self, target_modules: Sequence[str]) -> dict[str, Any]:
+        """The content of ``adapter_config.json``; ``target_modules`` by PEFT's rule (names or their last parts)."""
+        return {
+            "peft_type": "LORA",
+            "auto_mapping": None,
+            "base_model_name_or_path": None,
+            "task_type": None,
+            "inference_mode": True,
+            "r": self.lora_rank,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": sorted(target_modules),
+            "bias": self.bias,
+            "use_rslora": self.use_rslora,
+            "init_lora_weights": True if self.init_lora_weights == "default" else self.init_lora_weights,
+            "modules_to_save": sorted(self.modules_to_save) if self.modules_to_save else None,
+            "fan_in_fan_out": False,
+        }
+
+    def with_peft(self, stored: Mapping[str, Any], where: object) -> LoraConfig:
+        """This configuration with what ``adapter_config.json`` says of the adapter.
+
+        Raises CheckpointError for adapters of another kind, and for options that are not supported.
+        """
+        if stored.get("peft_type") != "LORA":
+            raise CheckpointError(f"{where}: peft_type is {stored.get('peft_type')!r}, and only LORA can be read")
+        used = [name for name in UNSUPPORTED if stored.get(name)]
+        if used:
+            raise CheckpointError(f"{where}: the adapter uses {', '.join(used)}, which is not supported")
+        gaussian = stored.get("init_lora_weights") == "gaussian"
+        return replace(
+            self,
+            lora_rank=stored.get("r", 8),
+            lora_alpha=stored.get("lora_alpha", 8),
+            lora_dropout=stored.get("lora_dropout", 0.0),
+            target_modules=stored.get("target_modules"),
+            bias=stored.get("bias", "none"),
+            use_rslora=bool(stored.get("use_rslora", False)),
+            init_lora_weights="gaussian" if gaussian else "default",
+            modules_to_save=stored.get("modules_to_save"),
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(what: str, value: Any, fits: Any, wanted: str) -> None:
+    if not fits:
+        raise ParallelConfigError(f"LoraConfig: {what} must be {wanted}, got {value!r}")

@@ -1,0 +1,327 @@
+"""Layers with a low-rank update: ``y = base(x) + scaling * B(A(dropout(x)))``, at every tensor-parallel degree.
+
+Of a column-parallel base A is whole on every rank and B is split like the base's outputs; of a row-parallel base A is
+split like its inputs and B is whole. The split factors are this package's parallel layers, so what travels between the
+ranks is ``rank`` numbers wide, and every gradient is that of the logical weight:
+
+- A of a column base reads ``x`` outside the parallel region (the base enters it by itself), and its output enters it,
+  so A's gradient is whole on each rank;
+- where a whole factor sees another input on each rank (a piece of the sequence, a partial sum, a shared input inside
+  the region) its gradients are summed over them (``ReplicatedLinear(summed=True)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.context import current_context, use_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import AxisPlan
+from nxd_infer.modules.lora.base import LoraLayer, ReplicatedLinear
+from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
+from nxd_infer.parallel_layers.base import ParallelLayer, real_cpu_tensors
+
+__all__ = ["adaptable", "lora_layer"]
+
+
+class LoraLinear(LoraLayer):
+    """On ``nn.Linear``."""
+
+    base_layer: nn.Linear
+
+    def __init__(self, base_layer: nn.Linear, config: LoraConfig):
+        super().__init__(base_layer, config)
+        like, base = base_layer.weight, base_layer
+        summed = bool(getattr(like, "sequence_parallel_enabled", False))
+        self.lora_A = ReplicatedLinear(base.in_features, self.lora_rank, self.init_A, self.place, like, summed)
+        self.lora_B = ReplicatedLinear(self.lora_rank, base.out_features, nn.init.zeros_, self.place, like, summed)
+
+    def deltas(self) -> dict[str, Tensor]:
+        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+
+
+class LoraEmbedding(LoraLayer):
+    """On ``nn.Embedding``; there is no dropout on ids."""
+
+    base_layer: nn.Embedding
+    embedding = True
+
+    def __init__(self, base_layer: nn.Embedding, config: LoraConfig):
+        super().__init__(base_layer, config)
+        base, like = base_layer, base_layer.weight
+        self.lora_A = _zero_table(base.num_embeddings, self.lora_rank, base.padding_idx, like)
+        self.lora_B = ReplicatedLinear(self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x
+
+    def deltas(self) -> dict[str, Tensor]:
+        return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
+
+
+def _zero_table(rows: int, columns: int, padding_idx: int | None, like: Tensor) -> nn.Embedding:
+    zeros = torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
+    return nn.Embedding(rows, columns, padding_idx, _weight=zeros)
+
+
+class LoraConv2d(LoraLayer):
+    """On ``nn.Conv2d``: A is a convolution like the base to ``rank`` channels, B one of 1 x 1."""
+
+    base_layer: nn.Conv2d
+
+    def __init__(self, base_layer: nn.Conv2d, config: LoraConfig):
+        super().__init__(base_layer, config)
+        base = base_layer
+        if base.groups != 1:
+            raise ParallelConfigError(f"LoRA takes an nn.Conv2d with groups=1, got {base.groups}; do not target it")
+        here: dict[str, Any] = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        size: Any = base.kernel_size
+        self.lora_A = nn.utils.skip_init(
+            nn.Conv2d,
+            base.in_channels,
+            self.lora_rank,
+            size,
+            stride=base.stride,
+            padding=base.padding,
+            dilation=base.dilation,
+            padding_mode=base.padding_mode,
+            **here,
+        )
+        self.lora_B = nn.utils.skip_init(nn.Conv2d, self.lora_rank, base.out_channels, 1, **here)
+        with torch.no_grad():
+            self.init_A(self.lora_A.get_parameter("weight"))
+            nn.init.zeros_(self.lora_B.get_parameter("weight"))
+
+    def deltas(self) -> dict[str, Tensor]:
+        a, b = self.wide(self.lora_A), self.wide(self.lora_B)
+        return {"weight": self.scaling * torch.einsum("or,rikl->oikl", b.flatten(1), a)}
+
+
+class _OnSequence(LoraLayer):
+    """Of a layer whose input may be this rank's piece of the sequence."""
+
+    base_layer: Any
+
+    def whole_shape(self, x: Tensor) -> list[int]:
+        shape = list(x.shape)
+        if self.base_layer.sequence_parallel_enabled:
+            shape[self.base_layer.sequence_dimension] *= self.base_layer.degree
+        return shape
+
+    def own_piece(self, whole: Tensor) -> Tensor:
+        base = self.base_layer
+        if not base.sequence_parallel_enabled:
+            return whole
+        return comm.shard(whole, base.context, base.axis, base.sequence_dimension)
+
+    def column_factor(self, plan: AxisPlan, like: Tensor) -> ColumnParallelLinear:
+        """B, split like the base's outputs ``plan``."""
+        base = self.base_layer
+        return ColumnParallelLinear(
+            self.lora_rank,
+            plan.size,
+            bias=False,
+            gather_output=base.gather_output,
+            sequence_parallel_enabled=base.sequence_parallel_enabled,
+            dtype=like.dtype,
+            device=like.device,
+            init_method=nn.init.zeros_,
+            sequence_dimension=base.sequence_dimension,
+            tensor_model_parallel_group=base.axis,
+            reduce_dtype=base.reduce_dtype,
+            output_plan=plan,
+            input_is_shared=getattr(base, "input_is_shared", False),
+        )
+
+
+class LoraColumnParallelLinear(_OnSequence):
+    """On ColumnParallelLinear: A whole, B split by rows."""
+
+    base_layer: ColumnParallelLinear
+
+    def __init__(self, base_layer: ColumnParallelLinear, config: LoraConfig):
+        super().__init__(base_layer, config)
+        base, like = base_layer, base_layer.weight
+        summed = base.sequence_parallel_enabled or base.input_is_shared
+        self.lora_A = ReplicatedLinear(base.input_size, self.lora_rank, self.init_A, self.place, like, summed)
+        self.lora_B = self.column_factor(base.output_plan, like)
+
+    def add(self, y: Tensor, update: Tensor) -> Tensor:
+        filling = y.shape[-1] - update.shape[-1]  # keep_padded_output
+        return super().add(y, F.pad(update, (0, filling)) if filling else update)
+
+    def deltas(self) -> dict[str, Tensor]:
+        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+
+
+class LoraGQAQKVColumnParallelLinear(_OnSequence):
+    """On GQAQKVColumnParallelLinear: a pair of factors for each of q, k and v that is targeted."""
+
+    base_layer: GQAQKVColumnParallelLinear
+
+    def __init__(self, base_layer: GQAQKVColumnParallelLinear, config: LoraConfig, parts: tuple[str, ...] = PARTS):
+        super().__init__(base_layer, config)
+        base, self.parts = base_layer, parts
+        like = base.get_parameter(base._parameter_names("weight")[0])
+        size, summed = base.input_size, base.sequence_parallel_enabled
+        self.lora_A = nn.ModuleDict(
+            {part: ReplicatedLinear(size, self.lora_rank, self.init_A, self.place, like, summed) for part in parts}
+        )
+        self.lora_B = nn.ModuleDict({part: self.column_factor(base._plan(part), like) for part in parts})
+
+    def factors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+        for part in self.parts:
+            yield part, self.lora_A.get_submodule(part), self.lora_B.get_submodule(part)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.merged:
+            return super().forward(x)
+        outputs: dict[str, Tensor] = dict(zip(PARTS, self.base_layer(x), strict=True))
+        dropped = self.drop(x)
+        for part, a, b in self.factors():
+            outputs[part] = self.add(outputs[part], self._as_wide(b(a(dropped)), outputs[part].shape[-1]))
+        return tuple(outputs.values())
+
+    def _as_wide(self, update: Tensor, width: int) -> Tensor:
+        """Every head as often as the base returns it, side by side, with ``gather_output`` and copies of heads."""
+        copies = width // update.shape[-1]
+        if copies == 1:
+            return update
+        head_dim: Any = self.base_layer.head_dim
+        return update.unflatten(-1, (-1, head_dim)).repeat_interleave(copies, -2).flatten(-2)
+
+    def deltas(self) -> dict[str, Tensor]:
+        base, found = self.base_layer, {}
+        for part, a, b in self.factors():
+            found[part] = self.scaling * self.wide(b) @ self.wide(a)
+        if not base.fuse_qkv:
+            return {f"weight_{part}": delta for part, delta in found.items()}
+        like, kv = next(iter(found.values())), base.kv_output_size_per_partition
+        sizes = {"q": base.q_output_size_per_partition, "k": kv, "v": kv}
+        return {"weight_qkv": torch.cat([found.get(p, like.new_zeros(sizes[p], base.input_size)) for p in PARTS])}
+
+
+class LoraRowParallelLinear(LoraLayer):
+    """On RowParallelLinear: A split by columns, B whole. The ranks' results are summed between the two."""
+
+    base_layer: RowParallelLinear
+
+    def __init__(self, base_layer: RowParallelLinear, config: LoraConfig):
+        super().__init__(base_layer, config)
+        base, like = base_layer, base_layer.weight
+        self.lora_A = RowParallelLinear(
+            base.input_plan.size,
+            self.lora_rank,
+            bias=False,
+            input_is_parallel=base.input_is_parallel,
+            sequence_parallel_enabled=base.sequence_parallel_enabled,
+            dtype=like.dtype,
+            device=like.device,
+            init_method=self.init_A,
+            sequence_dimension=base.sequence_dimension,
+            reduce_output=base.reduce_output,
+            tensor_model_parallel_group=base.axis,
+            reduce_dtype=base.reduce_dtype,
+            input_plan=base.input_plan,
+        )
+        summed = base.sequence_parallel_enabled or not base.reduce_output
+        self.lora_B = ReplicatedLinear(self.lora_rank, base.output_size, nn.init.zeros_, self.place, like, summed)
+        with real_cpu_tensors():
+            self.own_inputs = base.input_plan.rank_index(base.degree, base.rank)
+
+    def whole_shape(self, x: Tensor) -> list[int]:
+        return [*x.shape[:-1], self.base_layer.input_plan.size if self.base_layer.input_is_parallel else x.shape[-1]]
+
+    def own_piece(self, whole: Tensor) -> Tensor:
+        if not self.base_layer.input_is_parallel:
+            return whole
+        return F.pad(whole, (0, 1)).index_select(-1, self.own_inputs.to(whole.device))
+
+    def deltas(self) -> dict[str, Tensor]:
+        return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
+
+
+class LoraParallelEmbedding(LoraLayer):
+    """On ParallelEmbedding: A is split with the vocabulary, or B with the embedding dimension."""
+
+    base_layer: ParallelEmbedding
+    embedding = True
+
+    def __init__(self, base_layer: ParallelEmbedding, config: LoraConfig):
+        super().__init__(base_layer, config)
+        base, like = base_layer, base_layer.weight
+        if base.shard_across_embedding:
+            self.lora_A = _zero_table(base.num_embeddings, self.lora_rank, base.padding_idx, like)
+            self.lora_B = ColumnParallelLinear(
+                self.lora_rank,
+                base.plan.size,
+                bias=False,
+                gather_output=base.collect_output,
+                dtype=like.dtype,
+                device=like.device,
+                init_method=nn.init.normal_,
+                tensor_model_parallel_group=base.axis,
+                output_plan=base.plan,
+            )
+            return
+        self.lora_A = ParallelEmbedding(
+            base.num_embeddings,
+            self.lora_rank,
+            nn.init.zeros_,
+            like.dtype,
+            like.device,
+            padding_idx=base.padding_idx,
+            pad=base.pad_size > 0,
+            sequence_parallel_enabled=base.sequence_parallel_enabled,
+            sequence_dimension=base.sequence_dimension,
+            collect_output=base.collect_output,
+            tensor_model_parallel_group=base.axis,
+        )
+        summed = base.sequence_parallel_enabled or not base.collect_output
+        self.lora_B = ReplicatedLinear(self.lora_rank, base.embedding_dim, nn.init.normal_, self.place, like, summed)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x
+
+    def update(self, x: Tensor) -> Tensor:
+        base, update = self.base_layer, super().update(x)
+        if base.shard_across_embedding and base.sequence_parallel_enabled:
+            return mappings.scatter_to_sequence_parallel_region(
+                update, base.sequence_dimension, base.axis, context=base.context
+            )
+        return update
+
+    def deltas(self) -> dict[str, Tensor]:
+        return {"weight": self.scaling * self.wide(self.lora_A) @ self.wide(self.lora_B).T}
+
+
+LAYERS: dict[type[nn.Module], Callable[..., LoraLayer]] = {
+    GQAQKVColumnParallelLinear: LoraGQAQKVColumnParallelLinear,
+    ColumnParallelLinear: LoraColumnParallelLinear,
+    RowParallelLinear: LoraRowParallelLinear,
+    ParallelEmbedding: LoraParallelEmbedding,
+    nn.Linear: LoraLinear,
+    nn.Embedding: LoraEmbedding,
+    nn.Conv2d: LoraConv2d,
+}
+
+
+def adaptable(module: nn.Module) -> bool:
+    """Whether there is a LoRA layer for it."""
+    return isinstance(module, tuple(LAYERS))
+
+
+def lora_layer(module: nn.Module, config: LoraConfig, *parts: tuple[str, ...]) -> LoraLayer:
+    """The LoRA layer on ``module``, whose parameters are frozen; ``parts`` of q, k and v, for their joint layer."""
+    make = next(make for kind, make in LAYERS.items() if isinstance(module, kind))
+    context = module.context if isinstance(module, ParallelLayer) else current_context()
+    with use_context(context):
+        return make(module, config, *parts)

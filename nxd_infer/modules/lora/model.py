@@ -1,0 +1,314 @@
+"""LoRAModel: a module with its layers adapted, its other weights frozen, and state dicts of what is to be saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError, WeightMismatchError
+from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
+from nxd_infer.modules.lora import peft
+from nxd_infer.modules.lora.base import LoraLayer
+from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.layers import adaptable, lora_layer
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.modules.wrapper import ModelWrapper
+
+__all__ = ["LoRAModel"]
+
+DEFAULT_TARGETS = {
+    "bert": ("query", "value"),
+    "gpt_neox": ("query_key_value",),
+    "llama": ("q_proj", "v_proj"),
+    "mistral": ("q_proj", "v_proj"),
+    "mixtral": ("q_proj", "v_proj"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
+    "roberta": ("query", "value"),
+}
+"""Without ``target_modules``, by ``model.config.model_type``: the projections that PEFT takes."""
+
+
+class LoRAModel(ModelWrapper):
+    """``module`` with adapters beside the layers that the configuration names; used like the module.
+
+    Args:
+        module: any module; it is changed in place. Pad it (``pad_model``) before.
+        config: a LoraConfig, or a dict of its options. With ``load_lora_from_ckpt`` the adapter in its
+            ``lora_save_dir`` decides what is adapted.
+
+    Linear, Embedding and Conv2d layers of PyTorch and ColumnParallelLinear, RowParallelLinear, ParallelEmbedding and
+    GQAQKVColumnParallelLinear can be adapted. Only adapters, and what ``bias`` and ``modules_to_save`` name, require
+    gradients afterwards: make the optimizer from ``parameters()`` then. All ranks must draw the same random numbers.
+
+    A state dict holds the adapter; with ``save_lora_base`` the base weights too, as ``x.base_layer.weight``; with
+    ``merge_lora`` as well the merged weights under the names of the module instead.
+    """
+
+    def __init__(self, module: nn.Module, config: LoraConfig | Mapping[str, Any]):
+        config = LoraConfig.of(config)
+        if not config.enable_lora:
+            raise ParallelConfigError("LoRAModel adapts a model, but its configuration has enable_lora=False")
+        if any(isinstance(child, LoraLayer) for child in module.modules()):
+            raise ParallelConfigError("the model has LoRA layers already: adapt the module they were put into")
+        super().__init__(module)
+        self.base_layouts = weight_layout(module)
+        """Of the weights under the names they have without adapters."""
+        stored = None
+        if config.load_lora_from_ckpt:
+            stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
+            config = peft.read_config(stored, config)
+            config.modules_to_save = self._present(config.modules_to_save)  # PEFT writes names the model may lack
+        self.lora_config = config
+        self.lora_layers: dict[str, LoraLayer] = {}
+        self._adapt(None if stored is None else peft.adapted_paths(stored))
+        self._freeze()
+        if stored is not None:
+            peft.load_adapter(self, stored)
+        if config.lora_verbose and current_context().rank == 0:
+            print(self.describe())
+
+    # --- construction ---------------------------------------------------------------------------------
+
+    def _adapt(self, exact: set[str] | None) -> None:
+        """Put LoRA layers in. ``exact``: the logical paths to adapt, in place of the words of the configuration."""
+        words = self._words() if exact is None else ()
+        made: dict[int, LoraLayer] = {}
+        for path, child in list(self.module.named_modules(remove_duplicate=False)):
+            if not path or not adaptable(child) or self.saved_whole(path):
+                continue
+            paths = self._logical_paths(path, child)
+            if exact is not None:
+                parts = tuple(part for part, logical in paths.items() if logical in exact)
+            else:
+                parts = tuple(part for part, logical in paths.items() if part and _contains(logical, words))
+                parts = parts or (tuple(paths) if _contains(path, words) else ())
+            if not parts:
+                continue
+            if id(child) not in made:
+                extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
+                made[id(child)] = lora_layer(child, self.lora_config, *extra)
+                made[id(child)].paths = {part: paths[part] for part in parts}
+                self.lora_layers[path] = made[id(child)]
+            parent, _, name = path.rpartition(".")
+            setattr(self.module.get_submodule(parent), name, made[id(child)])
+        if not made:
+            found = sorted({path.rpartition(".")[2] for path, child in self.module.named_modules() if adaptable(child)})
+            raise ParallelConfigError(
+                f"LoRA: no layer is named by target_modules={sorted(exact or words)}; "
+                f"the layers that can be adapted are {', '.join(found) or 'none'}"
+            )
+
+    def _words(self) -> Sequence[str] | str:
+        if self.lora_config.target_modules is not None:
+            return self.lora_config.target_modules
+        kind = getattr(getattr(self.module, "config", None), "model_type", None)
+        if kind not in DEFAULT_TARGETS:
+            raise ParallelConfigError(
+                f"LoRA: there are no default target_modules for the model type {kind!r}; pass target_modules=[...]"
+            )
+        return DEFAULT_TARGETS[kind]
+
+    def _logical_paths(self, path: str, child: nn.Module) -> dict[str, str]:
+        """The name of each projection of a layer, by part; ("", path) for most."""
+        weights = [name for name in child._parameters if name.startswith("weight")]
+        found: dict[str, str] = {}
+        for weight in weights:
+            for part, logical in self.base_layouts[f"{path}.{weight}"].sources:
+                part = part or weight.removeprefix("weight").removeprefix("_")
+                found[part] = logical.removesuffix(".weight") if logical.endswith(".weight") else f"{path}.{part}"
+        return found
+
+    def saved_whole(self, name: str) -> bool:
+        """Whether a module or parameter is, or lies in, one of ``modules_to_save``."""
+        parts = name.split(".")
+        begins = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        wanted = self.lora_config.modules_to_save or ()
+        return any(begin == word or begin.endswith(f".{word}") for begin in begins for word in wanted)
+
+    def _freeze(self) -> None:
+        self.module.requires_grad_(False)
+        pairs = [pair for layer in self.lora_layers.values() for _, *pair in layer.factors()]
+        factors = {id(factor.weight) for pair in pairs for factor in pair}
+        self.adapter_names = {name for name, param in self._named() if id(param) in factors}
+        """Of the factors' parameters in ``named_parameters``."""
+        adapted = {f"{path}.base_layer" for path in self.lora_layers}
+        for name, param in self._named():
+            path, _, leaf = name.rpartition(".")
+            is_bias = leaf == "bias" or leaf.startswith("bias_")
+            trained = name in self.adapter_names or self.saved_whole(self.base_name(name))
+            trained |= is_bias and self.lora_config.bias == "all"
+            trained |= is_bias and self.lora_config.bias == "lora_only" and path in adapted
+            if trained and param.is_floating_point():
+                param.requires_grad_(True)
+        whole = self.lora_config.modules_to_save or ()
+        missing = set(whole) - set(self._present(whole))
+        if missing:
+            raise ParallelConfigError(f"LoRA: modules_to_save names no module: {', '.join(sorted(missing))}")
+
+    def _present(self, words: Sequence[str] | None) -> list[str]:
+        """Those of the words that name a module."""
+        paths = [path for path, _ in self.module.named_modules()]
+        return [word for word in words or () if any(f".{path}".endswith(f".{word}") for path in paths)]
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters(remove_duplicate=False))
+
+    def base_name(self, name: str) -> str:
+        """What a weight is called without adapters."""
+        path, found, leaf = name.rpartition(".base_layer.")
+        return f"{path}.{leaf}" if found and path in self.lora_layers else name
+
+    # --- merging --------------------------------------------------------------------------------------
+
+    def merge(self) -> LoRAModel:
+        """Put the adapters into the base weights, which are kept aside; see :meth:`LoraLayer.merge`."""
+        for layer in self.lora_layers.values():
+            layer.merge()
+        return self
+
+    def unmerge(self) -> LoRAModel:
+        """Put the base weights back, exactly."""
+        for layer in self.lora_layers.values():
+            layer.unmerge()
+        return self
+
+    def require_unmerged(self) -> None:
+        """Raise ParallelConfigError while the adapters are merged."""
+        if any(layer.merged for layer in self.lora_layers.values()):
+            raise ParallelConfigError("the adapter is merged: call unmerge() before weights are loaded")
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def trained_names(self) -> set[str]:
+        """Of everything that is saved with the adapter: what requires gradients, and buffers of modules_to_save."""
+        trained = {name for name, param in self._named() if param.requires_grad}
+        return trained | {name for name, _ in self.module.named_buffers() if self.saved_whole(name)}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's tensors, of the adapter, of both, or merged; see the class."""
+        config, found = self.lora_config, self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        names = [name for name in found if name.startswith(prefix)]
+        if config.merge_lora:
+            merged = {
+                f"{prefix}{path}.base_layer.{name}": weight
+                for path, layer in self.lora_layers.items()
+                for name, weight in layer.merged_weights().items()
+            }
+            for name in names:
+                value = found.pop(name)
+                if name.removeprefix(prefix) not in self.adapter_names:
+                    found[prefix + self.base_name(name.removeprefix(prefix))] = merged.get(name, value)
+            return self._with_config(found, prefix)
+        for path, layer in self.lora_layers.items():
+            found.update({f"{prefix}{path}.base_layer.{name}": w.detach() for name, w in layer.base_weights.items()})
+        if not config.save_lora_base:
+            trained = self.trained_names()
+            for name in names:
+                if name.removeprefix(prefix) not in trained:
+                    del found[name]
+        return self._with_config(found, prefix)
+
+    def _with_config(self, found: Any, prefix: str) -> Any:
+        if self.lora_config.save_lora_config_adapter:
+            found[f"{prefix}lora_config"] = self.lora_config.to_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over an adapter, base weights (under the module's own names or ``x.base_layer.weight``), or both.
+
+        With ``strict``, raises WeightMismatchError for unknown names, and where a part of either is missing.
+        """
+        self.require_unmerged()
+        given = {name: value for name, value in state_dict.items() if name != "lora_config"}
+        known = list(self.module.state_dict())
+        full = {self.base_name(name): name for name in known} | {name: name for name in known}
+        taken = {full[name]: value for name, value in given.items() if name in full}
+        unexpected = tuple(name for name in given if name not in full)
+        if strict:
+            self._require_complete(taken.keys(), unexpected)
+        return self.module.load_state_dict(taken, strict=False, assign=assign)
+
+    def _require_complete(self, taken: Collection[str], unexpected: Sequence[str]) -> None:
+        """Raise unless ``taken`` names the whole adapter, or all base weights, or both, and nothing is unexpected."""
+        there, adapter, trained = set(taken), self.adapter_names, self.trained_names()
+        frozen = set(self.module.state_dict()) - trained
+        missing: set[str] = set()
+        if adapter & there or not frozen & there:
+            missing |= trained - there
+        if frozen & there:
+            missing |= (frozen | trained - adapter) - there
+        if missing or unexpected:
+            raise WeightMismatchError(
+                f"the weights do not fit the adapted model; missing: {sorted(missing)[:12]}, "
+                f"unexpected: {list(unexpected)[:12]}",
+                tuple(sorted(missing)),
+                tuple(unexpected),
+            )
+
+    def saved_weights(self) -> dict[str, tuple[Tensor, ParamLayout]]:
+        """The tensors of :meth:`state_dict` with their layouts; base weights have the logical names of the module."""
+        state, layouts = self.state_dict(), self._layouts()
+        state.pop("lora_config", None)
+        if not self.lora_config.merge_lora:
+            return {name: (tensor, layouts[name]) for name, tensor in state.items()}
+        # A tied weight has a value of its own where it is merged.
+        merged = {f"{path}.{name}" for path, layer in self.lora_layers.items() for name in layer.merged_weights()}
+        untied = {name: replace(self.base_layouts[name], alias_of=None) for name in merged}
+        return {name: (tensor, untied.get(name, self.base_layouts[name])) for name, tensor in state.items()}
+
+    def load_weights(self, source: WeightSource, rank: int, degree: int, strict: bool = True) -> None:
+        """Read what :meth:`saved_weights` gave, by logical names, in any of the three ways, at any degree.
+
+        Raises WeightMismatchError as :meth:`load_state_dict` does, before anything is written.
+        """
+        self.require_unmerged()
+        names, layouts = set(source.keys()), self._layouts()
+        taken = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+        there = {self.base_name(name) for name in taken}
+        taken |= {name: layout for name, layout in layouts.items() if layout.alias_of in there}
+        used = {logical for layout in taken.values() for logical in layout.logical_names}
+        if strict:
+            self._require_complete(taken, sorted(names - used))
+        taken = {name: layout for name, layout in taken.items() if not layout.alias_of}
+        check_weights(taken, source, strict=False)
+        tensors = self.module.state_dict()
+        for name, layout in taken.items():
+            fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
+
+    def _layouts(self) -> dict[str, ParamLayout]:
+        """Of everything in the module's state dict: base weights as if there were no adapters, and the factors."""
+        own = weight_layout(self.module)
+        return {
+            name: own[name] if name in self.adapter_names else self.base_layouts[self.base_name(name)]
+            for name in self.module.state_dict()
+        }
+
+    # --- adapters in PEFT's format --------------------------------------------------------------------
+
+    def save_adapter(self, folder: Any = None) -> None:
+        """:func:`nxd_infer.modules.lora.save_adapter`; the folder is ``lora_save_dir`` by default."""
+        peft.save_adapter(self, self.lora_config.lora_save_dir if folder is None else folder)
+
+    def load_adapter(self, folder: Any) -> None:
+        """:func:`nxd_infer.modules.lora.load_adapter`."""
+        peft.load_adapter(self, folder)
+
+    def describe(self) -> str:
+        """What is adapted and how many numbers of this rank are trained, in a line each."""
+        trained = sum(param.numel() for param in self.module.parameters() if param.requires_grad)
+        total = sum(param.numel() for param in self.module.parameters())
+        paths = [path for layer in self.lora_layers.values() for path in layer.paths.values()]
+        return f"LoRA on {len(paths)} projections: {', '.join(paths)}\ntrained: {trained} of {total} parameters"
+
+
+def _contains(name: str, words: Sequence[str] | str) -> bool:
+    if isinstance(words, str):
+        return words in name or re.fullmatch(words, name) is not None
+    return any(word in name for word in words)

@@ -1,0 +1,219 @@
+"""Adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder.
+
+The file holds whole logical tensors, whatever the degree: ``base_model.model.<path>.lora_A.weight`` [rank, in] and
+``lora_B.weight`` [out, rank], for embeddings ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B``, and the
+weights of the base that are trained. q, k and v of one joint layer are three projections, under their own names.
+
+Source: PEFT documentation, "PEFT checkpoint format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_infer import comm
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
+from nxd_infer.modules.lora.base import Place
+from nxd_infer.modules.lora.config import LoraConfig
+
+if TYPE_CHECKING:
+    from nxd_infer.modules.lora.model import LoRAModel
+
+__all__ = ["load_adapter", "save_adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUBFOLDER = "lora_adapter"
+"""Where a checkpoint keeps its adapter."""
+
+Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of this rank (a view of the parameter) and the logical tensors of the file that it is made of."""
+
+    name: str
+    tensor: Tensor
+    layout: ParamLayout
+    place: Place
+    adapter: bool
+
+    @property
+    def degree(self) -> int:
+        return self.place[0].axis(self.place[1]).degree
+
+    def read(self, source: SafetensorsSource) -> None:
+        rank = self.place[0].axis(self.place[1]).rank
+        fill_tensor(self.tensor, source, self.layout.rank_layout(self.degree, rank))
+
+    def whole(self) -> dict[str, Tensor]:
+        """The logical tensors; every rank of the axis must call it."""
+        ranks: list[Tensor] = [self.tensor] * self.degree
+        if self.layout.sharded and self.degree > 1:
+            ranks = list(comm.all_gather(self.tensor[None].contiguous(), *self.place, dim=0).unbind(0))
+        return merge_state_dicts([{self.name: tensor.cpu()} for tensor in ranks], {self.name: self.layout})
+
+
+def entries(model: LoRAModel) -> Iterator[Entry]:
+    """Everything of the model that an adapter file may hold, the factors first."""
+    for path, layer in model.lora_layers.items():
+        for part, a, b in layer.factors():
+            for kind, factor in (("A", a), ("B", b)):
+                tensor = factor.get_parameter("weight").detach()
+                layout = layout_of(factor, "weight") or ParamLayout.of(list(tensor.shape))
+                name = f"lora_embedding_{kind}" if layer.embedding else f"lora_{kind}.weight"
+                if layer.embedding and kind == "A":
+                    tensor, layout = tensor.T, ParamLayout(layout.axes[::-1])
+                logical = f"{PREFIX}{layer.paths[part]}.{name}"
+                layout = replace(layout, sources=(("", logical),))
+                yield Entry(f"{path}.{part}.{name}", tensor, layout, layer.place, True)
+    adapted = {logical for layer in model.lora_layers.values() for logical in layer.paths.values()}
+    for name, tensor in model.module.state_dict().items():
+        layout = model.base_layouts.get(model.base_name(name))
+        if layout is None or layout.alias_of or name in model.adapter_names:
+            continue
+        sources = tuple((part, _base_name(logical, adapted)) for part, logical in layout.sources)
+        yield Entry(name, tensor.detach(), replace(layout, sources=sources), (current_context(), "tp"), False)
+
+
+def _base_name(logical: str, adapted: set[str]) -> str:
+    path, _, leaf = logical.rpartition(".")
+    return f"{PREFIX}{path}.base_layer.{leaf}" if path in adapted else PREFIX + logical
+
+
+def save_adapter(model: LoRAModel, folder: Folder) -> None:
+    """Write the adapter and what is trained beside it. Every rank must call it; global rank 0 writes.
+
+    Files are replaced one by one, the weights first. Raises CheckpointError when they cannot be written.
+    """
+    tensors, config = collect_adapter(model)
+    context = current_context()
+    try:
+        if context.rank == 0:
+            write_adapter(Path(folder), tensors, config)
+    finally:
+        comm.barrier(context)
+
+
+def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the two files of the adapter hold, in memory of its own. Every rank must call it."""
+    trained, found = model.trained_names(), {}
+    for entry in entries(model):
+        if entry.adapter or entry.name in trained:
+            found.update({name: tensor.clone().contiguous() for name, tensor in entry.whole().items()})
+    return found, model.lora_config.to_peft(_targets(model))
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write the two files, the weights first. Raises CheckpointError when they cannot be written."""
+    mark = secrets.token_hex(4)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights, text = folder / f".{WEIGHTS}.{mark}", folder / f".{CONFIG}.{mark}"
+        save_file(tensors, weights, metadata={"format": "pt"})
+        text.write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(weights, folder / WEIGHTS)
+        os.replace(text, folder / CONFIG)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
+
+
+def _targets(model: LoRAModel) -> list[str]:
+    """The adapted projections by PEFT's rule: last components where those name no other layer, else whole paths."""
+    adapted = {path for layer in model.lora_layers.values() for path in layer.paths.values()}
+    weights = {name for layout in model.base_layouts.values() for name in layout.logical_names}
+    others = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")} - adapted
+    short = {path.rpartition(".")[2] for path in adapted}
+    return sorted(adapted if any(path.rpartition(".")[2] in short for path in others) else short)
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def find_adapter(folder: Folder, tag: str | None = None) -> Path:
+    """The folder of an adapter: ``folder`` itself or ``folder/lora_adapter``, of ``tag`` or of the newest tag.
+
+    Raises CheckpointError when there is none.
+    """
+    root = Path(folder) / tag if tag else Path(folder)
+    for found in (root, root / SUBFOLDER):
+        if (found / CONFIG).is_file():
+            return found
+    below = [*root.glob(f"*/{CONFIG}"), *root.glob(f"*/{SUBFOLDER}/{CONFIG}")]
+    if tag or not below:
+        raise CheckpointError(f"{root} holds no adapter: there is no {CONFIG} in it")
+    return max(below, key=lambda path: (path.stat().st_mtime_ns, str(path))).parent
+
+
+def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
+    """``config`` with what the adapter in ``folder`` says of itself. Raises CheckpointError when it cannot be read."""
+    path = folder / CONFIG
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(stored).__name__}")
+    return config.with_peft(stored, path)
+
+
+def adapted_paths(folder: Path) -> set[str]:
+    """The logical paths of the projections that the adapter in ``folder`` has factors for."""
+    names = SafetensorsSource(folder / WEIGHTS).keys()
+    return {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if ".lora_" in name}
+
+
+@torch.no_grad()
+def load_adapter(model: LoRAModel, folder: Folder) -> None:
+    """Read an adapter, of this package or of PEFT, into a model that is adapted in the same places.
+
+    Base weights that the file holds beside the adapter are read too. Everything is checked before anything is written.
+    Raises WeightMismatchError naming what is missing, unexpected or of another shape, and CheckpointError for files
+    that cannot be read or whose configuration scales the adapter otherwise.
+    """
+    model.require_unmerged()
+    found = find_adapter(folder)
+    stored = read_config(found, model.lora_config)
+    if stored.scaling != model.lora_config.scaling:
+        raise CheckpointError(
+            f"{found}: the adapter is scaled by {stored.scaling} and the model's by {model.lora_config.scaling}; "
+            "load it with LoraConfig(load_lora_from_ckpt=True, lora_save_dir=...)"
+        )
+    source = SafetensorsSource(found / WEIGHTS)
+    names = set(source.keys())
+    used: set[str] = set()
+    chosen: list[Entry] = []
+    missing: list[str] = []
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for entry in entries(model):
+        shapes = entry.layout.logical_shapes
+        if names >= shapes.keys():
+            chosen.append(entry)
+            used |= shapes.keys()
+            mismatched += [(n, source.shape(n), shape) for n, shape in shapes.items() if source.shape(n) != shape]
+        elif entry.adapter or model.saved_whole(model.base_name(entry.name)) or names & shapes.keys():
+            missing += [name for name in shapes if name not in names]
+    unexpected = sorted(names - used)
+    if missing or unexpected or mismatched:
+        raise WeightMismatchError(
+            f"{found}: the adapter does not fit the model; missing: {missing[:12]}, unexpected: {unexpected[:12]}, "
+            f"of another shape (found, wanted): {mismatched[:12]}",
+            tuple(missing),
+            tuple(unexpected),
+            tuple(mismatched),
+        )
+    for entry in chosen:
+        entry.read(source)

@@ -1,0 +1,78 @@
+"""A module that stands for another one: parameters, modules, state dicts and unknown attributes are the inner one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+__all__ = ["ModelWrapper"]
+
+Self = TypeVar("Self", bound="ModelWrapper")
+
+
+class ModelWrapper(nn.Module):
+    """Used like ``module``, under whose names everything is found."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # --- everything of this rank, under the inner module's names ---------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_modules(*args, **kwargs)
+
+    def modules(self) -> Any:
+        return self.module.modules()
+
+    def named_children(self) -> Any:
+        return self.module.named_children()
+
+    def children(self) -> Any:
+        return self.module.children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.module._apply(fn, recurse)
+        return self
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.training = mode
+        self.module.train(mode)
+        return self

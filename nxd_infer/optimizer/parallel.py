@@ -1,0 +1,351 @@
+"""The optimizer of parallel training: a ``torch.optim.Optimizer`` around another one.
+
+A step averages the gradients over the data-parallel ranks, sums those of sequence-parallel parameters, checks that they
+are finite, clips them by the norm of the whole model, lets the wrapped optimizer step, and writes back what it stepped
+elsewhere (float32 masters, ZeRO-1 shards). ``param_groups`` hold the model's own parameters, so schedulers and other
+users see what they expect; hyperparameters are handed on before each step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import CheckpointError, NonFiniteGradientError, ParallelConfigError
+from nxd_infer.optimizer.buckets import GradReducer
+from nxd_infer.optimizer.pieces import Piece, Publisher, shard_pieces, whole_pieces
+from nxd_infer.parallel_layers import grads as gradients
+
+__all__ = ["NxDOptimizer"]
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+ON_NONFINITE = ("raise", "skip")
+
+
+class NxDOptimizer(torch.optim.Optimizer):
+    """``optimizer_class(parameters, **defaults)`` over all ranks of the current context.
+
+    Args:
+        parameters: tensors, ``(name, tensor)`` pairs or parameter groups, as for any optimizer; the same on every rank.
+        optimizer_class: what does the stepping. With ``zero1`` it gets flat ranges of parameters, so it must treat
+            each element by itself (as Adam and SGD do, and optimizers that look at matrices do not).
+        zero1: each data-parallel rank steps, and holds the state of, an equal share of the elements.
+        grad_clipping, max_grad_norm: scale all gradients so that the 2-norm of the model's is at most so much.
+        on_nonfinite: ``"raise"`` NonFiniteGradientError when a gradient is NaN or infinite on any rank, before anything
+            is changed, or ``"skip"`` the step with a warning. Every rank does the same.
+        master_weights: step float32 copies of parameters of a narrower type.
+        fp32_grad_acc: sum the gradients of such parameters over backward passes in float32 (in ``param.main_grad``).
+        bucket_cap_mb: gradients travel in flat buckets of about this size.
+        defaults: handed to ``optimizer_class``.
+
+    Gradients are final after :meth:`synchronize_gradients`, which ``step`` calls; whoever clips or looks at ``.grad``
+    himself calls it first. With ZeRO-1, ``.grad`` stays this rank's own, see :meth:`named_gradients`. Accumulated
+    gradients are averages over ranks of sums over backward passes: divide the loss as in any PyTorch loop. Zero the
+    gradients after each step.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        zero1: bool = False,
+        grad_clipping: bool = True,
+        max_grad_norm: float = 1.0,
+        on_nonfinite: str = "raise",
+        master_weights: bool = False,
+        fp32_grad_acc: bool = False,
+        bucket_cap_mb: float = 25.0,
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        if on_nonfinite not in ON_NONFINITE:
+            raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
+        if grad_clipping and not max_grad_norm > 0:
+            raise ParallelConfigError(f"max_grad_norm must be above 0, got {max_grad_norm!r}")
+        self.context: ParallelContext = current_context()
+        _require_plain_axes(self.context)
+        self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, float(max_grad_norm)
+        self.on_nonfinite = on_nonfinite
+        self.master_weights = master_weights
+        self.skipped_steps = 0
+        """Steps left out because of ``on_nonfinite="skip"``."""
+        self._grad_norm: Tensor | None = None
+        self._final = False
+        groups = _groups(parameters)
+        self._params = [param for group in groups for param in group["params"] if param.requires_grad]
+        self._frozen = [param for group in groups for param in group["params"] if not param.requires_grad]
+        self.names = _names(groups, self._params)
+        """Of each trained parameter, in order."""
+        self._reducer = GradReducer(
+            self._params, self.context, scatter=zero1, accumulate_wide=fp32_grad_acc, cap_mb=bucket_cap_mb
+        )
+        self.pieces: list[Piece] = (
+            shard_pieces(self._reducer, master_weights)
+            if zero1 and self._reducer.communicates
+            else whole_pieces(self._params, master_weights, self.context)
+        )
+        self._publisher = Publisher(self._reducer, self.pieces)
+        self.optimizer = optimizer_class(self._inner_groups(groups), **dict(defaults or {}))
+        """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
+        own = [
+            {**{k: v for k, v in inner.items() if k not in _NOT_HYPERPARAMETERS}, **group}
+            for inner, group in zip(self.optimizer.param_groups, groups, strict=True)
+        ]
+        self._closed = False
+        super().__init__(own, self.optimizer.defaults)
+        self._closed = True
+        self.state = self.optimizer.state
+
+    # --- construction ---------------------------------------------------------------------------------
+
+    def _inner_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer: those of the user over this rank's pieces."""
+        pieces: dict[int, list[Tensor]] = {}
+        for piece in self.pieces:
+            pieces.setdefault(id(piece.param), []).append(piece.tensor)
+        return [
+            {
+                **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
+                "params": [tensor for param in group["params"] for tensor in pieces.get(id(param), ())],
+            }
+            for group in groups
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer exists: the buckets are laid out. Make a new optimizer."""
+        if self._closed:
+            raise ParallelConfigError(
+                "parameters cannot be added to a parallel optimizer, because its buckets are laid out over the ranks: "
+                "make a new optimizer with all parameters"
+            )
+        super().add_param_group(param_group)
+
+    # --- gradients ------------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the model's gradients at the last step, before clipping; None without a step or clipping."""
+        return self._grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._reducer.zero()
+        for piece in self.pieces:
+            if piece.tensor is not piece.param:
+                piece.tensor.grad = None
+
+    @torch.no_grad()
+    def synchronize_gradients(self) -> None:
+        """Wait for the averages over the data-parallel ranks and sum sequence-parallel gradients. A collective.
+
+        Afterwards the gradients of ``pieces`` are final; without ZeRO-1 and masters those are the parameters' own.
+        Without a backward pass in between, a second call changes nothing.
+        """
+        thawed = [param for param in self._frozen if param.grad is not None]
+        if thawed:
+            raise ParallelConfigError(
+                f"{len(thawed)} parameter(s) got a gradient that were frozen when the optimizer was made; "
+                "make the optimizer after requires_grad is set"
+            )
+        if self._final and not any(self._reducer.is_fresh(index) for index in range(len(self._params))):
+            return
+        present, fresh = self._reducer.finish()
+        partial: list[Tensor] = []
+        for piece in self.pieces:
+            piece.refresh()
+            source = self._reducer.gradient(piece.index)
+            grad = self._average(piece) if present[piece.index] else None
+            if piece.tensor is piece.param and grad is not None and source is not None:
+                if grad is not source:
+                    source.copy_(grad)
+            else:
+                piece.tensor.grad = grad
+            grad = piece.tensor.grad
+            # What lies in the parameter's own gradient has been summed before, unless a backward added to it.
+            if (
+                grad is not None
+                and gradients.is_sequence_parallel(piece.param)
+                and (fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
+            ):
+                partial.append(grad)
+        gradients.sum_over_tp(partial, self.context)
+        self._reducer.settle()
+        self._final = True
+
+    def _average(self, piece: Piece) -> Tensor | None:
+        """The average for a piece in the shape and the type of its tensor."""
+        averaged = self._reducer.averaged(piece.index, piece.start, piece.stop)
+        if averaged is None or (averaged is piece.param.grad and piece.tensor is piece.param):
+            return averaged
+        if averaged.is_sparse:
+            averaged = averaged.to_dense()
+        return averaged.reshape(piece.tensor.shape).to(piece.tensor.dtype)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The final gradients of this rank's parameters by name, zeros where there is none. A collective."""
+        self.synchronize_gradients()
+        whole = self._publisher.gather([piece.tensor.grad for piece in self.pieces])
+        return dict(zip(self.names, whole, strict=True))
+
+    def _shares(self) -> list[gradients.Share]:
+        over_dp = self.zero1 and self._reducer.communicates
+        return [
+            gradients.Share(piece.tensor.grad, piece.spans, over_dp)
+            for piece in self.pieces
+            if piece.tensor.grad is not None
+        ]
+
+    def _nonfinite_names(self) -> tuple[str, ...]:
+        shares: list[gradients.Share | None] = [None] * len(self._params)
+        for piece in self.pieces:
+            if piece.tensor.grad is not None:
+                shares[piece.index] = gradients.Share(piece.tensor.grad, piece.spans)
+        found = gradients.nonfinite(shares, self.context, zero1=self.zero1)
+        return tuple(self.names[index] for index in found)
+
+    # --- the step -------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over all ranks; see the class. Returns what ``closure`` returns, which is called once before.
+
+        Raises NonFiniteGradientError with the names of the parameters, unless such steps are skipped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize_gradients()
+        self._final = False
+        zero1 = self.zero1 and self._reducer.communicates
+        shares = self._shares()
+        norm = gradients.total_norm(shares, 2.0 if self.grad_clipping else float("inf"), self.context, zero1=zero1)
+        if self.grad_clipping:
+            self._grad_norm = norm
+        if not torch.isfinite(norm) and self._refuse_nonfinite():
+            return loss
+        if self.grad_clipping:
+            with torch.no_grad():
+                gradients.clip_with_norm([share.grad for share in shares], self.max_grad_norm, norm)
+        self._hand_on(self.param_groups, self.optimizer.param_groups)
+        self.optimizer.step()
+        self._hand_on(self.optimizer.param_groups, self.param_groups)
+        self._publisher.publish()
+        return loss
+
+    def _refuse_nonfinite(self) -> bool:
+        names = self._nonfinite_names()
+        if not names:
+            return False  # finite gradients whose norm is above any float64: they are clipped to zero
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        message = f"gradients are NaN or infinite: {shown}"
+        if self.on_nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f'{message}. Nothing was stepped; optimizer_config["on_nonfinite"] = "skip" leaves such steps out',
+                names,
+            )
+        self.skipped_steps += 1
+        warnings.warn(f"step skipped: {message}", stacklevel=3)
+        return True
+
+    @staticmethod
+    def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for mine, theirs in zip(source, target, strict=True):
+            theirs.update({k: v for k, v in mine.items() if k not in _NOT_HYPERPARAMETERS})
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, as the wrapped optimizer has it.
+
+        Where it steps something else than the parameters themselves there is a key ``"pieces"`` as well: the range of
+        the parameter that each entry belongs to, and its float32 master where there is one.
+        """
+        self._hand_on(self.param_groups, self.optimizer.param_groups)
+        state = self.optimizer.state_dict()
+        if any(piece.tensor is not piece.param for piece in self.pieces):
+            state["pieces"] = [self._describe(piece) for piece in self.pieces]
+        return state
+
+    def _describe(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "name": self.names[piece.index],
+            "range": (piece.start, piece.stop),
+            "master": piece.tensor if piece.own_memory else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave on the same rank of an equal job.
+
+        Raises CheckpointError when it describes other pieces: another model, or other degrees.
+        """
+        state = dict(state_dict)
+        stored = state.pop("pieces", None)
+        described = [self._describe(piece) for piece in self.pieces]
+        if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
+            for mine, theirs in zip(described, stored or [], strict=False):
+                if mine["name"] != theirs["name"] or mine["range"] != tuple(theirs["range"]):
+                    raise CheckpointError(
+                        f"optimizer state: found {theirs['name']!r} {tuple(theirs['range'])} where this rank has "
+                        f"{mine['name']!r} {mine['range']}; it was saved by another model or at other degrees"
+                    )
+            if len(stored or []) != len(described):
+                raise CheckpointError(
+                    f"optimizer state: it describes {len(stored or [])} pieces, this rank has {len(described)}; it "
+                    "was saved by another model, at other degrees, or without ZeRO-1 or master weights"
+                )
+        self.optimizer.load_state_dict(state)
+        self.state = self.optimizer.state
+        self._hand_on(self.optimizer.param_groups, self.param_groups)
+        with torch.no_grad():
+            for piece, theirs in zip(self.pieces, stored or [], strict=False):
+                if piece.own_memory and theirs["master"] is not None:
+                    piece.tensor.copy_(theirs["master"])
+                    piece.settled()
+
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def _require_plain_axes(context: ParallelContext) -> None:
+    for axis in ("pp", "cp"):
+        if context.axis(axis).degree > 1:
+            raise ParallelConfigError(
+                f"training over the axis {axis!r} is not supported yet, and its degree is {context.axis(axis).degree}; "
+                "use tensor and data parallelism"
+            )
+
+
+def _groups(parameters: Parameters) -> list[dict[str, Any]]:
+    """Parameter groups with lists of tensors, and their names under ``param_names`` where they were given."""
+    if isinstance(parameters, Tensor):
+        raise TypeError("an optimizer takes an iterable of parameters or of groups, not one tensor")
+    listed = list(parameters)
+    if not listed:
+        raise ValueError("the optimizer got an empty parameter list")
+    groups: list[Any] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    out = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        fresh = {k: v for k, v in group.items() if k != "params"}
+        if members and isinstance(members[0], tuple):
+            fresh["param_names"] = [name for name, _ in members]
+            members = [param for _, param in members]
+        out.append({**fresh, "params": members})
+    return out
+
+
+def _names(groups: list[dict[str, Any]], params: list[Tensor]) -> list[str]:
+    """What the parameters are called in the model, or where they stand when nobody has said."""
+    known: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [None] * len(group["params"])
+        for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
+            name = name or getattr(param, "nxd_name", None) or f"group {number} parameter {place}"
+            known.setdefault(id(param), name)
+    return [known[id(param)] for param in params]

@@ -1,0 +1,185 @@
+"""What one rank's optimizer steps: whole parameters, float32 masters of them, or with ZeRO-1 ranges of flat buckets.
+
+A :class:`Piece` is a range of one parameter together with the tensor that the optimizer is given for it. That tensor is
+the parameter's own memory where the types allow, so weights that are loaded later are seen; otherwise it is a master.
+A piece never spans parameters: hyperparameters, state and names stay those of the parameter, and state can be saved
+under logical names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer.comm.overlapped import Pending, start_all_gather
+from nxd_infer.context import ParallelContext
+from nxd_infer.optimizer.buckets import Bucket, GradReducer
+from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
+
+
+@dataclass
+class Piece:
+    """Elements ``start..stop`` of the flattened parameter ``index``."""
+
+    index: int
+    param: Tensor
+    start: int
+    stop: int
+    tensor: Tensor
+    """What the optimizer steps: the parameter's shape when it is all of it, else flat."""
+    spans: Spans
+    """The elements of the piece that this rank counts in a norm, before the data-parallel ranks are added."""
+    own_memory: bool
+    """Whether ``tensor`` is a copy (a master), which must be written back."""
+    seen: int = 0
+    """What the parameter was when ``tensor`` last agreed with it: its memory, or for a master its version."""
+
+    @property
+    def whole(self) -> bool:
+        return (self.start, self.stop) == (0, self.param.numel())
+
+    def values(self) -> Tensor:
+        """The parameter's own elements of this piece, shaped like ``tensor``; a view."""
+        flat = self.param.detach().view(-1)[self.start : self.stop]
+        return flat.view(self.tensor.shape)
+
+    def refresh(self) -> None:
+        """Follow a parameter that has been given other memory, or, for a master, other values, by somebody else.
+
+        ``module.to()`` and ``load_state_dict(assign=True)`` do the one, ``load_state_dict()`` the other.
+        """
+        if self.tensor is self.param or self.seen == self._now():
+            return
+        if self.own_memory:
+            self.tensor.copy_(self.param.detach().reshape(-1)[self.start : self.stop].view(self.tensor.shape))
+        else:
+            self.tensor.data = self.param.detach().view(-1)[self.start : self.stop].view(self.tensor.shape)
+        self.settled()
+
+    def settled(self) -> None:
+        """Parameter and tensor agree now."""
+        self.seen = self._now()
+
+    def _now(self) -> int:
+        return self.param._version if self.own_memory else self.param.data_ptr()
+
+
+def make_piece(
+    index: int, param: Tensor, start: int, stop: int, dtype: torch.dtype, context: ParallelContext, *, sharded: bool
+) -> Piece:
+    """A piece that is stepped in ``dtype``."""
+    own_memory = dtype != param.dtype or not param.is_contiguous()
+    if not sharded and not own_memory:
+        tensor = param
+    else:
+        flat = param.detach().reshape(-1)[start:stop]
+        tensor = flat.to(dtype, copy=True) if own_memory else flat
+        if not sharded:
+            tensor = tensor.view(param.shape)
+    spans = cut_spans(counted_spans(param, context), start, stop)
+    if tensor is not param:
+        tensor.nxd_spans = spans  # pyright: ignore[reportAttributeAccessIssue]
+    piece = Piece(index, param, start, stop, tensor, spans, own_memory)
+    piece.settled()
+    return piece
+
+
+def whole_pieces(params: Sequence[Tensor], master_weights: bool, context: ParallelContext) -> list[Piece]:
+    """One piece a parameter, stepped as it is or as a float32 master."""
+    return [
+        make_piece(i, p, 0, p.numel(), _step_type(p, master_weights), context, sharded=False)
+        for i, p in enumerate(params)
+    ]
+
+
+def shard_pieces(reducer: GradReducer, master_weights: bool) -> list[Piece]:
+    """The pieces of this data-parallel rank: what its equal share of every bucket holds, in the parameters' order."""
+    context, pieces = reducer.context, []
+    for bucket in reducer.buckets:
+        low, high = shard_of(bucket, context)
+        for slot in bucket.slots:
+            start, stop = max(low, slot.start), min(high, slot.stop)
+            if start < stop:
+                param = reducer.params[slot.index]
+                bounds = start - slot.start, stop - slot.start
+                dtype = _step_type(param, master_weights)
+                pieces.append(make_piece(slot.index, param, *bounds, dtype, context, sharded=True))
+    return sorted(pieces, key=lambda piece: piece.index)
+
+
+def shard_of(bucket: Bucket, context: ParallelContext) -> tuple[int, int]:
+    """The range of a bucket that belongs to this data-parallel rank."""
+    size = bucket.size // context.dp.degree
+    return context.dp.rank * size, (context.dp.rank + 1) * size
+
+
+def _step_type(param: Tensor, master_weights: bool) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32) if master_weights else param.dtype
+
+
+class Publisher:
+    """Brings stepped pieces back into the parameters, gathering them from the other ranks where they are sharded."""
+
+    def __init__(self, reducer: GradReducer, pieces: Sequence[Piece]):
+        self._reducer = reducer
+        self._pieces = list(pieces)
+        self._by_index = {piece.index: piece for piece in pieces}
+        self._flat: list[Tensor | None] = [None] * len(reducer.buckets)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make every parameter what the optimizers of all ranks have made of it."""
+        if not self._reducer.scatter or not self._reducer.communicates:
+            for piece in self._pieces:
+                if piece.own_memory:
+                    piece.param.copy_(piece.tensor.view(piece.param.shape))
+                    piece.settled()
+            return
+        started = [self._start(i, bucket) for i, bucket in enumerate(self._reducer.buckets)]
+        for bucket, pending in zip(self._reducer.buckets, started, strict=True):
+            flat = pending.wait()
+            for slot in bucket.slots:
+                param = self._reducer.params[slot.index]
+                param.copy_(flat[slot.start : slot.stop].view(param.shape))
+        for piece in self._pieces:
+            piece.settled()
+
+    def _start(self, number: int, bucket: Bucket) -> Pending:
+        dtype = self._reducer.params[bucket.slots[0].index].dtype
+        flat = self._flat[number]
+        if flat is None:
+            # The gradients' own buffer is free after the step.
+            shared = bucket.flat is not None and bucket.flat.dtype == dtype
+            flat = bucket.flat if shared else torch.zeros(bucket.size, dtype=dtype, device=bucket.device)
+            self._flat[number] = flat
+        assert flat is not None
+        for slot in bucket.slots:
+            piece = self._by_index.get(slot.index)
+            if piece is not None:
+                at = slot.start + piece.start
+                flat[at : at + piece.tensor.numel()].copy_(piece.tensor.reshape(-1))
+        return start_all_gather(flat, self._reducer.context, "dp")
+
+    @torch.no_grad()
+    def gather(self, values: Sequence[Tensor | None]) -> list[Tensor]:
+        """Whole tensors like the parameters, out of what the ranks hold a piece (None is zeros). A collective."""
+        found: dict[int, Tensor] = {}
+        of_piece = {piece.index: value for piece, value in zip(self._pieces, values, strict=True)}
+        if not self._reducer.scatter or not self._reducer.communicates:
+            for piece, value in zip(self._pieces, values, strict=True):
+                found[piece.index] = torch.zeros_like(piece.tensor) if value is None else value.clone()
+            return [found[i].view(param.shape) for i, param in enumerate(self._reducer.params)]
+        for bucket in self._reducer.buckets:
+            flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+            for slot in bucket.slots:
+                value = of_piece.get(slot.index)
+                if value is not None:
+                    at = slot.start + self._by_index[slot.index].start
+                    flat[at : at + value.numel()].copy_(value.reshape(-1))
+            flat = start_all_gather(flat, self._reducer.context, "dp").wait()
+            for slot in bucket.slots:
+                found[slot.index] = flat[slot.start : slot.stop].view(self._reducer.params[slot.index].shape)
+        return [found[i] for i in range(len(self._reducer.params))]

@@ -1,0 +1,208 @@
+"""A sharded optimizer's state in files: one safetensors file a rank, and beside it JSON that says what is in it.
+
+``optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors`` holds for each piece of a parameter ``NAME|KEY``: the tensors of
+its state (``exp_avg``, ``step``, ...) and, as ``NAME|master``, its float32 master. The JSON describes each piece by its
+logical meaning: the flat range ``[start, stop)`` of the rank's parameter, that parameter's shape, and the layout that
+says which elements of which logical tensors it is made of, so that a state can be read at any other degree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_infer import comm
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.params import ParamLayout
+
+if TYPE_CHECKING:
+    from nxd_infer.optimizer.parallel import NxDOptimizer
+
+FORMAT = "nxd-optimizer-shards 1.0"
+MASTER = "master"
+
+
+def stem(context: ParallelContext) -> str:
+    """The name of a rank's files without their endings."""
+    return f"optim.dp_rank_{context.dp.rank:02d}.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}"
+
+
+def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, description = describe(optimizer)
+
+    def write() -> None:
+        path = folder / stem(optimizer.context)
+        # The description comes last and whole: without it a shard counts as missing.
+        for ending in (".safetensors", ".json"):
+            temporary = path.with_name(f".{path.name}{ending}.{os.getpid()}")
+            if ending == ".json":
+                temporary.write_text(json.dumps(description, indent=1))
+            else:
+                save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, str(temporary))
+            os.replace(temporary, path.with_name(path.name + ending))
+
+    in_turns(optimizer.context, at_a_time, write)
+
+
+def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of this rank's state by their names in the file, by reference, and the JSON beside them."""
+    context = optimizer.context
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {}
+    for piece in optimizer.pieces:
+        name = optimizer.names[piece.index]
+        scalars: dict[str, Any] = {}
+        for key, value in optimizer.state.get(piece.tensor, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}|{key}"] = value.detach()
+            else:
+                scalars[key] = value
+        if piece.own_memory:
+            tensors[f"{name}|{MASTER}"] = piece.tensor.detach()
+        layout = layout_by_name(piece.param, name)
+        pieces[name] = {
+            "range": [piece.start, piece.stop],
+            "shape": list(piece.param.shape),
+            "layout": layout.rank_layout(context.tp.degree, context.tp.rank).to_json(),
+            "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
+            "values": scalars,
+        }
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names") and _plain(value)}
+        for group in optimizer.param_groups
+    ]
+    degrees = {axis: context.axis(axis).degree for axis in ("dp", "tp", "pp")}
+    return tensors, {"format": FORMAT, "degrees": degrees, "param_groups": groups, "pieces": pieces}
+
+
+def layout_by_name(param: Tensor, name: str) -> ParamLayout:
+    """What a parameter is made of, with absolute logical names."""
+    layout: ParamLayout = getattr(param, "nxd_layout", None) or ParamLayout.of(list(param.shape))
+    path, _, own = name.rpartition(".")
+    return layout.resolved(path, own)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None) or (
+        isinstance(value, tuple | list) and all(isinstance(v, bool | int | float) for v in value)
+    )
+
+
+def load_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
+    in_turns(optimizer.context, at_a_time, lambda: _load(optimizer, Path(output_dir)))
+
+
+def _load(optimizer: NxDOptimizer, folder: Path) -> None:
+    path = folder / stem(optimizer.context)
+    tensors_file, json_file = (path.with_name(path.name + ending) for ending in (".safetensors", ".json"))
+    for file in (tensors_file, json_file):
+        if not file.is_file():
+            there = sorted(p.name for p in folder.glob("optim.*.safetensors")) if folder.is_dir() else []
+            raise CheckpointError(f"{file} is missing; {folder} holds {len(there)} optimizer shards: {there[:8]}")
+    try:
+        description = json.loads(json_file.read_text())
+        found_format, found_degrees = description["format"], description["degrees"]
+        stored: dict[str, Any] = description["pieces"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{json_file} describes no optimizer shard: {error!r}") from error
+    _, mine = describe(optimizer)
+    if found_format != FORMAT:
+        raise CheckpointError(f"{json_file} has the format {found_format!r}; this version reads {FORMAT!r}")
+    if found_degrees != mine["degrees"]:
+        raise CheckpointError(
+            f"{folder} was saved at {_degrees(found_degrees)}, and this job runs at {_degrees(mine['degrees'])}; "
+            "load it with nxd_infer.load_checkpoint(), which reads any degrees, or run at the same ones"
+        )
+    differing = [
+        name
+        for name in {**stored, **mine["pieces"]}
+        if [(of.get(name) or {}).get(key) for of in (stored,) for key in ("range", "shape")]
+        != [(mine["pieces"].get(name) or {}).get(key) for key in ("range", "shape")]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{json_file} belongs to another model: {len(differing)} parameters differ in name, shape or range, "
+            f"among them {differing[:4]}"
+        )
+    try:
+        with safe_open(str(tensors_file), framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensors_file} cannot be read: {error}") from error
+    take_over(optimizer, tensors, description)
+
+
+def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
+    """Give ``optimizer`` what :func:`describe` would say of it; masters that are not there are left as they are."""
+    by_name: dict[str, dict[str, Any]] = {name: dict(piece["values"]) for name, piece in description["pieces"].items()}
+    masters: dict[str, Tensor] = {}
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("|")
+        if key == MASTER:
+            masters[name] = tensor
+        else:
+            by_name[name][key] = tensor
+    state = optimizer.state_dict()
+    index_of = {id(tensor): i for i, tensor in enumerate(_in_order(optimizer))}
+    state["state"] = {
+        index_of[id(piece.tensor)]: by_name[optimizer.names[piece.index]]
+        for piece in optimizer.pieces
+        if by_name[optimizer.names[piece.index]]
+    }
+    for group, stored in zip(state["param_groups"], description["param_groups"], strict=True):
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in stored.items()})
+    for entry in state.get("pieces", ()):
+        if entry["master"] is not None:
+            entry["master"] = masters.get(entry["name"])
+    optimizer.load_state_dict(state)
+
+
+def _in_order(optimizer: NxDOptimizer) -> list[Tensor]:
+    """The wrapped optimizer's parameters, in the order that its state dict counts them."""
+    return [tensor for group in optimizer.optimizer.param_groups for tensor in group["params"]]
+
+
+def _degrees(degrees: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
+def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
+    """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait, and all fail, together.
+
+    ``of_world``: at most ``at_a_time`` ranks of the world at once.
+    """
+    at_a_time = max(1, at_a_time)
+    failure: Exception | None = None
+    place, count = (context.rank, context.world_size) if of_world else (context.dp.rank, context.dp.degree)
+    for first in range(0, count, at_a_time):
+        if first <= place < first + at_a_time:
+            try:
+                action()
+            except Exception as error:  # raised below, after the other ranks have been told
+                failure = error
+        if not world_max(context, int(failure is not None)):
+            continue
+        if failure is not None:
+            raise failure
+        raise CheckpointError(f"rank {context.rank} gave up, because another rank could not read or write its files")
+
+
+def world_max(context: ParallelContext, number: int) -> int:
+    """The largest ``number`` of all ranks. A collective."""
+    over_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+    largest = torch.tensor([number], dtype=torch.int64, device="cuda" if over_nccl else "cpu")
+    for axis in AXES:
+        largest = comm.all_reduce(largest, context, axis, "max")
+    return int(largest)

@@ -1,0 +1,276 @@
+"""Gradients over ranks: which elements a rank counts, the norm of all of them, clipping, and what must be summed.
+
+A parameter that every tensor-parallel rank holds is counted once; one that is split is counted piece by piece; of
+elements that lie in several places (replicated key/value heads) the first owner counts; filling counts nowhere; a tied
+parameter is one parameter. So the norm is that of the whole model, whatever the degrees.
+
+Source: API guide, "Gradient Clipping".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout.merge import owned_blocks
+from nxd_infer.layout.params import ParamLayout
+
+__all__ = [
+    "allreduce_sequence_parallel_gradients",
+    "clip_grad_norm",
+    "counted_spans",
+    "get_grad_norm",
+]
+
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of the elements of a flattened tensor."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A gradient with the elements of it that this rank counts."""
+
+    grad: Tensor
+    spans: Spans
+    over_dp: bool = False
+    """Whether the data-parallel ranks hold different elements (ZeRO-1), so that theirs are counted too."""
+
+
+# --- what a rank counts -----------------------------------------------------------------------------------
+
+
+def split_over_ranks(param: Tensor) -> bool:
+    """Whether the tensor-parallel ranks hold different elements of ``param``."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and getattr(param, "num_partitions", 2) > 1
+
+
+def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Spans:
+    """The elements of the flattened ``param`` that this rank counts in a norm over all ranks, as ranges."""
+    tp = (current_context() if context is None else context).tp
+    if getattr(param, "nxd_spans", None) is not None:  # a range of a flat bucket; see nxd_infer.optimizer
+        return param.nxd_spans  # pyright: ignore[reportAttributeAccessIssue]
+    whole: Spans = ((0, param.numel()),) if param.numel() else ()
+    if tp.degree == 1:
+        return whole
+    if not split_over_ranks(param):
+        return whole if tp.rank == 0 else ()
+    layout: ParamLayout | None = getattr(param, "nxd_layout", None)
+    if layout is None or not any(plan.duplicated(tp.degree) for plan in layout.axes):
+        return whole
+    owned = torch.zeros(param.shape, dtype=torch.bool)
+    for block in owned_blocks(layout, tp.degree, tp.rank):
+        owned[block.local_slices] = True
+    return _spans_of(owned.flatten())
+
+
+def _spans_of(mask: Tensor) -> Spans:
+    outside = torch.zeros(1, dtype=torch.int8)
+    edges = torch.diff(mask.to(torch.int8), prepend=outside, append=outside)
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    return tuple(zip(starts, stops, strict=True))
+
+
+def cut_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """The part of ``spans`` inside ``start..stop``, counted from ``start``."""
+    cut = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
+    return tuple((a, b) for a, b in cut if a < b)
+
+
+# --- norms ------------------------------------------------------------------------------------------------
+
+
+def norm_order(norm_type: float | int | str) -> float:
+    """The ``p`` of a norm; ``"inf"`` is infinity. Raises ParallelConfigError for what is no positive number."""
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        p = math.nan
+    if not p > 0:
+        raise ParallelConfigError(f"norm_type must be a positive number or 'inf', got {norm_type!r}")
+    return p
+
+
+def total_norm(shares: Sequence[Share], p: float, context: ParallelContext, *, zero1: bool = False) -> Tensor:
+    """The p-norm over all ranks of everything counted, as a 0-d tensor in float32 or float64.
+
+    Every tensor-parallel rank must call it; with ``zero1`` every data-parallel rank too. Sums that overflow float32
+    are taken again in float64, so a norm is only non-finite when a gradient is.
+    """
+    norm = _combined_norm(shares, p, context, zero1, wide=False)
+    if not torch.isfinite(norm):
+        norm = _combined_norm(shares, p, context, zero1, wide=True)
+    return norm
+
+
+def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, zero1: bool, wide: bool) -> Tensor:
+    norm = _local_norm([share for share in shares if not share.over_dp], p, wide)
+    if zero1:
+        pieces = _over_ranks(_local_norm([share for share in shares if share.over_dp], p, wide), p, context, "dp")
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(pieces), pieces]), p)
+    return _over_ranks(norm, p, context, "tp")
+
+
+def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
+    """In float32, or in float64 when asked for, for float64 gradients, and where there is nothing."""
+    parts = [part for share in shares for part in _counted(share)]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=shares[0].grad.device if shares else None)
+    norms: list[Tensor] = []
+    if wide:
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+    else:
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float32) for part in parts if part.dtype in HALF]
+        for group in _by_type(part for part in parts if part.dtype not in HALF):
+            norms += torch._foreach_norm(group, p)  # pyright: ignore[reportPrivateImportUsage]
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p)
+
+
+def _counted(share: Share) -> Iterator[Tensor]:
+    grad = _values(share.grad)
+    if share.grad.is_sparse or share.spans == ((0, grad.numel()),):
+        if share.spans:
+            yield grad
+        return
+    flat = grad.reshape(-1)
+    for start, stop in share.spans:
+        yield flat[start:stop]
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _over_ranks(norm: Tensor, p: float, context: ParallelContext, axis: str) -> Tensor:
+    """The norm of the ranks' norms; at degree 1 the same tensor."""
+    if context.axis(axis).degree == 1:
+        return norm
+    wide = norm.double()
+    # A maximum over ranks may lose a NaN, so whether there is one travels beside it.
+    top, missing = comm.all_reduce(
+        torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan()]), context, axis, "max"
+    )
+    if math.isinf(p):
+        return top.masked_fill(missing > 0, math.nan).to(norm.dtype)
+    # Divided by the largest, because its p-th power may be no float64.
+    scale = torch.where(torch.isfinite(top) & (top > 0), top, torch.ones_like(top))
+    total = comm.all_reduce((wide / scale).pow(p), context, axis)
+    return (scale * total.pow(1 / p)).to(norm.dtype)
+
+
+def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def clip_with_norm(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale ``grads`` in place by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils`` does."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for group in _by_type(grads):
+        if group[0].is_sparse:
+            for grad in group:
+                grad.mul_(factor)
+        else:
+            torch._foreach_mul_(group, factor.to(group[0].device))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1: bool = False) -> list[int]:
+    """The places in ``shares`` whose gradient holds a NaN or an infinity on any rank; the same on every rank."""
+    flags = [0 if share is None or bool(torch.isfinite(_values(share.grad)).all()) else 1 for share in shares]
+    device = next((share.grad.device for share in shares if share is not None), None)
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    for axis in ("tp", "dp") if zero1 else ("tp",):
+        found = comm.all_reduce(found, context, axis, "max")
+    return found.nonzero().flatten().tolist()
+
+
+# --- the documented functions -----------------------------------------------------------------------------
+
+
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    norm_type: float | int | str = 2,
+    *,
+    zero1_optimizer: bool = False,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """The norm of the gradients of the whole model over all ranks, as ``torch.nn.utils.get_total_norm``.
+
+    ``parameters`` are this rank's: an iterable (a generator too) or one tensor; those without a gradient do not count.
+    With ``zero1_optimizer`` they are the pieces that a ZeRO-1 optimizer steps, and the data-parallel ranks are summed.
+    Gradients must have been averaged over the data-parallel ranks. Every rank must call it.
+
+    Returns a 0-d float32 tensor (float64 for float64 gradients), the same on every rank.
+    """
+    context = current_context() if context is None else context
+    shares = _shares(parameters, context, zero1_optimizer)
+    return total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float | int,
+    norm_type: float | int | str = 2,
+    *,
+    zero1_optimizer: bool = False,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """Scale the gradients of the whole model so that their norm is at most ``max_norm``; return the norm before.
+
+    Takes what :func:`get_grad_norm` takes. ``norm_type`` is any positive number, ``inf`` or ``"inf"``. Without
+    parallelism it does what ``torch.nn.utils.clip_grad_norm_`` does.
+    """
+    context = current_context() if context is None else context
+    shares = _shares(parameters, context, zero1_optimizer)
+    norm = total_norm(shares, norm_order(norm_type), context, zero1=zero1_optimizer)
+    clip_with_norm((share.grad for share in shares), float(max_norm), norm)
+    return norm
+
+
+def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, over_dp: bool) -> list[Share]:
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    once = {id(param): param for param in several}.values()
+    return [Share(p.grad, counted_spans(p, context), over_dp) for p in once if p.grad is not None]
+
+
+def allreduce_sequence_parallel_gradients(
+    source: torch.optim.Optimizer | Iterable[Tensor], *, context: ParallelContext | None = None
+) -> None:
+    """Sum over the tensor-parallel ranks what each computed from its own piece of the sequence.
+
+    ``source`` is an optimizer or parameters, of which those marked ``sequence_parallel_enabled`` (norm weights) are
+    taken. One collective a dtype. The optimizers of this package do it in their step: call it only without them, once
+    after the last backward of a step.
+    """
+    context = current_context() if context is None else context
+    groups = source.param_groups if isinstance(source, torch.optim.Optimizer) else [{"params": source}]
+    params = [param for group in groups for param in group["params"]]
+    sum_over_tp((p.grad for p in params if is_sequence_parallel(p) and p.grad is not None), context)
+
+
+def is_sequence_parallel(param: Tensor) -> bool:
+    """Whether the gradients of ``param`` on the tensor-parallel ranks are parts of one sum."""
+    return bool(getattr(param, "sequence_parallel_enabled", False)) and not split_over_ranks(param)
+
+
+def sum_over_tp(grads: Iterable[Tensor], context: ParallelContext) -> None:
+    """Sum tensors in place over the tensor-parallel ranks, in at least float32, one collective a dtype."""
+    if context.tp.degree == 1:
+        return
+    for group in _by_type(grads):
+        wide = torch.promote_types(group[0].dtype, torch.float32)
+        flat = comm.all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in group]), context)
+        parts = flat.split([grad.numel() for grad in group])
+        for grad, part in zip(group, parts, strict=True):
+            grad.copy_(part.view_as(grad))

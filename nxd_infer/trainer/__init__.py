@@ -1,0 +1,29 @@
+"""Training: a configuration, a model wrapper and an optimizer wrapper.
+
+::
+
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    model = nxd.initialize_parallel_model(nxd_config, get_model, config)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-3)
+    loss = model.run_train(**batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxd_infer.trainer.config import neuronx_distributed_config
+from nxd_infer.trainer.model import NxDModel
+from nxd_infer.trainer.optimizer import NxDOptimizer
+from nxd_infer.trainer.shutdown import shutdown
+from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
+
+__all__ = [
+    "NxDModel",
+    "NxDOptimizer",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "save_checkpoint",
+    "shutdown",
+]

@@ -1,0 +1,104 @@
+"""Activation checkpointing: chosen modules keep their inputs only, and are computed again in the backward pass.
+
+``module.forward`` is replaced on the instance, so names, classes and state dicts stay as they are. The second run sees
+the random numbers of the first, those of the tensor-parallel streams included, so gradients are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+
+__all__ = ["apply_activation_checkpoint", "transformer_layers"]
+
+
+class _Recomputed:
+    """The ``forward`` of a checkpointed module; no closure, so that the module can be copied and pickled."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(type(self.module).forward, self.module)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_streams_as_now, **kwargs)
+
+
+def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """Contexts of the first and of the second run; PyTorch itself restores the default generators."""
+    tracker = get_xla_rng_tracker()
+    before = tracker.get_states()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        outside = tracker.get_states()
+        tracker.set_states(before)
+        try:
+            yield
+        finally:
+            tracker.set_states(outside)
+
+    return contextlib.nullcontext(), again()
+
+
+def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: Mapping[str, Any] | None = None) -> int:
+    """Checkpoint modules of ``model`` as ``activation_checkpoint_config`` says; returns how many.
+
+    Raises ParallelConfigError when there is none: the class is not in the model, or "full" finds no layers.
+    """
+    if config is None:
+        return 0
+    if config == "full":
+        chosen = transformer_layers(model, (pipeline_config or {}).get("transformer_layer_cls"))
+    else:
+        classes = tuple(config) if isinstance(config, list | tuple) else (config,)
+        chosen = [module for module in model.modules() if isinstance(module, classes)]
+        if not chosen:
+            names = ", ".join(cls.__name__ for cls in classes)
+            raise ParallelConfigError(
+                f"activation_checkpoint_config: the model holds no {names}; its classes are {_class_names(model)}"
+            )
+    for module in chosen:
+        if not isinstance(module.__dict__.get("forward"), _Recomputed):
+            module.forward = _Recomputed(module)
+    return len(chosen)
+
+
+def transformer_layers(model: nn.Module, layer_class: type | None = None) -> list[nn.Module]:
+    """The layers of a transformer: instances of ``layer_class``, or what the model says of itself, or its lists.
+
+    Without a class they are the modules that ``_no_split_modules`` names (Hugging Face), else the members of the
+    outermost ``nn.ModuleList`` s. Raises ParallelConfigError when nothing is found.
+    """
+    if layer_class is not None:
+        found = [module for module in model.modules() if isinstance(module, layer_class)]
+    else:
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        found = [module for module in model.modules() if type(module).__name__ in names]
+        found = found or _members_of_lists(model)
+    if not found:
+        raise ParallelConfigError(
+            'activation_checkpoint_config="full" found no transformer layers: pass the class of a layer instead, or '
+            f'pipeline_config={{"transformer_layer_cls": ...}}; the classes of the model are {_class_names(model)}'
+        )
+    return found
+
+
+def _members_of_lists(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [member for child in module.children() for member in _members_of_lists(child)]
+
+
+def _class_names(model: nn.Module) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in model.modules()}))

@@ -1,0 +1,136 @@
+"""Building one rank's model: a few ranks at a time, on the meta device if wanted, equal logical weights everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
+from nxd_infer.parallel_state import move_model_to_device
+
+Args = tuple[Any, ...]
+
+
+def build_model(config: Mapping[str, Any], model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
+    """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group."""
+    init, context = config["model_init_config"], current_context()
+    model: nn.Module | None = None
+    with same_random_numbers(context), build_sequence_parallel(config["sequence_parallel"]):
+        for mine in turns(context, init["sequential_move_factor"]):
+            if not mine:
+                continue
+            with torch.device("meta") if init["meta_device_init"] else contextlib.nullcontext():
+                model = model_fn(*args, **kwargs)
+            if not isinstance(model, nn.Module):
+                raise ParallelConfigError(
+                    f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, "
+                    f"got {type(model).__name__}"
+                )
+            if init["meta_device_init"]:
+                materialise(model, init["param_init_fn"])
+            move_to_transport(model)
+    assert model is not None
+    if config["sequence_parallel"] and context.tp.degree > 1 and not is_sequence_parallel_model(model):
+        raise ParallelConfigError(
+            "sequence_parallel=True, but no layer of the model has sequence_parallel_enabled=True: pass it to its "
+            "parallel layers and norms (see nxd_infer.parallel_layers.sequence_parallel), or leave the option out"
+        )
+    return model
+
+
+def turns(context: ParallelContext, at_a_time: int) -> Iterator[bool]:
+    """Once for every turn: whether it is this rank's. Between turns all ranks wait for each other."""
+    if context.world_size <= at_a_time or not (dist.is_available() and dist.is_initialized()):
+        yield True
+        return
+    for first in range(0, context.world_size, at_a_time):
+        try:
+            yield first <= context.rank < first + at_a_time
+        finally:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def same_random_numbers(context: ParallelContext) -> Iterator[None]:
+    """Inside, every rank draws the numbers of rank 0, so that one model is built, whatever each rank was seeded with.
+
+    Ranks that agree already go on from where building leaves them, like a single process. Where they differ, every
+    rank has its own generator back afterwards.
+    """
+    if context.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    device = default_device()
+    mine = torch.get_rng_state()
+    first = mine.to(device, copy=True)
+    dist.broadcast(first, 0)
+    differs = torch.tensor([int(not torch.equal(first.cpu(), mine))], device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    if not differs.item():
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(first.cpu())
+        yield
+
+
+def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] | None) -> None:
+    """Give a model on the meta device memory and values, in place; ties and marks of parameters are kept.
+
+    ``param_init_fn`` gets every module that holds parameters or buffers itself, and fills those; without it their
+    ``reset_parameters`` is called. Raises ParallelConfigError for a module that has neither.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    marks: dict[int, dict[str, Any]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((module, name))
+                marks[id(param)] = dict(vars(param))
+    if not param_init_fn:
+        bare = [
+            name or type(module).__name__
+            for name, module in model.named_modules()
+            if any(p is not None and p.is_meta for p in module._parameters.values())
+            and not hasattr(module, "reset_parameters")
+        ]
+        if bare:
+            raise ParallelConfigError(
+                f"meta_device_init=True: {', '.join(bare[:6])} cannot initialise itself (no reset_parameters); pass "
+                'model_init_config={"param_init_fn": function of a module}'
+            )
+    model.to_empty(device=default_device())
+    for key, several in places.items():
+        holder, name = several[0]
+        param = holder._parameters[name]
+        for other, other_name in several[1:]:
+            other._parameters[other_name] = param
+        for mark, value in marks[key].items():
+            setattr(param, mark, value)
+    for module in model.modules():
+        if param_init_fn is None:
+            if module._parameters and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        elif module._parameters or module._buffers:
+            with torch.no_grad():
+                param_init_fn(module)
+
+
+def default_device() -> torch.device:
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def move_to_transport(model: nn.Module) -> None:
+    """Move the model to the device whose memory the process group communicates; it stays where that is the CPU."""
+    device = default_device()
+    if device.type != "cpu":
+        move_model_to_device(model, device)

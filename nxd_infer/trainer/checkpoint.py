@@ -1,0 +1,277 @@
+"""Saving and resuming a training job.
+
+Source: NxD Core training API, "Save Checkpoint" and "Load Checkpoint". The files are safetensors and JSON; nothing is
+pickled. :mod:`nxd_infer.trainer.checkpoint_folder` says what lies where.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_infer.context import AXES, ParallelContext, current_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import check_weights, fill_tensor, load_weights, weight_layout
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.lora.peft import collect_adapter
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import in_turns, world_max
+from nxd_infer.trainer import checkpoint_folder as folders
+from nxd_infer.trainer.checkpoint_optimizer import load_optimizer
+from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+from nxd_infer.trainer.checkpoint_write import (
+    Content,
+    collect,
+    local_module,
+    outstanding,
+    restore_random_state,
+    wait_for_ranks,
+    write_rank,
+)
+
+__all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
+
+WORKERS = range(1, 33)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str = "",
+    model: nn.Module | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    *,
+    nxd_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a training job under ``path/tag``, all or nothing. Every rank calls it, and ``path`` is shared by them.
+
+    Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
+
+    Args:
+        path: the folder of the job's checkpoints.
+        tag: the name of this one; one of the same name is replaced in the end.
+        model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
+        optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
+            writes its share, float32 masters included.
+        scheduler: anything with ``state_dict()`` of plain values and tensors.
+        user_content: tensors, numbers, text, None, and dictionaries, lists and tuples of them; rank 0's is saved. The
+            place for the position in the data.
+        num_workers: ranks that write at the same time, 1 to 32.
+        use_xser: all ranks write at the same time, whatever ``num_workers`` is.
+        num_kept_ckpts: remove all but so many newest checkpoints of ``path`` once this one is whole; None keeps all.
+        async_save: return once this rank's tensors are copied, and write beside the training. One save at a time: the
+            next one, :func:`load_checkpoint`, :func:`wait_for_save` and the end of the process wait for it, and raise
+            what went wrong.
+        zero1_optimizer: an ``optimizer`` that is a dictionary differs between data-parallel ranks.
+        nxd_config: accepted; the model and the optimizer know their configuration.
+
+    The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents cannot be
+    represented or a rank cannot write.
+    """
+    _check_workers(num_workers)
+    if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
+        raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
+    tag = folders.checked_tag(tag)
+    context, root = current_context(), Path(path)
+    values = {"user_content": user_content}
+    if scheduler is not None:
+        values["scheduler"] = scheduler.state_dict()
+    contents: list[Content] = []
+
+    def prepare() -> None:
+        outstanding.wait()
+        contents.append(collect(context, model, optimizer, zero1_optimizer, values, copy=async_save))
+
+    _together(context, prepare)
+    inner = local_module(model) if isinstance(model, nn.Module) else None
+    if isinstance(inner, LoRAModel):
+        contents[0].adapter = collect_adapter(inner)  # a collective
+    counter = _number_of(context, lambda: folders.begin(root, tag))
+    folder = folders.folder_of(root, counter)
+    facts = {
+        "world_size": context.world_size,
+        "degrees": {axis: context.axis(axis).degree for axis in AXES},
+        "torch": str(torch.__version__),
+    }
+
+    def write() -> None:
+        write_rank(folder, context.rank, contents[0])
+
+    def finish() -> None:
+        if context.rank == 0:
+            wait_for_ranks(folder, context.world_size)
+            folders.finish(root, tag, counter, facts, num_kept_ckpts)
+
+    def write_and_finish() -> None:
+        try:
+            write()
+            finish()
+        except Exception:
+            if context.rank == 0:
+                folders.abandon(root, counter)
+            raise
+
+    if async_save:
+        outstanding.start(folder, context.rank, write_and_finish)
+        return
+    try:
+        in_turns(context, context.world_size if use_xser else num_workers, write, of_world=True)
+        _together(context, finish)
+    except Exception:
+        if context.rank == 0:
+            folders.abandon(root, counter)
+        raise
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+) -> Any:
+    """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
+
+    Args:
+        path, tag: where; without a tag the newest complete checkpoint.
+        model, optimizer, scheduler: are given what was saved of them. An optimizer is loaded after its model. With an
+            optimizer the random generators go on too, where the degrees are those of the saving job.
+        num_workers: ranks that read at the same time, 1 to 32.
+        strict: False leaves parameters alone that the checkpoint does not hold, and passes over what only it holds.
+
+    Returns the user contents, None without. At equal degrees training goes on bit by bit.
+
+    Raises CheckpointError when there is no complete checkpoint, a file is missing or damaged, or the checkpoint holds
+    none of what is asked for; WeightMismatchError, which lists names and shapes, when it is of another model.
+    """
+    _check_workers(num_workers)
+    context, root = current_context(), Path(path)
+    tag = None if tag is None else str(tag)
+    _together(context, outstanding.wait)
+    counter = _number_of(context, lambda: folders.find_checkpoint(root, tag).counter)
+    user_content: list[Any] = []
+
+    def read() -> None:
+        archive = _open(root, counter, context)
+        if model is not None:
+            _load_model(model, archive, strict, context)
+        if optimizer is not None:
+            _load_optimizer(optimizer, archive, context)
+        values = archive.value(0, "values")
+        if scheduler is not None:
+            if "scheduler" not in values:
+                raise CheckpointError(f"{archive.checkpoint.folder} holds no scheduler; it was saved without")
+            scheduler.load_state_dict(values["scheduler"])
+        if optimizer is not None and _same_degrees(archive, context):
+            restore_random_state(archive.value(context.rank, "values")["random"])
+        user_content.append(values["user_content"])
+
+    in_turns(context, num_workers, read, of_world=True)
+    return user_content[0]
+
+
+def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
+    """Whether :func:`load_checkpoint` would find a complete checkpoint."""
+    return any(tag is None or found.tag == tag for found in folders.complete_checkpoints(Path(path)))
+
+
+def wait_for_save() -> None:
+    """Wait until this rank's part of an asynchronous save is written, on rank 0 all of it.
+
+    Raises CheckpointError with what went wrong.
+    """
+    outstanding.wait()
+
+
+def _check_workers(num_workers: Any) -> None:
+    if not isinstance(num_workers, int) or num_workers not in WORKERS:
+        raise CheckpointError(f"num_workers must be a whole number of 1 to {WORKERS[-1]}, got {num_workers!r}")
+
+
+def _together(context: ParallelContext, action: Callable[[], object]) -> None:
+    """On all ranks at once; all wait, and all fail, together."""
+    in_turns(context, context.world_size, action, of_world=True)
+
+
+def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
+    """The number that ``action`` gives on rank 0, on every rank."""
+    number: list[int] = []
+    _together(context, lambda: number.append(action()) if context.rank == 0 else None)
+    return world_max(context, number[0] if number else 0)
+
+
+def _open(root: Path, counter: int, context: ParallelContext) -> Archive:
+    for checkpoint in folders.complete_checkpoints(root):
+        if checkpoint.counter == counter:
+            return Archive(checkpoint)
+    raise CheckpointError(
+        f"rank {context.rank} does not see the checkpoint number {counter} of {root} that rank 0 sees: the folder must "
+        "be on a file system that all ranks share"
+    )
+
+
+def _same_degrees(archive: Archive, context: ParallelContext) -> bool:
+    return all(archive.checkpoint.degrees[axis] == context.axis(axis).degree for axis in AXES)
+
+
+def _whole(kind: str, archive: Archive, context: ParallelContext) -> Any | None:
+    """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
+    parts = dict(archive.parts(kind))
+    if not any("structure" in part for part in parts.values()):
+        return None
+    if not _same_degrees(archive, context):
+        raise CheckpointError(
+            f"the {kind} of {archive.checkpoint.folder} was saved as a dictionary at "
+            f"{dict(archive.checkpoint.degrees)}; it can be loaded at these degrees only: save the "
+            "object itself to load it at others"
+        )
+    rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
+    return archive.value(rank, kind)
+
+
+def _load_model(model: nn.Module, archive: Archive, strict: bool, context: ParallelContext) -> None:
+    module = local_module(model)
+    state = _whole("model", archive, context)
+    if state is not None:
+        module.load_state_dict(state, strict=strict)
+        return
+    source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
+    if isinstance(module, LoRAModel):
+        module.load_weights(source, rank, degree, strict)
+        return
+    if strict:
+        load_weights(module, source, rank=rank, degree=degree)
+        return
+    names = set(source.keys())
+    there = {name: layout for name, layout in weight_layout(module).items() if set(layout.logical_names) <= names}
+    check_weights(there, source, strict=False)
+    here = named_tensors(module)
+    for name, layout in there.items():
+        fill_tensor(here[name], source, layout.rank_layout(degree, rank))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, archive: Archive, context: ParallelContext) -> None:
+    state = _whole("optimizer", archive, context)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    elif isinstance(optimizer, NxDOptimizer):
+        load_optimizer(optimizer, archive, context)
+    else:
+        raise CheckpointError(
+            f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "
+            "make the optimizer with initialize_parallel_optimizer()"
+        )

@@ -1,0 +1,177 @@
+"""Logical tensors out of what ranks have written, read slice by slice through the runs, at any degrees.
+
+:class:`RunsSource` is a weight source like any other: a model of another degree reads its slices from it, and tools
+read whole tensors one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError, ShardingError
+from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.merge import Holding, shared_holdings
+from nxd_infer.layout.runs import TensorLayout
+from nxd_infer.layout.sources import SafetensorsSource, Slices, unknown_name
+from nxd_infer.parallel_layers.checkpoint_files import unpack
+from nxd_infer.trainer.checkpoint_folder import Checkpoint
+from nxd_infer.trainer.checkpoint_write import rank_stem
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start..stop`` of a flattened tensor of one rank, with the runs that the whole of it is made of."""
+
+    param: str
+    tp_rank: int
+    file: SafetensorsSource
+    layout: TensorLayout
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    logical: Mapping[str, tuple[int, ...]]
+    """The logical tensors the parameter is made of, and their whole shapes."""
+    values: Mapping[str, Any]
+
+    def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
+        """Copy what this piece holds of a rectangle of the rank's tensor into ``out``; returns how many elements."""
+        count = 0
+        if self.file.shape(key) == self.shape:
+            out.copy_(self.file.read(key, [slice(*bounds) for bounds in rectangle]))
+            return out.numel()
+        for part in flat_rectangles(self.shape, self.start, self.stop):
+            both = overlap(part, rectangle)
+            if both is None:
+                continue
+            # The part is contiguous, and stays so when its first dimension of several elements is narrowed.
+            lead = 1 + next((dim for dim, (a, b) in enumerate(part) if b - a > 1), len(part) - 1)
+            part = (*both[:lead], *part[lead:])
+            sizes = [b - a for a, b in part]
+            at = flat_index(part, self.shape) - self.start
+            stored = self.file.read(key, [slice(at, at + math.prod(sizes))]).view(sizes)
+            out[relative(both, rectangle)] = stored[relative(both, part)]
+            count += math.prod(b - a for a, b in both)
+        return count
+
+
+class RunsSource:
+    """The logical tensors that ``pieces`` hold under ``key`` ("" is the parameter itself)."""
+
+    def __init__(self, pieces: Iterable[Piece], key: str = ""):
+        self._key = key
+        self._ranks: dict[str, dict[int, list[Piece]]] = {}
+        self._param_of: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._holdings: dict[str, list[Holding]] = {}
+        for piece in pieces:
+            self._ranks.setdefault(piece.param, {}).setdefault(piece.tp_rank, []).append(piece)
+            for name, shape in piece.logical.items():
+                self._param_of[name] = piece.param
+                self._shapes[name] = shape
+
+    def keys(self) -> list[str]:
+        return list(self._param_of)
+
+    def _find(self, name: str) -> str:
+        try:
+            return self._param_of[name]
+        except KeyError:
+            raise unknown_name(name, self._param_of, "the checkpoint") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._find(name)
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        param = self._find(name)
+        return next(iter(self._ranks[param].values()))[0].file.dtype(self._stored(param))
+
+    def _stored(self, param: str) -> str:
+        return f"{param}|{self._key}" if self._key else param
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The logical tensor, or a slice of it. Raises CheckpointError when the files do not hold all of it."""
+        param = self._find(name)
+        ranks = list(self._ranks[param].values())
+        if param not in self._holdings:
+            self._holdings[param] = shared_holdings([pieces[0].layout for pieces in ranks])
+        shape = self._shapes[name]
+        wanted = tuple(s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True))
+        out = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
+        covered = 0
+        for holding in self._holdings[param]:
+            both = overlap(holding.logical, wanted) if holding.name == name else None
+            if both is None:
+                continue
+            rank, local = holding.places[0]
+            rectangle = moved(both, holding.logical, local)
+            for piece in ranks[rank]:
+                covered += piece.read_into(out[relative(both, wanted)], rectangle, self._stored(param))
+        if covered != out.numel():
+            raise CheckpointError(
+                f"{name!r}: the checkpoint holds {covered} of the {out.numel()} elements asked for, so it is damaged"
+            )
+        return out
+
+
+class Archive:
+    """A checkpoint that is open for reading."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        checkpoint.require_files()
+        self.checkpoint = checkpoint
+        self._records: dict[int, dict[str, Any]] = {}
+        self._files: dict[str, SafetensorsSource] = {}
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """What a rank said of its files."""
+        if rank not in self._records:
+            path = self.checkpoint.folder / f"{rank_stem(rank)}.json"
+            try:
+                self._records[rank] = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return self._records[rank]
+
+    def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """``(rank, description)`` of the model or the optimizer, of the ranks that saved a part of it."""
+        for rank in range(self.checkpoint.manifest["world_size"]):
+            part = self.record(rank).get(kind)
+            if part is not None:
+                yield rank, part
+
+    def pieces(self, kind: str) -> list[Piece]:
+        """All pieces of the model or the optimizer. Raises CheckpointError when there are none."""
+        found: list[Piece] = []
+        for rank, part in self.parts(kind):
+            tp_rank = self.record(rank)["place"]["tp"]
+            for name, piece in part.get("pieces", {}).items():
+                try:
+                    layout = TensorLayout.from_json(piece["layout"])
+                    logical = {key: tuple(shape) for key, shape in piece["logical"].items()}
+                    shape, values = tuple(piece["shape"]), piece.get("values", {})
+                    start, stop = piece["range"]
+                except (KeyError, TypeError, ValueError, ShardingError) as error:
+                    raise CheckpointError(f"{rank_stem(rank)}.json: {name!r} is damaged: {error!r}") from error
+                file = self.file(part["file"])
+                found.append(Piece(name, tp_rank, file, layout, shape, start, stop, logical, values))
+        if not found:
+            raise CheckpointError(f"{self.checkpoint.folder} holds no {kind}, or not of a module; it was saved without")
+        return found
+
+    def file(self, name: str) -> SafetensorsSource:
+        if name not in self._files:
+            self._files[name] = SafetensorsSource(self.checkpoint.folder / name)
+        return self._files[name]
+
+    def value(self, rank: int, kind: str) -> Any:
+        """What a rank saved without runs: ``"values"``, or a model or an optimizer that was a dictionary."""
+        part = self.record(rank)[kind]
+        return unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)))

@@ -1,0 +1,255 @@
+"""What one rank saves, and writing it: now, or in a thread from copies of its own.
+
+A rank writes safetensors, then one JSON with the runs of each tensor. Rank 0 sees by those JSONs that all have written,
+so finishing an asynchronous save needs no communication that could meet the training's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import random
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import describe, stem
+from nxd_infer.parallel_layers.checkpoint_files import pack, replacing
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+from nxd_infer.trainer.model import NxDModel
+
+SILENCE = 600.0
+"""Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""
+
+
+@dataclass
+class Content:
+    """What one rank saves: tensors by file name, and the record that says what they are made of."""
+
+    files: dict[str, dict[str, Tensor]]
+    record: dict[str, Any]
+    adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+    """Of a model with LoRA, for rank 0: the tensors and the configuration of its adapter, for PEFT."""
+
+
+def collect(
+    context: ParallelContext,
+    model: nn.Module | Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+    zero1_optimizer: bool,
+    values: Mapping[str, Any],
+    copy: bool,
+) -> Content:
+    """This rank's part. ``values`` are what rank 0 adds; ``copy`` makes it independent of later training steps.
+
+    Raises CheckpointError for values that JSON and safetensors cannot hold, with the path to them.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
+    first = context.dp.rank == 0 and context.cp.rank == 0
+    if model is not None and first:
+        name = f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
+        if isinstance(model, nn.Module):
+            files[name], described = _describe_model(local_module(model), context)
+        else:
+            files[name], described = _packed(model)
+        record["model"] = {"file": name, **described}
+    sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
+    if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
+        name = f"{stem(context)}.safetensors"
+        if isinstance(optimizer, NxDOptimizer):
+            files[name], described = describe(optimizer)
+        else:
+            state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+            files[name], described = _packed(state)
+        record["optimizer"] = {"file": name, **described}
+    name = f"{rank_stem(context.rank)}.safetensors"
+    files[name], described = _packed({"random": random_state(), **(values if context.rank == 0 else {})})
+    record["values"] = {"file": name, **described}
+    return Content({name: _storable(tensors, copy) for name, tensors in files.items()}, record)
+
+
+def rank_stem(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def local_module(model: nn.Module) -> nn.Module:
+    """The module itself, whose names are those of the checkpoint."""
+    return model.local_module() if isinstance(model, NxDModel) else model
+
+
+def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters and buffers of which this rank is the first to hold some element, and their runs."""
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {}
+    degree, rank = context.tp.degree, context.tp.rank
+    for name, (tensor, layout) in _weights(model).items():
+        if layout.alias_of or not (owned_blocks(layout, degree, rank) or (rank == 0 and not tensor.numel())):
+            continue
+        tensors[name] = tensor.detach()
+        pieces[name] = {
+            "range": [0, tensor.numel()],
+            "shape": list(tensor.shape),
+            "layout": layout.rank_layout(degree, rank).to_json(),
+            "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
+        }
+    return tensors, {"pieces": pieces}
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
+    """What is saved of a model: of one with LoRA what its configuration says, else everything."""
+    if isinstance(model, LoRAModel):
+        return model.saved_weights()
+    here = named_tensors(model)
+    return {name: (here[name], layout) for name, layout in weight_layout(model).items()}
+
+
+def _packed(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    structure, tensors = pack(value)
+    return {str(number): tensor for number, tensor in enumerate(tensors)}, {"structure": structure}
+
+
+def _storable(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
+    """On the CPU, dense, no two of them in one memory, and with ``copy`` in no memory of the caller's."""
+    out: dict[str, Tensor] = {}
+    used: set[int] = set()
+    for name, tensor in tensors.items():
+        stored = tensor.detach().cpu().contiguous()
+        memory = stored.untyped_storage()
+        mine = tensor.untyped_storage().data_ptr() != memory.data_ptr()
+        if memory.data_ptr() in used or memory.nbytes() != stored.nbytes or (copy and not mine):
+            stored = stored.clone()
+        used.add(stored.untyped_storage().data_ptr())
+        out[name] = stored
+    return out
+
+
+# --- random state -----------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the generators of this process: PyTorch's, the tensor-parallel streams, Python's, numpy's."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "streams": get_xla_rng_tracker().get_states(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    get_xla_rng_tracker().set_states(state["streams"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        numpy.random.set_state(state["numpy"])
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+def write_rank(folder: Path, rank: int, content: Content) -> None:
+    """Write this rank's files; its JSON last."""
+    readers = stat.S_IMODE(folder.stat().st_mode) & 0o666  # safetensors writes files that only their owner can read
+    for name, tensors in content.files.items():
+        with replacing(folder / name) as temporary:
+            save_file(tensors, temporary)
+            temporary.chmod(readers)
+    if content.adapter is not None and rank == 0:
+        write_adapter(folder / SUBFOLDER, *content.adapter)
+    with replacing(folder / f"{rank_stem(rank)}.json") as temporary:
+        temporary.write_text(json.dumps(content.record), encoding="utf-8")
+
+
+def wait_for_ranks(folder: Path, world_size: int) -> None:
+    """Wait until every rank has written. Raises CheckpointError when one has failed or nothing happens any more."""
+    wanted = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
+    there: dict[str, int] = {}
+    last = time.monotonic()
+    while True:
+        with os.scandir(folder) as entries:
+            names = {entry.name: _size(entry) for entry in entries}
+        if wanted <= names.keys():
+            return
+        failed = sorted(name for name in names if name.endswith(".failed"))
+        if failed:
+            raise CheckpointError(f"{failed[0]}: {(folder / failed[0]).read_text(encoding='utf-8')}")
+        if names != there:
+            there, last = names, time.monotonic()
+        if time.monotonic() - last > SILENCE:
+            raise CheckpointError(
+                f"{folder}: nothing came for {SILENCE:.0f} s; missing: {sorted(wanted - names.keys())[:8]}"
+            )
+        time.sleep(0.01)
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:  # renamed meanwhile
+        return 0
+
+
+class Outstanding:
+    """The one save of this process that goes on beside the training. The interpreter waits for it at its end."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, folder: Path, rank: int, action: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:  # raised by wait()
+                self._error = error
+                with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
+                    (folder / f"{rank_stem(rank)}.failed").write_text(f"{error}", encoding="utf-8")
+
+        self.wait()
+        self._thread = threading.Thread(target=run, name="nxd-async-save", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is written. Raises what went wrong, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"the last asynchronous save failed: {error}") from error
+
+    def report(self) -> None:
+        if self._error is not None:
+            print(f"nxd_infer: the last asynchronous save failed: {self._error}", file=sys.stderr)
+
+
+outstanding = Outstanding()
+atexit.register(outstanding.report)

@@ -1,0 +1,126 @@
+"""The model wrapper: used like the model, it runs training and evaluation steps.
+
+Source: NxD Core training API, "Initialize NxD Core Model Wrapper".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import InputMismatchError
+from nxd_infer.modules.wrapper import ModelWrapper
+
+__all__ = ["NxDModel"]
+
+
+class NxDModel(ModelWrapper):
+    """A model of one rank. Parameters, modules, state dicts and unknown attributes are those of the local module.
+
+    ``nxd_config`` is the configuration it was built with.
+    """
+
+    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]):
+        super().__init__(module)
+        self.nxd_config = dict(nxd_config)
+        self._name_parameters()
+        self.train()
+
+    def _name_parameters(self) -> None:
+        """Tell the parameters what they are called, for whoever is handed nothing but them."""
+        for name, param in self.module.named_parameters():
+            param.nxd_name = name  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._name_parameters()  # a copy has other parameters
+
+    # --- what it wraps --------------------------------------------------------------------------------
+
+    def local_module(self) -> nn.Module:
+        """The unwrapped module of this rank."""
+        return self.module
+
+    def local_modules(self) -> list[nn.Module]:
+        """The unwrapped modules of this rank: one."""
+        return [self.module]
+
+    original_module = local_module
+
+    @property
+    def config(self) -> Any:
+        """The local module's ``config``."""
+        return self.module.config
+
+    @property
+    def name_or_path(self) -> Any:
+        """The local module's ``name_or_path``."""
+        return self.module.name_or_path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The local module's ``dtype``, or that of its first floating-point parameter."""
+        own = getattr(self.module, "dtype", None)
+        if isinstance(own, torch.dtype):
+            return own
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one (micro)batch of this data-parallel rank; returns its loss, detached.
+
+        The loss is the output itself when that is one number, else what ``output_loss_value_spec`` marks, else
+        ``output.loss``, ``output["loss"]`` or the first of a tuple. Raises InputMismatchError when there is none.
+        """
+        loss = self._loss(self(*args, **kwargs))
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of one batch in evaluation mode, without gradients."""
+        training = self.module.training
+        self.eval()
+        try:
+            return self._loss(self(*args, **kwargs))
+        finally:
+            self.train(training)
+
+    def _loss(self, output: Any) -> Tensor:
+        spec = (self.nxd_config.get("pipeline_config") or {}).get("output_loss_value_spec")
+        found = output
+        if spec is not None and not isinstance(output, Tensor):
+            found = _marked(output, spec)
+        elif not isinstance(output, Tensor):
+            found = getattr(output, "loss", None)
+            if found is None and isinstance(output, Mapping):
+                found = output.get("loss")
+            elif found is None and isinstance(output, tuple | list) and output:
+                found = output[0]
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise InputMismatchError(
+                f"the model returned no loss but {what} (of {type(output).__name__}): pass it labels, return the loss "
+                "first, or say where it is with pipeline_config={'output_loss_value_spec': ...}"
+            )
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that the optimizer sums in float32 as well."""
+        self.module.zero_grad(set_to_none)
+        for param in self.module.parameters():
+            if getattr(param, "main_grad", None) is not None:
+                param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _marked(output: Any, spec: Any) -> Any:
+    """The value of ``output`` that ``spec``, a tuple or dict of its shape, marks with True."""
+    pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+    for key, wanted in pairs:
+        if wanted:
+            return output[key]
+    return None

@@ -1,0 +1,26 @@
+"""The end of a training process."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from nxd_infer.parallel_state import destroy_model_parallel
+from nxd_infer.trainer.checkpoint import wait_for_save
+
+__all__ = ["shutdown"]
+
+
+def shutdown() -> None:
+    """Wait for an asynchronous save and for all ranks, forget the parallel groups and destroy the process group.
+
+    Harmless without any. Call it last on every rank: gloo aborts processes that leave while others still talk to them.
+    """
+    try:
+        wait_for_save()
+    finally:
+        up = dist.is_available() and dist.is_initialized()
+        if up:
+            dist.barrier()
+        destroy_model_parallel()
+        if up:
+            dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""From a configuration to a model and an optimizer that train over all ranks.
+
+Source: NxD Core training API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.optimizer.parallel import NxDOptimizer, Parameters
+from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer
+from nxd_infer.parallel_layers.pad import pad_model
+from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
+from nxd_infer.trainer.build import build_model, same_random_numbers
+from nxd_infer.trainer.config import checked, neuronx_distributed_config, require_degrees
+from nxd_infer.trainer.model import NxDModel
+
+__all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]
+
+
+def initialize_parallel_model(
+    nxd_config: Mapping[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
+) -> NxDModel:
+    """Build ``model_fn(*model_args, **model_kwargs)`` on this rank with the options of ``nxd_config``, and wrap it.
+
+    Every rank must call it. All ranks draw the same numbers while they build, so they hold parts of one model. With
+    more ranks than ``sequential_move_factor``, ``model_fn`` runs in turns and must not communicate.
+
+    Raises ParallelConfigError for a configuration that does not fit the model or the degrees in force.
+    """
+    config = checked(nxd_config)
+    require_degrees(config)
+    model = build_model(config, model_fn, model_args, model_kwargs)
+    if config["pad_model"]:
+        pad_model(model, current_context().tp.degree, _heads(model))
+    if config["lora_config"] is not None and config["lora_config"].enable_lora:
+        with same_random_numbers(current_context()):
+            model = LoRAModel(model, config["lora_config"])
+    apply_activation_checkpoint(model, config["activation_checkpoint_config"], config["pipeline_config"])
+    return NxDModel(model, config)
+
+
+def initialize_parallel_optimizer(
+    nxd_config: Mapping[str, Any],
+    optimizer_class: type[torch.optim.Optimizer],
+    parameters: Parameters,
+    **defaults: Any,
+) -> NxDOptimizer:
+    """``optimizer_class(parameters, **defaults)`` with the options of ``nxd_config``, over all ranks.
+
+    ``parameters`` are the wrapped model's, in any form an optimizer takes. The result is a ``torch.optim.Optimizer``;
+    with ``zero_one_enabled`` it is a NeuronZero1Optimizer. Every rank must call it.
+    """
+    config = checked(nxd_config)
+    require_degrees(config)
+    options, precision = config["optimizer_config"], config["mixed_precision_config"]
+    common = {
+        "grad_clipping": options["grad_clipping"],
+        "on_nonfinite": options["on_nonfinite"],
+        "bucket_cap_mb": options["bucket_cap_mb"],
+    }
+    if options["zero_one_enabled"]:
+        return NeuronZero1Optimizer(
+            parameters,
+            optimizer_class,
+            optimizer_dtype=torch.float32 if precision["use_master_weights"] else None,
+            max_norm=options["max_grad_norm"],
+            use_grad_acc_hook=precision["use_fp32_grad_acc"],
+            **common,
+            **defaults,
+        )
+    return NxDOptimizer(
+        parameters,
+        optimizer_class,
+        max_grad_norm=options["max_grad_norm"],
+        master_weights=precision["use_master_weights"],
+        fp32_grad_acc=precision["use_fp32_grad_acc"],
+        defaults=defaults,
+        **common,
+    )
+
+
+def _heads(model: nn.Module) -> int:
+    """How many attention heads the whole model has, by its configuration."""
+    config = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_heads", "n_head"):
+        found = getattr(config, name, None)
+        if isinstance(found, int):
+            return found
+    raise ParallelConfigError(
+        "pad_model=True needs the number of heads: the model has no config.num_attention_heads; give it one, or call "
+        "nxd_infer.parallel_layers.pad.pad_model() in your model function"
+    )

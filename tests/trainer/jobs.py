@@ -1,0 +1,32 @@
+"""A model and an optimizer at the degrees in force, and this rank's part of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nxd_infer as nxd
+from nxd_infer import parallel_state
+from nxd_infer.context import current_context
+from tests.trainer.models import llama
+
+AdamW = torch.optim.AdamW
+ZERO1 = {"optimizer_config": {"zero_one_enabled": True, "bucket_cap_mb": 0.01}}
+
+
+def training(model_fn: Any = llama, groups: Any = None, seed: int = 0, optimizer_class: Any = AdamW, **options: Any):
+    """(model, optimizer) at the degrees in force."""
+    degree = parallel_state.get_tensor_model_parallel_size()
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=degree, **options)
+    torch.manual_seed(seed)
+    model = nxd.initialize_parallel_model(config, model_fn)
+    parameters = model.parameters() if groups is None else groups(model)
+    return model, nxd.initialize_parallel_optimizer(config, optimizer_class, parameters, lr=1e-2)
+
+
+def mine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This data-parallel rank's rows."""
+    dp = current_context().dp
+    return {name: value.chunk(dp.degree)[dp.rank] for name, value in batch.items()}

@@ -1,0 +1,388 @@
+"""The model wrapper, how it is built, and activation checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nxd_infer as nxd
+from nxd_infer import parallel_state
+from nxd_infer.context import current_context
+from nxd_infer.errors import InputMismatchError, ParallelConfigError
+from nxd_infer.parallel_layers import ColumnParallelLinear
+from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel
+from nxd_infer.trainer import NxDModel
+from nxd_infer.trainer.activation_checkpoint import transformer_layers
+from nxd_models.llama import Attention, CausalLM, DecoderLayer, FeedForward
+from tests.ranks import run_ranks
+from tests.trainer.models import MLP, decoder, llama, mlp, tokens, vectors
+
+
+def wrapped(model_fn: Any = llama, *args: Any, **options: Any) -> NxDModel:
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(), **options
+    )
+    return nxd.initialize_parallel_model(config, model_fn, *args)
+
+
+# --- the wrapper ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.check
+def test_it_has_the_local_modules_names():
+    torch.manual_seed(0)
+    model = wrapped(decoder, "tied")  # model_args arrive
+    plain = model.local_module()
+    assert isinstance(plain, CausalLM) and model.local_modules() == [plain]
+    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+    assert [id(p) for p in model.parameters()] == [id(p) for p in plain.parameters()]
+    assert list(dict(model.named_modules())) == list(dict(plain.named_modules()))
+    assert list(model.modules()) == list(plain.modules())
+    assert list(dict(model.named_children())) == list(dict(plain.named_children()))
+    assert list(model.children()) == list(plain.children())
+    assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
+    assert [id(b) for b in model.buffers()] == [id(b) for b in plain.buffers()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.config is plain.config and model.dtype == torch.float32
+    assert model.nxd_config["tensor_parallel_size"] == 1
+    assert model.check_length if hasattr(plain, "check_length") else model.model is plain.model  # forwarded
+    with pytest.raises(AttributeError, match="name_or_path"):
+        _ = model.name_or_path
+    plain.name_or_path = "tiny"
+    assert model.name_or_path == "tiny"
+    assert all(param.nxd_name == name for name, param in model.named_parameters())
+
+
+@pytest.mark.check
+def test_it_behaves_like_the_module():
+    torch.manual_seed(0)
+    model = wrapped(mlp)
+    batch = vectors()
+    assert torch.equal(model(**batch), model.local_module()(**batch))
+    assert model.training and model.local_module().training
+    model.eval()
+    assert not model.training and not model.local_module().up.training
+    model.train()
+    model.double()
+    assert model.dtype == torch.float64 == next(model.parameters()).dtype
+    model.float().requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    seen: list = []
+    model.apply(lambda module: seen.append(type(module)))
+    assert MLP in seen and NxDModel not in seen
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**batch), model(**batch))
+    model.load_state_dict(model.state_dict())
+
+
+class Wrapping(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        loss = (self.weight * x).sum()
+        if self.how == "attribute":
+            return type("Output", (), {"loss": loss})()
+        forms = {"tensor": loss, "tuple": (loss, x), "dict": {"loss": loss}, "last": (x, loss), "none": x, "text": "a"}
+        return forms[self.how]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("how", ["tensor", "tuple", "dict", "attribute", "last"])
+def test_run_train_finds_the_loss(how: str):
+    options = {"pipeline_config": {"output_loss_value_spec": (False, True)}} if how == "last" else {}
+    model = wrapped(Wrapping, how, **options)
+    x = torch.tensor([3.0, 4.0])
+    loss = model.run_train(x)
+    assert loss == 14 and not loss.requires_grad
+    assert model.weight.grad == 7
+    model.run_train(x=x)
+    assert model.weight.grad == 14  # accumulated
+    assert model.run_eval(x) == 14 and model.weight.grad == 14 and model.training
+    model.zero_grad()
+    assert model.weight.grad is None
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("how", "message"), [("none", r"a tensor of shape \(2,\)"), ("text", "but NoneType .of str")])
+def test_a_model_without_loss(how: str, message: str):
+    with pytest.raises(InputMismatchError, match=message):
+        wrapped(Wrapping, how).run_train(torch.ones(2))
+
+
+# --- building ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.check
+def test_what_a_model_function_returns():
+    with pytest.raises(ParallelConfigError, match=r"'<lambda>' must return a torch.nn.Module, got int"):
+        wrapped(lambda: 3)
+    with pytest.raises(ParallelConfigError, match="nxd_config is what neuronx_distributed_config"):
+        nxd.initialize_parallel_model(llama, llama)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("family", ["tied", "biases"])
+def test_meta_device(family: str):
+    """Built on the meta device with the modules' own initialisation: the same model, ties and marks included."""
+    torch.manual_seed(3)
+    plain = decoder(family)
+    for name, param in plain.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(param)
+    torch.manual_seed(3)
+    built = wrapped(decoder, family, model_init_config={"meta_device_init": True, "param_init_fn": zero_biases})
+    assert len(list(built.parameters())) == len(list(plain.parameters()))
+    assert list(built.state_dict()) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(built.state_dict()[name], value), name
+    assert built(tokens()["input_ids"]).shape == (4, 12, 61)  # buffers that no state dict holds are there too
+
+
+def zero_biases(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # pyright: ignore[reportCallIssue]
+    if isinstance(getattr(module, "bias", None), nn.Parameter):
+        nn.init.zeros_(module.bias)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("model_fn", [llama, mlp])
+def test_marks_and_names_survive(model_fn: Any):
+    """Sequence-parallel weights stay marked, and parameters named, in whatever takes their place."""
+    with build_sequence_parallel():
+        model = NxDModel(model_fn(), {})
+
+    def marked(of: Any) -> set[str]:
+        return {n for n, p in of.named_parameters() if getattr(p, "sequence_parallel_enabled", False)}
+
+    wanted = {name for name, _ in model.named_parameters() if "norm" in name}
+    assert marked(model) == wanted and wanted
+    twin = copy.deepcopy(model)
+    assert marked(twin) == wanted and {p.nxd_name for p in twin.parameters()} == set(dict(model.named_parameters()))
+    assert marked(copy.deepcopy(model.local_module())) == wanted
+    assert marked(pickle.loads(pickle.dumps(model))) == wanted
+    assert marked(model.local_module().to("meta").to_empty(device="cpu")) == wanted
+    twin.load_state_dict({name: torch.zeros_like(p) for name, p in twin.state_dict().items()}, assign=True)
+    assert marked(twin) == wanted
+    assert not marked(model_fn())
+
+
+@pytest.mark.check
+def test_meta_device_needs_an_initialisation():
+    with pytest.raises(ParallelConfigError, match=r"meta_device_init=True: Wrapping cannot initialise itself"):
+        wrapped(Wrapping, "tensor", model_init_config={"meta_device_init": True})
+
+
+def built_in_turns() -> dict[str, Any]:
+    """Ranks with different seeds, one building at a time, build one model and keep their own random numbers."""
+    torch.manual_seed(100 + current_context().rank)
+    expected = torch.get_rng_state()
+    model = wrapped(llama, model_init_config={"sequential_move_factor": 1})
+    same_after = torch.equal(expected, torch.get_rng_state())
+    meta = wrapped(llama, model_init_config={"meta_device_init": True})
+    return {
+        "norm": model.state_dict()["lm_head.weight"].sum().item(),
+        "own numbers": same_after,
+        "heads": model.state_dict()["model.layers.0.self_attn.k_proj.weight"],
+        "meta": meta.state_dict()["model.layers.0.self_attn.k_proj.weight"],
+    }
+
+
+def test_one_model_whatever_the_seeds():
+    found = run_ranks(built_in_turns, 4)  # two key/value heads on four ranks: neighbours hold the same
+    assert all(rank["own numbers"] for rank in found)
+    for key in ("heads", "meta"):
+        assert torch.equal(found[0][key], found[1][key]) and torch.equal(found[2][key], found[3][key])
+        assert not torch.equal(found[0][key], found[2][key])
+
+
+def same_seed_goes_on() -> bool:
+    """Ranks that agree go on from where building leaves them, like a single process."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    wrapped(llama)
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_equal_seeds_are_used_up():
+    assert run_ranks(same_seed_goes_on, 2) == [False, False]
+
+
+def refused() -> list[str]:
+    found = []
+    for model_fn in (partial(nn.Linear, 2, 2), llama):
+        try:
+            wrapped(model_fn, sequence_parallel=True)
+            found.append("built")
+        except ParallelConfigError as error:
+            found.append(str(error))
+    try:
+        wrapped(llama, sequence_parallel=True).run_train(**tokens(2, 7))
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_sequence_parallel_needs_a_model_for_it():
+    plain, ours, odd = run_ranks(refused, 2)[0]
+    assert "no layer of the model has sequence_parallel_enabled=True" in plain and ours == "built"
+    assert odd.startswith("CollectiveError") and "7" in odd
+
+
+# --- padding ----------------------------------------------------------------------------------------------
+
+
+def padded_heads() -> dict[str, Any]:
+    """3 query heads on 2 ranks, AdamW with weight decay: the filling stays exactly zero, on both ways to pad."""
+    from nxd_infer.layout import weight_layout
+    from tests.trainer.padded import UnpaddedModel
+
+    found: dict[str, Any] = {"filling": 0, "stood still": []}
+    for model_fn, options in ((partial(decoder, "odd_heads"), {}), (UnpaddedModel, {"pad_model": True})):
+        torch.manual_seed(0)
+        model = wrapped(model_fn, **options)
+        config = model.nxd_config
+        optimizer = nxd.initialize_parallel_optimizer(
+            config, torch.optim.AdamW, model.parameters(), lr=1e-2, weight_decay=0.1
+        )
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(10):
+            model.run_train(**(tokens() if model_fn is not UnpaddedModel else vectors()))
+            optimizer.step()
+            optimizer.zero_grad()
+        tp = current_context().tp
+        for name, layout in weight_layout(model.local_module()).items():
+            param = model.state_dict()[name]
+            for where, value in layout.rank_layout(tp.degree, tp.rank).fills():
+                found["filling"] += param[where].numel()
+                assert value == 0 and not param[where].any(), name
+        real = [name for name, p in before.items() if p.any()]  # a rank may hold nothing but filling
+        params = dict(model.named_parameters())
+        found["stood still"] += [name for name in real if torch.equal(params[name], before[name])]
+    return found
+
+
+def test_padded_heads_stay_zero():
+    found = run_ranks(padded_heads, 4)
+    assert all(rank["stood still"] == [] for rank in found)
+    assert found[3]["filling"] > 1000
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Layers with dropout on whole tensors and, in the tensor-parallel stream, on split ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+class Layer(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up = ColumnParallelLinear(16, 32, gather_output=False)
+        self.down = nxd.parallel_layers.RowParallelLinear(32, 16, input_is_parallel=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Layer.calls += 1
+        inner = torch.relu(self.up(F.dropout(x, 0.3)))
+        with get_xla_rng_tracker().fork():
+            inner = F.dropout(inner, 0.3)
+        return x + self.down(inner)
+
+
+def checkpointed_gradients() -> dict[str, list]:
+    found = {}
+    for name, option in (
+        ("none", None),
+        ("full", "full"),
+        ("class", Layer),
+        ("several", [Layer, ColumnParallelLinear]),
+    ):
+        model_parallel_xla_manual_seed(1)
+        model = wrapped(Dropping, activation_checkpoint_config=option)
+        Layer.calls = 0
+        losses = [model.run_train(**vectors()) for _ in range(2)]
+        found[name] = [*losses, *(p.grad for p in model.parameters()), torch.rand(2), torch.tensor(Layer.calls)]
+    return found
+
+
+def test_checkpointed_gradients_are_bit_equal():
+    """With dropout in both random streams; also the numbers drawn afterwards."""
+    for found in [checkpointed_gradients(), *run_ranks(checkpointed_gradients, 2)]:
+        assert found["none"][-1] == 6 and found["full"][-1] == 12  # the layers ran twice
+        for name in ("full", "class", "several"):
+            pairs = zip(found["none"][:-1], found[name][:-1], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+@pytest.mark.check
+def test_which_modules_are_checkpointed():
+    model = decoder("llama")
+    layers = [m for m in model.modules() if isinstance(m, DecoderLayer)]
+    assert transformer_layers(model) == layers
+    assert len(transformer_layers(model, FeedForward)) == 2
+    model._no_split_modules = ["Attention"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(isinstance(m, Attention) for m in transformer_layers(model))
+    with pytest.raises(ParallelConfigError, match=r"found no transformer layers.*MLP"):
+        wrapped(mlp, activation_checkpoint_config="full")
+    with pytest.raises(ParallelConfigError, match=r"the model holds no Conv2d; its classes are .*DecoderLayer"):
+        wrapped(llama, activation_checkpoint_config=nn.Conv2d)
+
+
+@pytest.mark.check
+def test_a_checkpointed_model_is_the_same_model():
+    torch.manual_seed(0)
+    model = wrapped(llama, activation_checkpoint_config="full")
+    torch.manual_seed(0)
+    plain = llama()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    batch = tokens()
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.run_train(**batch)
+        assert all(p.grad is not None for p in twin.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(batch["input_ids"]), plain(batch["input_ids"]))
+    exported = torch.export.export(model.local_module().eval(), (batch["input_ids"],))
+    assert torch.allclose(exported.module()(batch["input_ids"]), plain(batch["input_ids"]))
+
+
+@pytest.mark.check
+def test_checkpointing_keeps_less():
+    """What the backward pass keeps of a deep model falls by more than half."""
+
+    def kept(option: Any) -> int:
+        torch.manual_seed(0)
+        model = wrapped(decoder, "llama", activation_checkpoint_config=option)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**tokens(8, 32))
+        return sum(size for at, size in sizes.items() if at not in own)
+
+    assert kept("full") < kept(None) / 2
