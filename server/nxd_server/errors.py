@@ -36,6 +36,18 @@ class PromptTooLongError(RequestError):
         self.max_len = max_len
 
 
+class MaxTokensError(RequestError):
+    """More tokens were asked for than fit behind the prompt (400, ``context_length_exceeded``)."""
+
+    def __init__(self, asked: int, prompt_tokens: int, max_len: int, field: str = "max_tokens"):
+        self.room = max(1, max_len - prompt_tokens)
+        super().__init__(
+            field,
+            f"{asked} tokens do not fit: this model's maximum length is {max_len} tokens, and the prompt has "
+            f"{prompt_tokens}, which leaves {self.room}. Ask for fewer, or shorten the prompt",
+        )
+
+
 class TextTooLongError(RequestError):
     """A text that must be over the model's maximum length, whatever its tokens (400, ``context_length_exceeded``)."""
 
@@ -66,6 +78,16 @@ class EngineFailedError(EngineUnavailableError):
 
 class DeadlineExceededError(ServerError, TimeoutError):
     """The request's own deadline passed before it was finished (504)."""
+
+
+def not_finished(seconds: float) -> DeadlineExceededError:
+    """The error of a request that took longer than the server allows any."""
+    return DeadlineExceededError(f"the request was not finished after {seconds:g} s (request_timeout)")
+
+
+def ended_early() -> EngineUnavailableError:
+    """The error of a request that the server ended, because it goes down."""
+    return EngineUnavailableError("the server ended the request before it was finished", "draining")
 
 
 class GenerationError(ServerError, RuntimeError):

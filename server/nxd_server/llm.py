@@ -24,7 +24,7 @@ from nxd_server.engine.engine import Engine
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, FinishReason, TokenEvent, Usage
 from nxd_server.engine.oneshot import OneShotEngine
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.request import Ticket
+from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.errors import RequestError
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
@@ -164,17 +164,17 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of those.
-            params: for all, or one for each prompt; default ``SamplingParams()``.
+            params: for all, or one for each prompt; default ``SamplingParams()``, with what fits of its ``max_tokens``.
             progress: show a progress bar on the terminal.
             timeout: seconds for everything.
 
         Raises RequestError (nothing has been generated then), or the first failure of any prompt.
         """
         listed = _as_list(prompts)
-        many = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        encoded = [self._encode(prompt) for prompt in listed]
+        many = list(params) if isinstance(params, Sequence) else [params or self._default(ids) for ids in encoded]
         if len(many) != len(listed):
             raise RequestError("params", f"{len(many)} sets of parameters were given for {len(listed)} prompts")
-        encoded = [self._encode(prompt) for prompt in listed]
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._answer(texts, encoded, many, progress, timeout)
 
@@ -196,15 +196,16 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         texts = [self.chat_template.render(conversation, **template_variables) for conversation in conversations]
         encoded = [self._require_tokenizer().encode(text, add_special_tokens=False) for text in texts]
-        return self._answer(list(texts), encoded, [params or SamplingParams()] * len(texts), progress, timeout)
+        return self._answer(list(texts), encoded, [params or self._default(ids) for ids in encoded], progress, timeout)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> Iterator[TokenEvent | FinishEvent]:
         """Answer one prompt, event by event; leaving the loop cancels the rest. Raises what fails it."""
-        params = params or SamplingParams()
+        tokens = self._encode(prompt)
+        params = params or self._default(tokens)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        ticket = self._engine().submit(self._encode(prompt), params, events.put, timeout=timeout)
+        ticket = self._engine().submit(tokens, params, events.put, timeout=timeout)
         try:
             open_choices = params.n
             while open_choices:
@@ -246,6 +247,14 @@ class LLM:
             )
             for text, prompt, collector in zip(texts, prompts, collectors, strict=True)
         ]
+
+    def room(self, prompt: Prompt) -> int:
+        """How many tokens fit behind ``prompt``. Raises PromptTooLongError when it does not fit itself."""
+        return max_new_tokens(None, len(self._encode(prompt)), self._engine().max_len)
+
+    def _default(self, tokens: Sequence[int]) -> SamplingParams:
+        params = SamplingParams()
+        return params.replace(max_tokens=min(params.max_tokens or UNLIMITED, self.room(tokens)))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nxd_infer.errors import ModelConfigError, NxdError
+from nxd_server.bounded import BoundedModel
 from nxd_server.config import ServerSettings
 from nxd_server.errors import EngineUnavailableError, RequestError
 
@@ -35,41 +36,7 @@ logger = logging.getLogger("nxd_server.service")
 
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
-SLOW_FACTOR = 10.0
-"""A step may take this many times the slowest one measured, and at least ``call_timeout``."""
 ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
-
-
-class BoundedModel:
-    """The model as the engine sees it: every call is bounded by what calls have taken before.
-
-    A graph's first run reads its weights from disk and may take as long as a start; later ones are stuck long before.
-    """
-
-    def __init__(self, model: TensorParallelModel, call_timeout: float, start_timeout: float):
-        self._model = model
-        self._call_timeout = call_timeout
-        self._start_timeout = start_timeout
-        self._seen: set[str] = set()
-        self._slowest = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def run_bucket(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As :meth:`TensorParallelModel.run_bucket`, with the bound of this moment."""
-        known = name in self._seen
-        limit = max(self._call_timeout, SLOW_FACTOR * self._slowest) if known else self._start_timeout
-        begin = time.monotonic()
-        outputs = self._model.run_bucket(name, inputs, timeout=limit)
-        if known:
-            self._slowest = max(self._slowest, time.monotonic() - begin)
-        self._seen.add(name)
-        return outputs
-
-    def restart(self) -> None:
-        self._seen.clear()
-        self._model.restart()
 
 
 class Service:
@@ -288,6 +255,11 @@ class Service:
         return int(self.metadata.get("max_len") or 0)
 
     @property
+    def vocab_size(self) -> int:
+        """How many token ids the model has; where that is not known, as many as a tokenizer can take."""
+        return int(self.metadata.get("vocab_size") or 2**31)
+
+    @property
     def top_logprobs(self) -> int:
         """How many likeliest tokens the graphs give."""
         return int(self.metadata.get("top_logprobs") or 0)
@@ -295,13 +267,15 @@ class Service:
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; RequestError when the artifact has none."""
         if self._tokenizer is None:
-            raise RequestError("", f"{self.model_name!r} has no tokenizer: this route needs one")
+            instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
+            raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
         return self._tokenizer
 
     def require_encoder(self) -> TextEncoder:
         """Texts to vectors; RequestError when the artifact has no tokenizer."""
-        if self._encoder is None:
-            raise RequestError("", f"{self.model_name!r} has no tokenizer: use /v1/predict with token ids")
+        self.require_tokenizer()
+        if self._encoder is None:  # not yet: it needs the engine
+            raise self._unavailable()
         return self._encoder
 
     def input_specs(self) -> dict[str, InputSpec]:

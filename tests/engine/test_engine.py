@@ -17,6 +17,7 @@ from nxd_server.errors import (
     EngineFailedError,
     EngineUnavailableError,
     GenerationError,
+    MaxTokensError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -64,11 +65,12 @@ def wait_until(condition, timeout=10.0):
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 33, 51, 52, 60, 62, 63, 64])
 def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, length):
     prompt = [(7 * place) % VOCAB for place in range(length)]
-    result = ask(engines(), prompt)
+    room = max(1, 64 - length)
+    result = ask(engines(), prompt, GREEDY.replace(max_tokens=min(12, room)))
     assert result.tokens[0] == naive_generate(prompt, max_tokens=12, ignore_eos=True, max_len=64)
     assert result.end.reason == "length"
     assert result.end.usage.prompt_tokens == length
-    assert result.end.usage.completion_tokens == len(result.tokens[0]) == min(12, max(1, 64 - length))
+    assert result.end.usage.completion_tokens == len(result.tokens[0]) == min(12, room)
 
 
 @pytest.mark.check
@@ -82,8 +84,9 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
         rng = random.Random(seed * 100 + number)
         for _ in range(10):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+            room = min(20, 48 - len(prompt))
             params = SamplingParams(
-                max_tokens=rng.randint(1, 20), temperature=rng.choice([0, 0, 0.7, 1.5]), top_k=rng.choice([0, 3]),
+                max_tokens=rng.randint(1, room), temperature=rng.choice([0, 0, 0.7, 1.5]), top_k=rng.choice([0, 3]),
                 seed=rng.randrange(2**63), ignore_eos=rng.random() < 0.5, min_tokens=0,
             )  # fmt: skip
             expected = naive_generate(
@@ -274,6 +277,19 @@ def test_a_prompt_over_the_maximum_names_the_limits(engines):
     assert (caught.value.prompt_tokens, caught.value.max_prompt_tokens, caught.value.max_len) == (65, 64, 64)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(("length", "room"), [(1, 63), (63, 1), (64, 1)])
+def test_more_tokens_than_fit_are_refused_with_the_limits(engines, length, room):
+    """A prompt of the whole length has room for one: the token that follows it is not fed again."""
+    engine = engines()
+    with pytest.raises(
+        MaxTokensError, match=rf"max_tokens: {room + 1} tokens .* 64 tokens, .* leaves {room}\."
+    ) as caught:
+        engine.submit([1] * length, GREEDY.replace(max_tokens=room + 1), Listener())
+    assert caught.value.room == room and engine.stats().rejected["invalid"] == 1
+    assert len(ask(engine, [1] * length, GREEDY.replace(max_tokens=None)).tokens[0]) == room
+
+
 def test_parameters_that_the_graphs_have_no_input_for_are_refused_by_name(engines):
     engine = engines(ToyModel(omit=("allowed", "bias_ids", "bias_values", "min_p", "presence_penalty")))
     for change in ({"min_tokens": 1}, {"logit_bias": {1: 1}}, {"min_p": 0.1}, {"presence_penalty": 1}):
@@ -352,6 +368,26 @@ def test_a_step_that_fails_ends_its_own_requests_only(engines):
         assert ticket.wait(10)
         assert listener.tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
     assert engine.state == "ready" and model.restarts == 0
+
+
+def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
+    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
+    for inputs in engine._inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.sequence.output:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    listeners = [Listener() for _ in range(3)]
+    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
+    for first, listener in zip((2, 3), listeners[1:], strict=True):
+        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and engine.model.restarts == 0
 
 
 @pytest.mark.parametrize("damage", ["nan", "range"])
@@ -474,7 +510,7 @@ def test_a_warm_up_that_fails_is_an_error_of_start():
 
 
 def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
-    monkeypatch.setattr("nxd_server.engine.worker.OVERDUE_SECONDS", 0.05)
+    monkeypatch.setattr("nxd_server.engine.runner.OVERDUE_SECONDS", 0.05)
     model = ToyModel()
     engine = engines(model)
     gate = threading.Event()

@@ -10,7 +10,14 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from nxd_infer.errors import BucketError, InputMismatchError, ModelConfigError, RankDiedError, RankFailedError
+from nxd_infer.errors import (
+    BucketError,
+    InputMismatchError,
+    InputRangeError,
+    ModelConfigError,
+    RankDiedError,
+    RankFailedError,
+)
 from nxd_server.engine import OneShotEngine, TextEncoder
 from nxd_server.engine.batching import batches_rows
 from nxd_server.errors import (
@@ -186,8 +193,8 @@ def test_a_model_with_its_own_routing_is_called_as_its_user_would(engines):
         ({name: tensor.int() for name, tensor in request(1, 8).items()}, InputMismatchError),
         ({name: tensor[0] for name, tensor in request(1, 8).items()}, InputMismatchError),
         (request(2, 8) | {"attention_mask": torch.ones(1, 8, dtype=torch.int64)}, InputMismatchError),
-        (request(1, 8) | {"input_ids": torch.full((1, 8), 1000)}, RequestError),
-        (request(1, 8) | {"input_ids": torch.full((1, 8), -1)}, RequestError),
+        (request(1, 8) | {"input_ids": torch.full((1, 8), 1000)}, InputRangeError),
+        (request(1, 8) | {"input_ids": torch.full((1, 8), -1)}, InputRangeError),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(engines, inputs, error):

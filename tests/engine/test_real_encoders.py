@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.errors import InputRangeError, ModelConfigError
 from nxd_server import LLM, SamplingParams
 from nxd_server.errors import PromptTooLongError, RequestError
 from tests.engine.real_artifacts import trace_encoder
@@ -65,7 +65,7 @@ def test_wrong_texts_and_wrong_tasks_are_refused(embedder, classifier):
     for texts in (["\ud800"], [[]], [[10**6]]):
         with pytest.raises(RequestError, match=r"texts\[0\]"):
             llm.embed(texts)
-    with pytest.raises(RequestError):
+    with pytest.raises(InputRangeError, match="input_ids"):
         llm.engine.submit({"input_ids": torch.tensor([[10**6]]), "attention_mask": torch.ones(1, 1).long()})
     with pytest.raises(ModelConfigError):
         llm.classify("x")

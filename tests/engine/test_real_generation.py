@@ -12,7 +12,7 @@ import pytest
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent
-from nxd_server.errors import EngineFailedError, PromptTooLongError, RequestError
+from nxd_server.errors import EngineFailedError, MaxTokensError, PromptTooLongError, RequestError
 from tests.engine.real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
 
 LENGTHS = sorted({1, 2, *(bucket + more for bucket in PROMPT_BUCKETS for more in (-1, 0, 1)), 33, 48, 60, 63, 64})
@@ -42,7 +42,8 @@ def llm(request, traced):
 
 
 def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm, reference):
-    outputs = llm.generate([prompt_of(length) for length in LENGTHS], GREEDY)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    outputs = llm.generate(prompts, [GREEDY.replace(max_tokens=min(16, llm.room(prompt))) for prompt in prompts])
     for length, output in zip(LENGTHS, outputs, strict=True):
         expected, gap = reference[length]
         if gap >= 1e-5:
@@ -133,6 +134,9 @@ def test_text_chat_and_streams(llm):
 def test_wrong_prompts_are_refused_and_the_engine_goes_on(llm):
     with pytest.raises(PromptTooLongError, match=f"{MAX_LEN + 1}.*{MAX_LEN}"):
         llm.generate([prompt_of(MAX_LEN + 1)], GREEDY)
+    with pytest.raises(MaxTokensError, match=f"16 tokens do not fit.* {MAX_LEN} .*leaves 10"):
+        llm.generate(prompt_of(MAX_LEN - 10), GREEDY)
+    assert len(llm.generate(prompt_of(MAX_LEN - 10))[0].outputs[0].token_ids) <= 10, "a default is cut, not refused"
     for prompts in ([[1], []], [[10**6]], "\ud800"):
         with pytest.raises(RequestError):
             llm.generate(prompts, GREEDY)

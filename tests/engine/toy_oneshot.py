@@ -69,7 +69,10 @@ def _bucket(batch, length, pad_batch):
     ids = torch.zeros(batch, length, dtype=torch.int64)
     return BucketSpec(
         name=f"b{batch}_s{length}",
-        inputs=[InputSpec.of("input_ids", ids, pad=pad), InputSpec.of("attention_mask", ids, pad=pad)],
+        inputs=[
+            InputSpec.of("input_ids", ids, pad=pad, minimum=0, maximum=999),
+            InputSpec.of("attention_mask", ids, pad=pad),
+        ],
         outputs=[
             OutputSpec.of("embedding", torch.zeros(batch, 3), cut=cut),
             OutputSpec.of("echo", ids, cut=cut | {1: ("input_ids", 1)}),

@@ -133,9 +133,15 @@ def toy_server(*, wait: bool = True, toy: dict | None = None, arguments: tuple =
 
 
 @contextlib.contextmanager
-def raw(server: ServerProcess, data: bytes = b"", timeout: float = 20.0) -> Iterator[socket.socket]:
-    """A plain connection with ``data`` written to it."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as connection:
+def raw(
+    server: ServerProcess, data: bytes = b"", timeout: float = 20.0, receive_buffer: int | None = None
+) -> Iterator[socket.socket]:
+    """A plain connection with ``data`` written to it; ``receive_buffer`` bytes wait unread at most on its side."""
+    with socket.socket() as connection:
+        connection.settimeout(timeout)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # before it connects
+        connection.connect(("127.0.0.1", server.port))
         connection.sendall(data)
         yield connection
 

@@ -20,6 +20,7 @@ from nxd_server.service import Service
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, ToyModel
+from tests.engine.toy_oneshot import ToyOneShot
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
@@ -50,17 +51,24 @@ def toy_tokenizer() -> Tokenizer:
 
 
 class ToyService(Service):
-    """A service whose ranks are a :class:`ToyModel` in this process."""
+    """A service whose ranks are a :class:`ToyModel`, or a :class:`ToyOneShot`, in this process."""
 
-    def __init__(self, settings: ServerSettings, on_failure, toy: dict, start_delay: float, fail_file: str | None):
+    def __init__(
+        self, settings: ServerSettings, on_failure, kind: type, toy: dict, start_delay: float, fail_file: str | None
+    ):
         super().__init__("toy", settings, on_failure)
-        self._toy = ToyModel(**toy)
+        self._toy = kind(**toy)
         self._start_delay = start_delay
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
 
     def _maybe_fail(self, file: Path) -> None:
-        if not file.exists():
+        """Do what the file says: fail this step ("once", "value"), hang in it ("hang") or only wait ("hold")."""
+        held = False
+        while file.exists() and file.read_text().strip() == "hold":
+            held = True
+            time.sleep(0.02)
+        if held or not file.exists():
             return
         what = file.read_text().strip()
         if what == "once":
@@ -86,16 +94,16 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--toy", default="{}")
+    parser.add_argument("--one-shot", action="store_true", help="an encoder for embeddings in place of the decoder")
     parser.add_argument("--start-delay", type=float, default=0.0)
     parser.add_argument("--fail-file")
     options = parser.parse_args()
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
     logs.configure(settings.log_format, settings.log_level)
+    kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)
     return serve_service(
         settings,
-        lambda on_failure: ToyService(
-            settings, on_failure, json.loads(options.toy), options.start_delay, options.fail_file
-        ),
+        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_delay, options.fail_file),
     )
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from nxd_server.http.logs import TextFormatter
-from tests.http.http_servers import events_of, http_request, is_error, raw, toy_server, wait_for
+from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
@@ -47,19 +47,26 @@ def test_it_lives_at_once_and_is_ready_when_warm():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer):
+def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer, tmp_path):
     from tests.engine.toy_model import naive_generate
 
     text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=36, ignore_eos=True))
-    with toy_server(toy=SLOW) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    hold = tmp_path / "hold"
+    arguments = ("--fail-file", str(hold))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool, toy_server(toy=SLOW, arguments=arguments) as server:
+        hold.write_text("hold")  # nothing finishes before it has been looked at, however slow this machine is
         whole = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(3)]
-        streams = [pool.submit(server.post, COMPLETIONS, {**LONG, "stream": True}) for _ in range(3)]  # two wait
-        wait_for(lambda: server.metric("nxd_num_requests_waiting") == 2, 5)
+        streams = [pool.submit(server.post, COMPLETIONS, {**LONG, "stream": True}) for _ in range(3)]
+        # More than there are slots for, so that some have not begun when the signal comes.
+        inside = ("nxd_num_requests_running", "nxd_num_requests_waiting")
+        wait_for(lambda: sum(map(server.metric, inside)) == 6, 20)
         server.process.send_signal(number)
-        wait_for(lambda: server.get("/readyz").status_code == 503, 2)
+        wait_for(lambda: server.get("/readyz").status_code == 503, 20)
         assert server.get("/livez").status_code == 200
         is_error(server.get("/readyz"), 503, code="draining")
         is_error(server.post(COMPLETIONS, LONG), 503, code="draining")
+        assert not any(future.done() for future in (*whole, *streams))
+        hold.unlink()
         assert server.wait(30) == 0
         assert [future.result().json()["choices"][0]["text"] for future in whole] == [text] * 3
         for future in streams:
@@ -82,6 +89,26 @@ def test_what_does_not_finish_in_time_is_cut_and_says_so():
         text = stream.result().text
         assert "[DONE]" not in text and '"finish_reason":"' not in text
         assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
+    """The engine is done with it long before; what waits in the server's memory must not be lost."""
+    from nxd_server.run import FLUSH_SECONDS
+
+    body = json.dumps({**LONG, "max_tokens": 2000, "n": 4, "logprobs": 5, "stream": True}).encode()
+    toy = {"delay": 0.0, "max_len": 2100}
+    request = http_request(COMPLETIONS, body, "Connection: close")
+    with (
+        toy_server(toy=toy, drain_timeout=120, connection_timeout=120) as server,
+        raw(server, request, timeout=120, receive_buffer=4096) as slow,
+    ):
+        wait_for(lambda: server.metric("nxd_generation_tokens_total") == 4 * 2000, 120)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(FLUSH_SECONDS + 1)
+        assert server.process.poll() is None
+        answer = read_all(slow)
+        assert answer.count(b'"finish_reason":"length"') == 4 and b"data: [DONE]" in answer
+        assert server.wait(30) == 0
 
 
 def test_a_second_signal_ends_at_once_with_status_1():
@@ -217,12 +244,25 @@ def test_logs_as_json_are_one_object_a_line():
     with toy_server(log_format="json") as server:
         server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "abc"})
         server.get("/nope%0Aforged line")
+        for body in ({"prompt": "a", "max_tokens": 9999}, {"prompt": "a", "my secret words": 1}, {"prompt": ["a", 5]}):
+            server.post(COMPLETIONS, body, headers={"X-Request-Id": "refused", "Authorization": "Bearer sesame"})
         assert server.stop() == 0
     records = [json.loads(line) for line in server.lines]
     access = [record for record in records if record["logger"] == "nxd_server.access"]
     assert {record["status"] for record in access} >= {200, 404}
     (mine,) = [record for record in access if record["request_id"] == "abc"]
     assert mine["path"] == COMPLETIONS and mine["method"] == "POST" and mine["seconds"] > 0 and mine["bytes"] > 0
+    assert "error_code" not in mine
+    refused = [record for record in access if record["request_id"] == "refused"]
+    assert [(one["status"], one["error_type"], one["error_code"], one["param"]) for one in refused] == [
+        (400, "invalid_request_error", "context_length_exceeded", "max_tokens"),
+        (400, "invalid_request_error", "unknown_parameter", "(not a field's name)"),
+        (400, "invalid_request_error", "invalid_request", "prompt[0]"),
+    ]
+    assert "invalid_request_error context_length_exceeded param=max_tokens" in refused[0]["message"]
+    (missing,) = [record for record in access if record["status"] == 404]
+    assert missing["error_code"] == "not_found" and "param" not in missing
+    assert not any(word in server.log for word in ("secret", "sesame", "9999")), "what was asked is nobody's to read"
 
 
 def test_a_line_of_text_logs_cannot_be_forged():

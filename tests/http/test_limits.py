@@ -210,19 +210,17 @@ def test_a_giant_is_refused_before_it_is_looked_through(toy, path, body, param, 
 
 @pytest.mark.parametrize("messages", [False, True])
 def test_a_long_tokenisation_does_not_hold_up_others(toy, messages):
+    """Counted in answers, not in seconds: on a busy machine one of them may well be late."""
     text = "hello, you there. " * 12_000
     body = {"messages": [{"role": "user", "content": "hello"}] * 20_000} if messages else {"prompt": text}
-    worst = 0.0
+    data, others = json.dumps(body).encode(), 0
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        begin = time.monotonic()
-        answer = pool.submit(toy.post, "/tokenize", body)
+        answer = pool.submit(toy.post, "/tokenize", content=data, headers={"Content-Type": "application/json"})
         while not answer.done():
-            before = time.monotonic()
-            toy.get("/livez")
-            worst = max(worst, time.monotonic() - before)
-    seconds = time.monotonic() - begin
+            assert toy.get("/livez").status_code == 200
+            others += 1
     assert answer.result().json()["count"] > 100_000
-    assert worst < 0.4 * seconds
+    assert others > 10, "only those before and after the tokenisation were answered"
 
 
 def test_a_body_that_never_ends_is_504_in_time(limited):

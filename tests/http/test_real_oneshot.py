@@ -135,7 +135,7 @@ def test_predict_on_an_encoder_equals_its_embedding(encoder):
     assert answer["outputs"]["embedding"]["shape"] == [1, 32]
     assert answer["outputs"]["embedding"]["data"][0] == pytest.approx(by_text, abs=1e-6)
     inputs["input_ids"] = [[10**6] * len(ids)]
-    is_error(server.post(PREDICT, {"inputs": inputs}), 400, "input_ids")
+    is_error(server.post(PREDICT, {"inputs": inputs}), 400, "inputs.input_ids")
 
 
 def test_predict_takes_and_gives_lists_and_safetensors(affine):

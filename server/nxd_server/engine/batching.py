@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.trace.manifest import BucketSpec, Manifest
 from nxd_infer.trace.router import fits
-from nxd_server.errors import RequestError
 
 
 def batches_rows(manifest: Manifest) -> bool:
@@ -32,26 +30,6 @@ def batches_rows(manifest: Manifest) -> bool:
             if source is None or source[0] not in names or source[1] != 0:
                 return False
     return True
-
-
-def input_ranges(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Allowed values of index inputs: ``metadata["input_ranges"]``, or the vocabulary's for ``input_ids``."""
-    ranges = {name: (int(low), int(high)) for name, (low, high) in (metadata.get("input_ranges") or {}).items()}
-    if "vocab_size" in metadata:
-        ranges.setdefault("input_ids", (0, int(metadata["vocab_size"]) - 1))
-    return ranges
-
-
-def check_ranges(inputs: Mapping[str, torch.Tensor], ranges: Mapping[str, tuple[int, int]]) -> None:
-    """RequestError for an index outside its table: it would end the ranks, and with them everybody's requests."""
-    for name, (low, high) in ranges.items():
-        tensor = inputs.get(name)
-        if tensor is None or tensor.numel() == 0:
-            continue
-        smallest, largest = int(tensor.min()), int(tensor.max())
-        if smallest < low or largest > high:
-            wrong = smallest if smallest < low else largest
-            raise RequestError(name, f"values are from {low} to {high}, got {wrong}")
 
 
 def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:

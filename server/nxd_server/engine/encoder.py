@@ -10,6 +10,7 @@ import torch
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.oneshot import OneShotEngine, Outputs
+from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ class TextEncoder:
         if isinstance(text, str):
             ids, types = self.tokenizer.encode_with_types(text, pair, field=field)
         else:
-            ids = self._checked(text, field)
+            ids = check_token_ids(text, self._vocab_size, field)
             types = [0] * len(ids)
         if not ids:
             raise RequestError(field, "has no tokens")
@@ -86,11 +87,3 @@ class TextEncoder:
 
         inputs = {key: value for key, value in tensors.items() if key in self._names}
         return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing)
-
-    def _checked(self, tokens: Sequence[int], field: str) -> list[int]:
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise RequestError(
-                    field, f"token ids are whole numbers from 0 to {self._vocab_size - 1}, got {token!r}"
-                )
-        return list(tokens)

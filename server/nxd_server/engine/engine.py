@@ -19,7 +19,7 @@ from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
 from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.request import Choice, Ticket, check_prompt
+from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
 from nxd_server.engine.scheduler import Row, Scheduler, Step
 from nxd_server.engine.sequence import derive_seed
 from nxd_server.engine.worker import FATAL, ModelWorker
@@ -115,18 +115,17 @@ class Engine(ModelWorker):
             params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
             timeout: seconds until the request fails with DeadlineExceededError, queueing included.
 
-        Raises RequestError, PromptTooLongError, QueueFullError or EngineUnavailableError; nothing is queued then.
+        Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``),
+        QueueFullError or EngineUnavailableError; nothing is queued then.
         """
         try:
             prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
+            new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
             samplers = self._checked_params(params)
-            if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-                raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
+            self._check_timeout(timeout)
         except RequestError:
             self._rejected["invalid"] += 1
             raise
-        room = max(1, self.max_len - len(prompt))
-        new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, self._cancel)
         with self._wake:
             self._check_open()
@@ -262,7 +261,7 @@ class Engine(ModelWorker):
             return
         useful = sum(row.length for row in rows)
         try:
-            outputs, seconds = self._execute(
+            outputs, seconds = self.steps.execute(
                 step.graph.name, inputs.tensors, useful, step.graph.batch * step.graph.length - useful
             )
         except FATAL:

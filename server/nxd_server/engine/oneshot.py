@@ -20,21 +20,19 @@ import torch
 
 from nxd_infer.errors import ModelConfigError, NxdError, RankFailedError
 from nxd_infer.trace.manifest import BucketSpec, Manifest
-from nxd_infer.trace.router import Router, cut, fill
+from nxd_infer.trace.router import Router, cut, fill, lawful
 from nxd_server.engine.batching import (
     batches_rows,
     bucket_fits,
-    check_ranges,
     check_rows,
     elements,
-    input_ranges,
     row_elements,
     row_shape,
 )
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats
 from nxd_server.engine.worker import FATAL, ModelWorker
-from nxd_server.errors import DeadlineExceededError, GenerationError, RequestError
+from nxd_server.errors import DeadlineExceededError, GenerationError
 
 Outputs = dict[str, torch.Tensor]
 
@@ -87,7 +85,6 @@ class OneShotEngine(ModelWorker):
         self._kernel = "bucket-kernel" in manifest.requires
         self._router = Router(manifest.buckets)
         self._max_delay = max_delay_ms / 1000
-        self._ranges = input_ranges(manifest.metadata)
         self.costs = StepCosts(Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets)
         self._arrivals: deque[Job] = deque()
         self._pending: list[Job] = []
@@ -117,13 +114,11 @@ class OneShotEngine(ModelWorker):
         """
         tensors = dict(inputs)
         try:
-            if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-                raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
+            self._check_timeout(timeout)
             if not self._kernel:
                 self._router.route((), tensors)
             if self.batches:
                 check_rows(tensors)
-            check_ranges(tensors, self._ranges)
         except (NxdError, ValueError):
             self._rejected["invalid"] += 1
             raise
@@ -213,7 +208,7 @@ class OneShotEngine(ModelWorker):
         room = widest.inputs[0].shape[0]
         group, rows = [], 0
         for job in self._pending:
-            same = job.inputs.keys() == head.inputs.keys() and not job.alone
+            same = job.inputs.keys() == head.inputs.keys()  # and none is to go alone: those stand before all others
             if same and rows + job.rows <= room and bucket_fits(widest, job.inputs):
                 group.append(job)
                 rows += job.rows
@@ -239,15 +234,13 @@ class OneShotEngine(ModelWorker):
         rows = sum(job.rows for job in jobs)
         total = bucket.inputs[0].shape[0] if self.batches and bucket.inputs else 1
         try:
-            outputs, seconds = self._execute(bucket.name, self._tensors(bucket, jobs), rows, total - rows)
+            outputs, seconds = self.steps.execute(bucket.name, self._tensors(bucket, jobs), rows, total - rows)
         except FATAL:
             raise
         except Exception as error:  # nothing is lost but this step
             self._current = []
             if len(jobs) == 1:
-                self._fail(
-                    jobs[0], error if isinstance(error, NxdError) else GenerationError(f"the step failed: {error}")
-                )
+                self._fail(jobs[0], _failure(error))
                 return
             self._separate(jobs)
             return
@@ -283,19 +276,16 @@ class OneShotEngine(ModelWorker):
 
     def _run_kernel(self, job: Job) -> None:
         """A model with its user's own routing: called exactly as its user would."""
-        started = time.monotonic()
-        self._step_bucket, self._step_started = "", started
         try:
-            result = self.model.forward(**job.inputs)
+            with self.steps.visible(""):
+                result = self.model.forward(**job.inputs)
         except FATAL:
             raise
         except Exception as error:
             self._current = []
-            self._fail(job, error if isinstance(error, NxdError) else GenerationError(f"the step failed: {error}"))
+            self._fail(job, _failure(error))
             return
-        finally:
-            self._step_started = None
-        self._worked, self._last_step = True, time.monotonic()
+        self.steps.worked = True
         self._current = []
         if not isinstance(result, dict):
             names = [spec.name for spec in self.model.manifest.buckets[0].outputs]
@@ -353,8 +343,12 @@ class OneShotEngine(ModelWorker):
 
     def _padding_inputs(self, bucket: str) -> Outputs:
         spec = self.model.manifest.bucket(bucket)
-        return {one.name: torch.zeros(one.shape, dtype=one.torch_dtype) for one in spec.inputs if one.default is None}
+        return {one.name: lawful(one) for one in spec.inputs if one.default is None}
 
     def _warmed(self) -> None:
         if self.model.manifest.states:
             self.model.reset_states()
+
+
+def _failure(error: Exception) -> NxdError:
+    return error if isinstance(error, NxdError) else GenerationError(f"the step failed: {error}")

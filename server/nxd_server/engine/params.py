@@ -24,7 +24,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    """Tokens to generate at most; None means up to the model's maximum length."""
+    """Tokens to generate at most; None means up to the model's maximum length. More than fits is refused."""
     temperature: float = 1.0
     """0 is greedy; 0 to 2."""
     top_p: float = 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nxd_server.engine.events import OnEvent
 from nxd_server.engine.inputs import Sampler
 from nxd_server.engine.sequence import Sequence
-from nxd_server.errors import PromptTooLongError, RequestError
+from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 
 
@@ -64,14 +64,34 @@ class Choice(Sequence):
     ended: bool = False
 
 
-def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
-    """The prompt as a list of its own. RequestError when it is empty or names unknown tokens, PromptTooLongError."""
-    prompt = list(tokens)
-    if not prompt:
-        raise RequestError("prompt", "must have at least one token")
-    if len(prompt) > max_len:
-        raise PromptTooLongError(len(prompt), max_len, max_len)
-    for token in prompt:
+def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: str = "max_tokens") -> int:
+    """Tokens that may follow a prompt: what was asked, or (None) all that fit. At least one always does.
+
+    Raises MaxTokensError naming ``field`` when more was asked than fits, PromptTooLongError when the prompt does not.
+    """
+    if prompt_tokens > max_len:
+        raise PromptTooLongError(prompt_tokens, max_len, max_len)
+    room = max(1, max_len - prompt_tokens)
+    if asked is not None and asked > room:
+        raise MaxTokensError(asked, prompt_tokens, max_len, field)
+    return room if asked is None else asked
+
+
+def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[int]:
+    """The ids as a list of its own. RequestError naming ``field`` when it is empty, or for an id the model lacks."""
+    ids = list(tokens)
+    if not ids:
+        raise RequestError(field, "has no tokens")
+    for place, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError("prompt", f"token ids are whole numbers from 0 to {vocab_size - 1}, got {token!r}")
-    return prompt
+            raise RequestError(
+                field, f"token ids are whole numbers from 0 to {vocab_size - 1}, got {token!r} at place {place}"
+            )
+    return ids
+
+
+def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
+    """The prompt as a list of its own. Raises RequestError as :func:`check_token_ids` does, PromptTooLongError."""
+    if len(tokens) > max_len:
+        raise PromptTooLongError(len(tokens), max_len, max_len)
+    return check_token_ids(tokens, vocab_size, "prompt")

@@ -1,4 +1,5 @@
-"""The thread that owns a model: warm-up, steps, idle probes, failure and recovery. What a step is, a subclass says.
+"""The thread that owns a model: its life, admission, failure and recovery. What a step is, a subclass says; how one
+runs and is measured stands in ``runner``.
 
 One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under
 ``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again at most
@@ -10,12 +11,12 @@ is its input's fault rather than the machine's, and does not count: a bad reques
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +24,15 @@ import torch
 from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankFailedError
 from nxd_server.engine.costs import StepCosts
 from nxd_server.engine.events import EngineHealth, EngineStats
-from nxd_server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
+from nxd_server.engine.runner import StepRunner
+from nxd_server.errors import EngineFailedError, EngineUnavailableError, QueueFullError, RequestError
 
 log = logging.getLogger("nxd_server.engine")
 
 FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
 """Errors after which the ranks, and every state in them, are lost."""
 IDLE_SECONDS = 1.0
-WARM_RUNS, WARM_SECONDS = 4, 0.2
-OVERDUE_FACTOR = 20.0
-OVERDUE_SECONDS = 5.0
-"""A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
+"""How long an idle thread sleeps at most before it looks after the ranks."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -57,6 +56,7 @@ class ModelWorker(ABC):
         self.model = model
         self.max_queued_requests = max_queued_requests
         self.capacity = capacity
+        self.steps = StepRunner(model)
         self.costs = StepCosts(())
         self._restart_limit = restart_limit
         self._restart_window = restart_window
@@ -74,19 +74,10 @@ class ModelWorker(ABC):
         self._error: BaseException | None = None
         self._restarts: list[float] = []
         self._restart_count = 0
-        self._step_started: float | None = None
-        self._step_bucket = ""
-        self._last_step: float | None = None
         self._last_alive_check = 0.0
-        self._worked = False
-        """Whether a step for requests has succeeded since the ranks were started."""
         self._submitted = 0
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
-        self._bucket_steps: Counter[str] = Counter()
-        self._bucket_seconds: defaultdict[str, float] = defaultdict(float)
-        self._useful: Counter[str] = Counter()
-        self._padding: Counter[str] = Counter()
         self._request_seconds = 0.0
         """A moving average of how long one request takes."""
 
@@ -175,22 +166,18 @@ class ModelWorker(ABC):
 
     def health(self) -> EngineHealth:
         """Whether a request sent now would be served."""
-        now, state = time.monotonic(), self.state
-        started, bucket = self._step_started, self._step_bucket
-        running = None if started is None else now - started
+        state, steps = self.state, self.steps
         reason = "" if state == "ready" else f"the engine is {state}"
-        if running is not None and state in ("ready", "draining"):
-            limit = max(OVERDUE_SECONDS, OVERDUE_FACTOR * self.costs.as_dict().get(bucket, 0.0))
-            if running > limit:
-                reason = f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"
+        if state in ("ready", "draining"):
+            reason = steps.overdue(self.costs) or reason
         return EngineHealth(
             state=state,
             ready=not reason,
             reason=reason,
-            last_step_age=None if self._last_step is None else now - self._last_step,
-            step_running=running,
+            last_step_age=steps.age,
+            step_running=steps.running_for,
             error=str(self._error) if self._error else "",
-            ranks=self._rank_health(),
+            ranks=steps.ranks(),
         )
 
     def stats(self) -> EngineStats:
@@ -204,18 +191,12 @@ class ModelWorker(ABC):
             finished=dict(self._finished),
             rejected=dict(self._rejected),
             restarts=self._restart_count,
-            bucket_steps=dict(self._bucket_steps),
-            bucket_seconds=dict(self._bucket_seconds),
-            useful_tokens=dict(self._useful),
-            padding_tokens=dict(self._padding),
+            bucket_steps=dict(self.steps.bucket_steps),
+            bucket_seconds=dict(self.steps.bucket_seconds),
+            useful_tokens=dict(self.steps.useful_tokens),
+            padding_tokens=dict(self.steps.padding_tokens),
             step_seconds=self.costs.as_dict(),
         )
-
-    def _rank_health(self) -> list[dict]:
-        ranks = []
-        for rank in self.model.health():
-            ranks.append(dict(rank) if isinstance(rank, Mapping) else asdict(rank))
-        return ranks
 
     def _set_state(self, state: str) -> None:
         with self._wake:
@@ -228,6 +209,11 @@ class ModelWorker(ABC):
                 log.exception("on_state(%r) raised", state)
 
     # --- admission (callers' threads, under the lock) ---------------------------------------------------
+
+    @staticmethod
+    def _check_timeout(timeout: float | None) -> None:
+        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+            raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
 
     def _check_open(self, continuing: bool = False) -> None:
         state = self._state if continuing else self.state  # a drain lets what runs finish
@@ -304,41 +290,10 @@ class ModelWorker(ABC):
             inputs = self._padding_inputs(name)
             if inputs is None:
                 continue
-            # The first execution touches its memory for the first time; of the others the fastest had the least
-            # noise. Large graphs are run twice, small ones a few times more.
-            seconds, spent = self._timed(name, inputs)[1], 0.0
-            for _ in range(WARM_RUNS):
-                again = self._timed(name, inputs)[1]
-                seconds, spent = min(seconds, again), spent + again
-                if spent > WARM_SECONDS:
-                    break
-            self.costs.set(name, seconds)
+            self.costs.set(name, self.steps.measure(name, inputs))
         self._warmed()
         if on_progress is not None and names:
             on_progress(len(names), len(names), names[-1])
-
-    def _timed(self, bucket: str, inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
-        """One execution and its seconds; visible to :meth:`health` while it runs."""
-        started = time.monotonic()
-        self._step_bucket, self._step_started = bucket, started
-        try:
-            outputs = self.model.run_bucket(bucket, inputs)
-        finally:
-            self._step_started = None
-        self._last_step = time.monotonic()
-        return outputs, self._last_step - started
-
-    def _execute(
-        self, bucket: str, inputs: Mapping[str, torch.Tensor], useful: int, padding: int
-    ) -> tuple[dict[str, torch.Tensor], float]:
-        """A counted execution on behalf of requests."""
-        outputs, seconds = self._timed(bucket, inputs)
-        self._worked = True
-        self._bucket_steps[bucket] += 1
-        self._bucket_seconds[bucket] += seconds
-        self._useful[bucket] += useful
-        self._padding[bucket] += padding
-        return outputs, seconds
 
     def _idle(self) -> None:
         """Sleep until there is work; now and then make sure that the ranks are alive and answer."""
@@ -352,13 +307,12 @@ class ModelWorker(ABC):
         now = time.monotonic()
         if now - self._last_alive_check >= IDLE_SECONDS:
             self._last_alive_check = now
-            for rank in self._rank_health():
-                if not rank.get("alive", True):
-                    raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
-        if self._idle_probe is not None and now - (self._last_step or 0.0) >= self._idle_probe:
+            self.steps.check_alive()
+        age = self.steps.age
+        if self._idle_probe is not None and (age is None or age >= self._idle_probe):
             name = min(self._bucket_names(), key=lambda name: self.costs.as_dict().get(name, 0.0))
             if (inputs := self._padding_inputs(name)) is not None:
-                self._timed(name, inputs)
+                self.steps.timed(name, inputs)
 
     def _has_news(self) -> bool:
         """Whether callers left something to do; called under the lock."""
@@ -372,7 +326,7 @@ class ModelWorker(ABC):
         self._error = error
         now = time.monotonic()
         recent = [moment for moment in self._restarts if now - moment < self._restart_window]
-        excused = isinstance(error, RankFailedError) and self._worked
+        excused = isinstance(error, RankFailedError) and self.steps.worked
         allowed = (excused or len(recent) < self._restart_limit) and self._restart_limit > 0
         if not allowed or self._closing or self._draining:
             self._give_up(error)
@@ -381,7 +335,7 @@ class ModelWorker(ABC):
         self._ranks_lost(error)
         self._restarts = recent if excused else [*recent, now]
         self._restart_count += 1
-        self._worked = False
+        self.steps.worked = False
         try:
             self.model.restart()
             self._warm_up(None)

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import max_new_tokens
 from nxd_server.text.tokenizer import Tokenizer
 
-from .completions import check_choices, fit_max_tokens, usage_object
-from .errors import ApiError, bad_request, encode, unsupported
+from .completions import check_choices, usage_object
+from .errors import ApiError, bad_request, clip, encode, missing_field, unknown_field, unsupported
 from .generation import Generation
 from .logprobs import chat_logprob
 from .requests import check_model, context_of, encode_text, request_id, require_task
@@ -49,8 +50,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if value not in ([], {}, ""):
                     raise unsupported(f"{where}.{name}")
                 continue
-            shown = name.encode("utf-8", "backslashreplace").decode()[:60]
-            raise bad_request(f"unknown field `{where}.{shown}`", f"{where}.{shown}", "unknown_parameter")
+            raise unknown_field(f"{where}.{clip(name)}")
         role = message.get("role")
         if role in ("tool", "function"):
             raise unsupported(f"{where}.role", f"messages of the role {role!r} need tool calls")
@@ -59,7 +59,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(message.get("name"), (str, type(None))):
             raise bad_request(f"`{where}.name` must be a string", f"{where}.name")
         if message.get("content") is None:
-            raise bad_request(f"`{where}.content` is required", f"{where}.content", "missing_parameter")
+            raise missing_field(f"{where}.content")
         kept = {name: message[name] for name in MESSAGE_FIELDS if message.get(name) is not None}
         checked.append({**kept, "role": "system" if role == "developer" else role})
     return checked
@@ -79,7 +79,7 @@ async def chat_prompt(
         )
     for name in variables:
         if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
-            raise bad_request(f"`chat_template_kwargs` must not set {name[:60]!r}", "chat_template_kwargs")
+            raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
     def render() -> str:
         return template.render(check_messages(messages), **variables)
@@ -112,7 +112,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
     check_choices(1, body.n, settings.max_choices)
     body.sampling(asked, top)  # a wrong value is told before a long conversation is tokenised
     tokens = await chat_prompt(service, body.messages, body.chat_template_kwargs)
-    max_tokens = fit_max_tokens(asked, None, len(tokens), service.max_len, field)
+    max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
         context.metrics,
@@ -141,20 +141,13 @@ def _top_logprobs(body: ChatBody, most: int) -> int | None:
 
 
 async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None) -> Response:
-    texts = [""] * generation.choices
-    logprobs: list[list[dict]] = [[] for _ in texts]
-    reasons = [""] * len(texts)
-    async with generation:
-        while generation.unfinished:
-            item = await generation.next()
-            if item is None:
-                continue
-            choice, event = item
-            texts[choice] += event.text
-            if isinstance(event, FinishEvent):
-                reasons[choice] = event.reason
-            elif top is not None and not event.is_stop:
-                logprobs[choice].append(chat_logprob(tokenizer, event, top))
+    logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
+
+    def token(choice: int, event: TokenEvent) -> None:
+        if top is not None:
+            logprobs[choice].append(chat_logprob(tokenizer, event, top))
+
+    answers = await generation.whole(token)
     choices = [
         {
             "index": index,
@@ -162,7 +155,7 @@ async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokeni
             "logprobs": {"content": content, "refusal": None} if top is not None else None,
             "finish_reason": reason,
         }
-        for index, (text, content, reason) in enumerate(zip(texts, logprobs, reasons, strict=True))
+        for index, ((text, reason), content) in enumerate(zip(answers, logprobs, strict=True))
     ]
     return Response(
         encode({**head, "choices": choices, "usage": usage_object(generation.usage)}), media_type="application/json"

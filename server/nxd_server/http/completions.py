@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import max_new_tokens
 from nxd_server.text.tokenizer import Tokenizer
 
 from .errors import bad_request, encode
@@ -29,25 +30,6 @@ def usage_object(usage: Usage) -> dict[str, int]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
-
-
-def fit_max_tokens(asked: int | None, default: int | None, longest: int, max_len: int, field: str) -> int:
-    """Tokens to generate: what was asked, if it fits behind the longest prompt, else what is left of ``default``.
-
-    Raises:
-        ApiError: 400 ``context_length_exceeded`` when the prompt and what was asked are more than ``max_len``.
-    """
-    room = max(1, max_len - longest)
-    if asked is None:
-        return room if default is None else min(default, room)
-    if asked > room and longest <= max_len:  # a prompt that is too long itself is the engine's to refuse
-        raise bad_request(
-            f"`{field}` = {asked} does not fit: this model's maximum length is {max_len} tokens, and the prompt has "
-            f"{longest}, which leaves {room}",
-            param=field,
-            code="context_length_exceeded",
-        )
-    return asked
 
 
 def check_choices(prompts: int, n: int, limit: int) -> None:
@@ -86,7 +68,9 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     body.sampling(body.max_tokens, body.logprobs)  # a wrong value is told before a long prompt is tokenised
     tokens = await encode_prompts(service, prompts, "prompt", special=body.add_special_tokens)
     longest = max(len(ids) for ids in tokens)
-    max_tokens = fit_max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, longest, service.max_len, "max_tokens")
+    max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
+    if body.max_tokens is None:
+        max_tokens = min(max_tokens, DEFAULT_MAX_TOKENS)
     generation = Generation(
         service,
         context.metrics,
@@ -121,23 +105,20 @@ class _Shape:
 
 
 async def _whole(generation: Generation, shape: _Shape) -> Response:
-    texts = [shape.echoes[choice // shape.body.n] for choice in range(generation.choices)]
-    logprobs = [shape.logprobs() for _ in texts]
-    reasons = [""] * len(texts)
-    async with generation:
-        while generation.unfinished:
-            item = await generation.next()
-            if item is None:
-                continue
-            choice, event = item
-            texts[choice] += event.text
-            if isinstance(event, FinishEvent):
-                reasons[choice] = event.reason
-            elif (table := logprobs[choice]) is not None and not event.is_stop:
-                table.add(event)
+    logprobs = [shape.logprobs() for _ in range(generation.choices)]
+
+    def token(choice: int, event: TokenEvent) -> None:
+        if (table := logprobs[choice]) is not None:
+            table.add(event)
+
     choices = [
-        {"index": index, "text": text, "logprobs": table.take() if table else None, "finish_reason": reason}
-        for index, (text, table, reason) in enumerate(zip(texts, logprobs, reasons, strict=True))
+        {
+            "index": index,
+            "text": shape.echoes[index // shape.body.n] + text,
+            "logprobs": table.take() if table else None,
+            "finish_reason": reason,
+        }
+        for index, ((text, reason), table) in enumerate(zip(await generation.whole(token), logprobs, strict=True))
     ]
     answer = {**shape.head, "choices": choices, "usage": usage_object(generation.usage)}
     return Response(encode(answer), media_type="application/json")

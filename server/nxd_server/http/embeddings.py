@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.encoder import Encoded
-from nxd_server.errors import QueueFullError
+from nxd_server.errors import QueueFullError, not_finished
 
 from .errors import bad_request, encode
 from .oneshot import wait_all
@@ -93,7 +93,9 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
     while len(results) < len(texts):
-        left = max(0.01, deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        if left <= 0:  # a step that has begun is not stopped: each wave would get through, however late
+            raise not_finished(settings.request_timeout)
         submits = [
             functools.partial(
                 encoder.submit,

@@ -13,12 +13,13 @@ from typing import Any
 
 from starlette.responses import Response
 
-from nxd_infer.errors import InputMismatchError, ModelClosedError, RankError
+from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError, RankError
 from nxd_server.errors import (
     DeadlineExceededError,
     EngineFailedError,
     EngineUnavailableError,
     GenerationError,
+    MaxTokensError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -53,6 +54,10 @@ CODES = {
 }
 
 
+REFUSAL = "nxd.refusal"
+"""Where a request's scope keeps the ApiError that it was answered with, for its log line."""
+
+
 class ApiError(Exception):
     """A refusal on its way to the client.
 
@@ -84,9 +89,12 @@ class ApiError(Exception):
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, round(retry_after)))
 
+    @property
+    def type(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         return Response(encode(self.body()), self.status, self.headers, "application/json")
@@ -105,6 +113,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def clip(name: str) -> str:
+    """A name of the client's choice, short and printable."""
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return name if len(name) <= 100 else name[:97] + "..."
+
+
+def unknown_field(path: str) -> ApiError:
+    return bad_request(f"unknown field `{path}`", path, "unknown_parameter")
+
+
+def missing_field(path: str) -> ApiError:
+    return bad_request(f"`{path}` is required", path, "missing_parameter")
+
+
 def unsupported(param: str, why: str = "") -> ApiError:
     """400 for a field that would change the answer and that this server does not act on."""
     message = f"`{param}` is not supported by this server" + (f": {why}" if why else "")
@@ -119,7 +141,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """The refusal that ``error`` means to a client; 500 for what is no refusal."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (PromptTooLongError, TextTooLongError)):
+    if isinstance(error, (MaxTokensError, PromptTooLongError, TextTooLongError)):
         return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field or None, code="invalid_value")
@@ -133,6 +155,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(504, str(error))
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
+    if isinstance(error, InputRangeError):
+        return ApiError(400, str(error), param=f"inputs.{error.input}", code="invalid_value")
     if isinstance(error, InputMismatchError):
         return ApiError(400, str(error), param="inputs", code="invalid_value")
     if isinstance(error, RankError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.params import SamplingParams
-from nxd_server.errors import DeadlineExceededError, EngineUnavailableError
+from nxd_server.errors import ended_early, not_finished
 
 from .body import ClientLeft
 
@@ -145,7 +145,7 @@ class Generation:
         if item is not None:
             return self._take(item)
         if time.monotonic() - self._deadline >= DEADLINE_GRACE:
-            raise self._overdue()
+            raise not_finished(self._timeout)
         return None
 
     def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
@@ -153,14 +153,30 @@ class Generation:
         item = self._box.get_nowait()
         return None if item is None else self._take(item)
 
+    async def whole(self, token: Callable[[int, TokenEvent], None]) -> list[tuple[str, str]]:
+        """Text and finish reason of every choice once all have ended; raises as :meth:`next` does.
+
+        ``token(choice, event)`` sees every token of an answer, but not the one that stops it.
+        """
+        texts, reasons = [""] * self.choices, [""] * self.choices
+        async with self:
+            while self.unfinished:
+                item = await self.next()
+                if item is None:
+                    continue
+                choice, event = item
+                texts[choice] += event.text
+                if isinstance(event, FinishEvent):
+                    reasons[choice] = event.reason
+                elif not event.is_stop:
+                    token(choice, event)
+        return list(zip(texts, reasons, strict=True))
+
     @property
     def _box(self) -> Mailbox:
         if self._mailbox is None:
             raise RuntimeError("a Generation is used as `async with generation:`")
         return self._mailbox
-
-    def _overdue(self) -> DeadlineExceededError:
-        return DeadlineExceededError(f"the request was not finished after {self._timeout:g} s (request_timeout)")
 
     def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
         if item is _LEFT:
@@ -179,7 +195,7 @@ class Generation:
         if isinstance(event, ErrorEvent):
             raise event.error
         if event.reason == "cancelled":  # not by this side: the server is going down
-            raise EngineUnavailableError("the server ended the request before it was finished", state="draining")
+            raise ended_early()
         self.completion_tokens += event.usage.completion_tokens
         return choice, event
 

@@ -1,12 +1,20 @@
-"""Log lines as text or JSON, and the access log: a request's id, route, status and time, never a key or a query."""
+"""Log lines as text or JSON, and the access log: a request's id, route, status, time, and which error it was answered.
+
+Never a key, a query, or a word of what was asked: an error's message may quote a request, so its code and the name of
+the field stand for it.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import logging
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import ApiError
 
 EXTRA = "nxd"
 """Records carry their structured fields under this attribute."""
@@ -54,7 +62,21 @@ def configure(log_format: str, level: str) -> None:
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("uvicorn").level))
 
 
-def log_access(method: str, path: str, status: int, seconds: float, request_id: str, client: str, sent: int) -> None:
+_FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,80}")
+"""What the name of a field looks like; clients choose some of them, and text is none."""
+
+
+def log_access(
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    request_id: str,
+    client: str,
+    sent: int,
+    refusal: ApiError | None = None,
+) -> None:
+    """One line for one request; ``refusal`` is what it was answered with, or what its stream ended with."""
     fields = {
         "method": method,
         "path": path,
@@ -64,6 +86,12 @@ def log_access(method: str, path: str, status: int, seconds: float, request_id: 
         "client": client,
         "bytes": sent,
     }
-    access.info(
-        "%s %s %d %.1f ms %s %s", method, path, status, seconds * 1e3, request_id, client, extra={EXTRA: fields}
-    )
+    error = ""
+    if refusal is not None:
+        fields |= {"error_type": refusal.type, "error_code": refusal.code}
+        error = f" {refusal.type} {refusal.code}"
+        if refusal.param is not None:
+            fields["param"] = refusal.param if _FIELD.fullmatch(refusal.param) else "(not a field's name)"
+            error += f" param={fields['param']}"
+    line = "%s %s %d %.1f ms %s %s%s"
+    access.info(line, method, path, status, seconds * 1e3, request_id, client, error, extra={EXTRA: fields})

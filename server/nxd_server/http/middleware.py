@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .body import ClientLeft, DrainingReceive
-from .errors import as_api_error
+from .errors import REFUSAL, as_api_error
 from .keys import OPEN_PATHS, Keys
 from .logs import log_access
 
@@ -80,7 +80,7 @@ class RequestMiddleware:
             except ClientLeft:
                 status = CLIENT_CLOSED
             except Exception as error:
-                refusal = as_api_error(error, request_id)
+                refusal = scope[REFUSAL] = as_api_error(error, request_id)
                 if refusal.status == 500 and refusal.code == "internal_error":
                     logger.exception("request %s failed", request_id)
                 if started:
@@ -98,7 +98,14 @@ class RequestMiddleware:
             if self._access_log and not probe:
                 client = scope.get("client")
                 log_access(
-                    scope["method"], scope["path"], status, seconds, request_id, client[0] if client else "-", sent
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    seconds,
+                    request_id,
+                    client[0] if client else "-",
+                    sent,
+                    scope.get(REFUSAL),
                 )
 
 

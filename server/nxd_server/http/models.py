@@ -59,6 +59,6 @@ async def list_buckets(request: Request) -> dict[str, Any]:
 
 
 def _tensor(spec: Any) -> dict[str, Any]:
-    shown = {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape}
-    default = getattr(spec, "default", None)
-    return shown if default is None else {**shown, "default": default}
+    more = {name: getattr(spec, name, None) for name in ("default", "minimum", "maximum")}
+    declared = {name: value for name, value in more.items() if value is not None}
+    return {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, **declared}

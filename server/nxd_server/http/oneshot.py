@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from nxd_server.errors import DeadlineExceededError, EngineUnavailableError
+from nxd_server.errors import ended_early, not_finished
 
 from .body import ClientLeft
 from .requests import context_of
@@ -62,10 +62,10 @@ async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metr
         if watcher.done():
             metrics.disconnected()
             raise ClientLeft
-        raise DeadlineExceededError(f"the request was not finished after {timeout:g} s (request_timeout)")
+        raise not_finished(timeout)
     except (asyncio.CancelledError, CancelledError):
         if results.done():  # cancelled on the engine's side, not this task
-            raise EngineUnavailableError("the server ended the request before it was finished", "draining") from None
+            raise ended_early() from None
         raise
     finally:
         watcher.cancel()

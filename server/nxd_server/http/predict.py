@@ -10,7 +10,7 @@ import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .errors import bad_request, encode
+from .errors import bad_request, clip, encode, missing_field
 from .oneshot import wait_all
 from .requests import check_model, context_of
 from .schemas import PredictBody
@@ -48,7 +48,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
         missing = [name for name in body.outputs if name not in outputs]
         if missing:
             raise bad_request(
-                f"`outputs`: there is no output {missing[0][:60]!r}; this model has {', '.join(outputs)}", "outputs"
+                f"`outputs`: there is no output {clip(missing[0])!r}; this model has {', '.join(outputs)}", "outputs"
             )
         outputs = {name: outputs[name] for name in body.outputs}
     as_file = (body.output_format or ("safetensors" if body.safetensors is not None else "json")) == "safetensors"
@@ -62,19 +62,18 @@ def _read(inputs: dict[str, Any], specs: dict[str, Any]) -> dict[str, torch.Tens
         if value is None:
             continue
         default = specs[name].torch_dtype if name in specs else None
-        tensors[name] = tensor_from_json(value, default, f"inputs.{name[:60]}")
+        tensors[name] = tensor_from_json(value, default, f"inputs.{clip(name)}")
     return tensors
 
 
 def _check_names(tensors: dict[str, torch.Tensor], specs: dict[str, Any], field: str) -> None:
     for name in tensors:
         if name not in specs:
-            shown = f"{field}.{name[:60]}"
+            shown = f"{field}.{clip(name)}"
             raise bad_request(f"`{shown}`: there is no such input; this model takes {', '.join(specs)}", shown)
     for name, spec in specs.items():
         if name not in tensors and spec.default is None:
-            shown = f"{field}.{name}"
-            raise bad_request(f"`{shown}` is required", shown, "missing_parameter")
+            raise missing_field(f"{field}.{name}")
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
+from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import PromptTooLongError
 
 from .body import read_json
-from .errors import ApiError, bad_request
+from .errors import ApiError, bad_request, clip
 from .schemas import Body
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def check_model(service: Service, name: str | None) -> None:
     if name is not None and name != service.model_name:
         raise ApiError(
             404,
-            f"the model {_short(name)!r} does not exist; this server has {service.model_name!r}",
+            f"the model {clip(name)!r} does not exist; this server has {service.model_name!r}",
             param="model",
             code="model_not_found",
         )
@@ -96,22 +97,5 @@ async def encode_prompts(
             ids = prompt
             if len(ids) > service.max_len:  # before every one is looked at
                 raise PromptTooLongError(len(ids), service.max_len, service.max_len, path)
-            check_ids(service, ids, path)
-        if not ids:
-            raise bad_request(f"`{path}` has no tokens", param=path)
-        tokens.append(ids)
+        tokens.append(check_token_ids(ids, service.vocab_size, path))
     return tokens
-
-
-def check_ids(service: Service, ids: list[int], field: str) -> None:
-    """400 for an id outside the model's vocabulary."""
-    size: Any = service.metadata.get("vocab_size")
-    if isinstance(size, int):
-        for place, token in enumerate(ids):
-            if not 0 <= token < size:
-                raise bad_request(f"`{field}`: token id {token} at {place} is not in 0 .. {size - 1}", param=field)
-
-
-def _short(text: str) -> str:
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 100 else text[:97] + "..."

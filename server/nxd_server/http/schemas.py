@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nxd_server.engine.params import SamplingParams
 
-from .errors import bad_request, unsupported
+from .errors import bad_request, clip, missing_field, unknown_field, unsupported
 
 BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
@@ -50,7 +50,7 @@ class Body(BaseModel):
                     raise unsupported(name)
                 continue
             if name not in cls.model_fields:
-                raise bad_request(f"unknown field `{_clip(name)}`", param=_clip(name), code="unknown_parameter")
+                raise unknown_field(clip(name))
             given[name] = value
         try:
             return cls.model_validate(given)
@@ -58,9 +58,9 @@ class Body(BaseModel):
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             path = field_path(first["loc"])
             if first["type"] == "missing":
-                raise bad_request(f"`{path}` is required", param=path, code="missing_parameter") from None
+                raise missing_field(path) from None
             if first["type"] == "extra_forbidden":
-                raise bad_request(f"unknown field `{path}`", param=path, code="unknown_parameter") from None
+                raise unknown_field(path) from None
             raise bad_request(f"`{path}`: {first['msg']}", param=path) from None
 
 
@@ -72,12 +72,7 @@ def field_path(loc: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         else:
             path += f".{part}" if path else part
-    return _clip(path)
-
-
-def _clip(name: str) -> str:
-    name = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return name if len(name) <= 100 else name[:97] + "..."
+    return clip(path)
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
@@ -167,7 +162,7 @@ class SamplingBody(Body):
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise bad_request(f"`logit_bias`: {_clip(text)!r} is not a token id", param="logit_bias")
+        raise bad_request(f"`logit_bias`: {clip(text)!r} is not a token id", param="logit_bias")
     return int(text)
 
 
@@ -277,8 +272,7 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list):
         raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
-    if not value:
-        raise bad_request(f"`{field}` must not be an empty list", param=field)
+    _not_empty(value, field)
     if all(isinstance(item, str) for item in value):
         return list(value)
     if _ids(value):
@@ -289,9 +283,13 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
             raise bad_request(
                 f"`{path}` must be a list of token ids, as `{field}` is not a list of strings", param=path
             )
-        if not item:
-            raise bad_request(f"`{path}` must not be an empty list", param=path)
+        _not_empty(item, path)
     return [list(item) for item in value]
+
+
+def _not_empty(value: list[Any], path: str) -> None:
+    if not value:
+        raise bad_request(f"`{path}` must not be an empty list", param=path)
 
 
 def _ids(value: list[Any]) -> bool:

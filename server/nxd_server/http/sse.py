@@ -18,7 +18,7 @@ from nxd_infer.errors import NxdError
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 
 from .body import ClientLeft
-from .errors import ApiError, as_api_error, encode, internal
+from .errors import REFUSAL, ApiError, as_api_error, encode, internal
 from .generation import Generation
 
 logger = logging.getLogger("nxd_server.http")
@@ -73,10 +73,10 @@ class EventStream(Response):
             except (ClientLeft, asyncio.CancelledError):
                 raise
             except (NxdError, ApiError) as error:
-                await _fail(send, as_api_error(error, self._request_id))
+                await _fail(scope, send, as_api_error(error, self._request_id))
             except Exception:
                 logger.exception("request %s: a stream failed", self._request_id)
-                await _fail(send, internal(self._request_id))
+                await _fail(scope, send, internal(self._request_id))
 
     async def _write(
         self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
@@ -111,6 +111,7 @@ async def _send(send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _fail(send: Send, error: ApiError) -> None:
+async def _fail(scope: Scope, send: Send, error: ApiError) -> None:
+    scope[REFUSAL] = error
     body = b"data: " + encode(error.body()) + b"\n\n"
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .errors import bad_request
+from .errors import bad_request, clip, missing_field, unknown_field
 
 DTYPES = {
     "float16": torch.float16,
@@ -38,9 +38,9 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
     if isinstance(value, dict):
         unknown = sorted(set(value) - {"data", "dtype", "shape"})
         if unknown:
-            raise bad_request(f"unknown field `{field}.{unknown[0][:60]}`", f"{field}.{unknown[0][:60]}")
+            raise unknown_field(f"{field}.{clip(unknown[0])}")
         if "data" not in value:
-            raise bad_request(f"`{field}.data` is required", f"{field}.data", "missing_parameter")
+            raise missing_field(f"{field}.data")
         dtype = _dtype(value["dtype"], field) if value.get("dtype") is not None else default
         shape = _shape(value["shape"], field) if value.get("shape") is not None else None
         value = value["data"]
@@ -107,9 +107,10 @@ def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Te
 def _floats(flat: list[Any], dtype: torch.dtype, name: str, field: str) -> torch.Tensor:
     try:
         tensor = torch.tensor(flat, dtype=torch.float64).to(dtype)
+        finite = bool(torch.isfinite(tensor).all())
     except (OverflowError, RuntimeError, ValueError):
-        raise bad_request(f"`{field}`: a value is beyond {name}'s range", field) from None
-    if not bool(torch.isfinite(tensor).all()):
+        tensor, finite = torch.empty(0), False
+    if not finite:
         raise bad_request(f"`{field}`: a value is beyond {name}'s range", field)
     return tensor
 

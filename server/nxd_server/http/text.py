@@ -9,9 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nxd_server.engine.request import check_token_ids
+
 from .chat import chat_prompt
 from .errors import bad_request, encode
-from .requests import check_ids, check_model, context_of, encode_text
+from .requests import check_model, context_of, encode_text
 from .schemas import DetokenizeBody, TokenizeBody
 
 INLINE_TOKENS = 4096
@@ -47,9 +49,8 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     tokenizer = service.require_tokenizer()
 
     def answered() -> bytes:
-        check_ids(service, body.tokens, "tokens")
-        if any(token < 0 or token >= 2**31 for token in body.tokens):
-            raise bad_request("`tokens`: a token id is out of range", "tokens")
+        if body.tokens:
+            check_token_ids(body.tokens, service.vocab_size, "tokens")
         return encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return Response(await _inline_or_thread(answered, len(body.tokens)), media_type="application/json")

@@ -1,0 +1,47 @@
+"""The model as the engine sees it: a step that takes far longer than steps have taken is stuck."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.model import TensorParallelModel
+
+SLOW_FACTOR = 10.0
+"""A step may take this many times the slowest one measured, and at least ``call_timeout``."""
+
+
+class BoundedModel:
+    """The model as the engine sees it: every call is bounded by what calls have taken before.
+
+    A graph's first run reads its weights from disk and may take as long as a start; later ones are stuck long before.
+    """
+
+    def __init__(self, model: TensorParallelModel, call_timeout: float, start_timeout: float):
+        self._model = model
+        self._call_timeout = call_timeout
+        self._start_timeout = start_timeout
+        self._seen: set[str] = set()
+        self._slowest = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def run_bucket(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As :meth:`TensorParallelModel.run_bucket`, with the bound of this moment."""
+        known = name in self._seen
+        limit = max(self._call_timeout, SLOW_FACTOR * self._slowest) if known else self._start_timeout
+        begin = time.monotonic()
+        outputs = self._model.run_bucket(name, inputs, timeout=limit)
+        if known:
+            self._slowest = max(self._slowest, time.monotonic() - begin)
+        self._seen.add(name)
+        return outputs
+
+    def restart(self) -> None:
+        self._seen.clear()
+        self._model.restart()

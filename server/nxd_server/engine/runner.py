@@ -1,0 +1,113 @@
+"""One model's steps: run, timed, counted, and watched for hanging. One thread runs them; any thread may look."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from nxd_infer.errors import RankError
+from nxd_server.engine.costs import StepCosts
+
+WARM_RUNS, WARM_SECONDS = 4, 0.2
+OVERDUE_FACTOR = 20.0
+OVERDUE_SECONDS = 5.0
+"""A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class StepRunner:
+    """Runs the buckets of ``model`` and remembers what happened."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.worked = False
+        """Whether a step for requests has succeeded since the ranks were started."""
+        self._started: float | None = None
+        self._bucket = ""
+        self._last: float | None = None
+        # What steps on behalf of requests came to, by bucket.
+        self.bucket_steps: Counter[str] = Counter()
+        self.bucket_seconds: defaultdict[str, float] = defaultdict(float)
+        self.useful_tokens: Counter[str] = Counter()
+        self.padding_tokens: Counter[str] = Counter()
+
+    # --- the engine's thread ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def visible(self, bucket: str) -> Iterator[None]:
+        """What runs inside is a step of ``bucket`` to those who look; it counts as the last one when it succeeds."""
+        self._bucket, self._started = bucket, time.monotonic()
+        try:
+            yield
+        finally:
+            self._started = None
+        self._last = time.monotonic()
+
+    def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, torch.Tensor], float]:
+        """One execution on behalf of nobody, and its seconds."""
+        started = time.monotonic()
+        with self.visible(bucket):
+            outputs = self.model.run_bucket(bucket, inputs)
+        return outputs, time.monotonic() - started
+
+    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, torch.Tensor], float]:
+        """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
+        outputs, seconds = self.timed(bucket, inputs)
+        self.worked = True
+        self.bucket_steps[bucket] += 1
+        self.bucket_seconds[bucket] += seconds
+        self.useful_tokens[bucket] += useful
+        self.padding_tokens[bucket] += padding
+        return outputs, seconds
+
+    def measure(self, bucket: str, inputs: Tensors) -> float:
+        """Seconds that ``bucket`` takes: the fastest of a few executions.
+
+        The first one touches its memory for the first time; of the others the fastest had the least noise. Large
+        graphs are run twice, small ones a few times more.
+        """
+        seconds, spent = self.timed(bucket, inputs)[1], 0.0
+        for _ in range(WARM_RUNS):
+            again = self.timed(bucket, inputs)[1]
+            seconds, spent = min(seconds, again), spent + again
+            if spent > WARM_SECONDS:
+                break
+        return seconds
+
+    def check_alive(self) -> None:
+        """Raises RankError when a rank's process is gone."""
+        for rank in self.ranks():
+            if not rank.get("alive", True):
+                raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
+
+    # --- any thread -------------------------------------------------------------------------------------
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last step ended; None before the first."""
+        return None if self._last is None else time.monotonic() - self._last
+
+    @property
+    def running_for(self) -> float | None:
+        """Seconds since the step in flight began; None when there is none."""
+        started = self._started
+        return None if started is None else time.monotonic() - started
+
+    def overdue(self, costs: StepCosts) -> str:
+        """Why the step in flight takes too long, measured by ``costs``; empty when it does not."""
+        running, bucket = self.running_for, self._bucket
+        limit = max(OVERDUE_SECONDS, OVERDUE_FACTOR * costs.as_dict().get(bucket, 0.0))
+        if running is None or running <= limit:
+            return ""
+        return f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"
+
+    def ranks(self) -> list[dict]:
+        """One dictionary a rank: what the model knows of its process."""
+        return [dict(rank) if isinstance(rank, Mapping) else asdict(rank) for rank in self.model.health()]

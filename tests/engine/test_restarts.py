@@ -1,0 +1,187 @@
+"""Which failures use up the restarts, and whom they cost their answer: each rule of the engines by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from nxd_infer.errors import RankDiedError, RankFailedError
+from nxd_server.engine import OneShotEngine
+from nxd_server.errors import EngineFailedError, GenerationError
+from tests.engine.toy_oneshot import ToyOneShot, expected
+
+POISON, HARMLESS = 666, 7
+"""First ids of a request: with the first the graph raises in the ranks, as a wrong input makes it do."""
+
+
+class Fragile(ToyOneShot):
+    """Loses its ranks when a request begins with POISON, and when it is told to (``die``)."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.die = False
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.batches: list[list[int]] = []
+        """First ids of the live rows of every step, in order."""
+        self.fail = self._lose_ranks
+
+    def _lose_ranks(self, name, inputs):
+        live = inputs["input_ids"][inputs["attention_mask"].sum(1) > 0]
+        if len(live):
+            self.batches.append(live[:, 0].tolist())
+        if self.gate is not None:
+            self.entered.set()
+            assert self.gate.wait(10)
+            self.gate = None
+        if self.die:
+            self.die, self.dead = False, True
+            raise RankDiedError("rank 0 died", 0)
+        if (inputs["input_ids"] == POISON).any():
+            self.dead = True
+            raise RankFailedError("rank 0: index out of range", 0)
+
+
+@pytest.fixture
+def engines():
+    made = []
+
+    def make(**options):
+        engine = OneShotEngine(Fragile(batches=(4,)), idle_probe=None, **options)
+        made.append(engine)
+        engine.start()
+        engine.model.batches.clear()  # of the warm-up
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine._inside == engine._untold == 0
+
+
+def request(first):
+    ids = torch.tensor([[first, 2, 3]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def settled(engine):
+    """The state once the recovery is over."""
+    end = time.monotonic() + 10
+    while engine.state == "recovering":
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return engine.state
+
+
+def works(engine):
+    given = request(HARMLESS)["input_ids"][0]
+    answer = engine.submit(request(HARMLESS)).result(10)["embedding"][0]
+    return torch.equal(answer, expected(given))
+
+
+def poison(engine):
+    with pytest.raises((GenerationError, EngineFailedError), match="index out of range") as caught:
+        engine.submit(request(POISON)).result(10)
+    return settled(engine), type(caught.value)
+
+
+def die(engine):
+    engine.model.die = True
+    with pytest.raises(EngineFailedError, match="rank 0 died"):
+        engine.submit(request(HARMLESS)).result(10)
+    return settled(engine)
+
+
+def test_a_bad_request_after_good_ones_uses_up_no_restart(engines):
+    engine = engines(restart_limit=1)
+    for restarts in (1, 2, 3):
+        assert works(engine)
+        assert poison(engine) == ("ready", GenerationError)
+        assert engine.model.restarts == engine.stats().restarts == restarts
+    assert works(engine)
+    assert die(engine) == "ready", "the restarts for bad requests were counted against the machine"
+    assert works(engine)
+    assert die(engine) == "failed"
+
+
+def test_a_graph_that_has_never_worked_is_the_machines_fault(engines):
+    """Warm-up does not count as work: it runs on padding, which every graph survives."""
+    engine = engines(restart_limit=1)
+    assert poison(engine)[0] == "ready"
+    assert poison(engine)[0] == "failed"
+    assert engine.model.restarts == 1
+
+
+def test_work_before_a_restart_says_nothing_of_the_ranks_after_it(engines):
+    engine = engines(restart_limit=1)
+    assert works(engine)
+    assert [poison(engine)[0] for _ in range(3)] == ["ready", "ready", "failed"], "excused, counted, one too many"
+
+
+def test_a_rank_that_died_is_never_excused(engines):
+    engine = engines(restart_limit=1)
+    assert works(engine) and die(engine) == "ready"
+    assert works(engine) and die(engine) == "failed"
+
+
+def test_without_restarts_even_an_excused_failure_is_the_end(engines):
+    engine = engines(restart_limit=0)
+    assert works(engine)
+    assert poison(engine)[0] == "failed" and engine.model.restarts == 0
+
+
+def test_failures_longer_ago_than_the_window_are_forgotten(engines):
+    engine = engines(restart_limit=1, restart_window=0.2)
+    assert die(engine) == "ready"
+    time.sleep(0.3)
+    assert die(engine) == "ready" and engine.model.restarts == 2
+
+
+def test_a_failure_while_draining_is_the_end(engines):
+    engine = engines(restart_limit=5)
+    engine.model.gate = gate = threading.Event()
+    future = engine.submit(request(HARMLESS))
+    assert engine.model.entered.wait(5)
+    engine.model.die = True
+    assert engine.drain(0) is False
+    gate.set()
+    with pytest.raises(EngineFailedError):
+        future.result(10)
+    assert engine.wait_failed(10) and engine.model.restarts == 0
+
+
+def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines):
+    """One of four broke the step: the four are tried one by one in their order; later ones share steps again."""
+    engine = engines(restart_limit=1)
+    engine.model.gate = gate = threading.Event()
+    futures = [engine.submit(request(HARMLESS))]
+    assert engine.model.entered.wait(10)
+    firsts, others = [1, 2, POISON, 4], [11, 12, 13, 14]  # all of them wait while the first step runs
+    futures += [engine.submit(request(first)) for first in firsts + others]
+    gate.set()
+    with pytest.raises(GenerationError, match="index out of range"):
+        futures[1 + firsts.index(POISON)].result(10)
+    for future in (*futures[:3], *futures[4:]):
+        future.result(10)
+    assert engine.model.batches == [[HARMLESS], firsts, [1], [2], [POISON], [4], others]
+    assert engine.model.restarts == 2 and settled(engine) == "ready"
+
+
+def test_a_call_with_the_users_own_routing_counts_as_work(engines):
+    model = ToyOneShot(requires=["bucket-kernel"])
+    with OneShotEngine(model, restart_limit=1, idle_probe=None) as engine:
+        plain = model.forward
+
+        def forward(**inputs):
+            if (inputs["input_ids"] == POISON).any():
+                model.dead = True
+                raise RankFailedError("rank 0: index out of range", 0)
+            return plain(**inputs)
+
+        model.forward = forward
+        for _ in range(3):
+            engine.submit(request(HARMLESS)).result(10)
+            assert poison(engine) == ("ready", GenerationError)

@@ -1,0 +1,46 @@
+"""Long lists of texts: in waves, all of them within one deadline, each text with its own vector."""
+
+from __future__ import annotations
+
+from nxd_server.config import ServerSettings
+from tests.engine.toy_oneshot import expected
+from tests.http.http_servers import is_error, toy_server
+
+EMBEDDINGS = "/v1/embeddings"
+STEP, WAVES = 0.2, 15
+"""Seconds of a step, and how many steps of four texts the long list needs."""
+
+
+def encoder(**settings):
+    return toy_server(toy={"delay": STEP}, arguments=("--one-shot",), max_queued_requests=8, **settings)
+
+
+def texts(count):
+    """Different ones, as token ids."""
+    return [[2 + number // 90, 2 + number % 90, 7] for number in range(count)]
+
+
+def executed(server):
+    return sum(bucket["executions"] for bucket in server.get("/v1/buckets").json()["data"])
+
+
+def test_the_deadline_is_of_the_request_and_not_of_each_wave():
+    import torch
+
+    with encoder(request_timeout=1.0) as server:
+        before = executed(server)
+        is_error(server.post(EMBEDDINGS, {"input": texts(4 * WAVES)}), 504)
+        assert executed(server) - before < WAVES, "the rest was worked off all the same"
+        short = texts(4)
+        data = server.post(EMBEDDINGS, {"input": short}).json()["data"]
+        assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in short]
+
+
+def test_a_list_that_is_longer_than_the_queue_is_answered_in_order():
+    import torch
+
+    with encoder() as server:
+        assert 4 * WAVES > 8 + 4, "more than the queue and a step hold"
+        data = server.post(EMBEDDINGS, {"input": texts(4 * WAVES)}).json()["data"]
+        assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in texts(4 * WAVES)]
+        assert ServerSettings().request_timeout > 4 * WAVES * STEP
