@@ -7,6 +7,12 @@
     model = nxd.trace.parallel_model_load("artifact")
     outputs = model(*tensors)
 
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    model = nxd.initialize_parallel_model(nxd_config, get_model, config)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-3)
+    loss = model.run_train(**batch)
+    optimizer.step()
+
 Submodules are imported when they are first touched: ``import nxd_infer`` itself loads nothing, not even torch, so that
 ``nxd-infer --help`` answers at once.
 """
@@ -19,21 +25,58 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nxd_infer import backends, errors, layout, modules, parallel_layers, parallel_state, trace
+    from nxd_infer import (
+        backends,
+        errors,
+        layout,
+        modules,
+        optimizer,
+        parallel_layers,
+        parallel_state,
+        testing,
+        trace,
+        trainer,
+    )
+    from nxd_infer.trainer import (
+        initialize_parallel_model,
+        initialize_parallel_optimizer,
+        load_checkpoint,
+        neuronx_distributed_config,
+        save_checkpoint,
+    )
+
+_TRAINER = (
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "save_checkpoint",
+)
+"""Functions of ``nxd_infer.trainer`` that are names of this package."""
 
 __all__ = [
     "__version__",
     "backends",
     "errors",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
     "layout",
+    "load_checkpoint",
     "modules",
+    "neuronx_distributed_config",
+    "optimizer",
     "parallel_layers",
     "parallel_state",
+    "save_checkpoint",
+    "testing",
     "trace",
+    "trainer",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _TRAINER:
+        return getattr(importlib.import_module("nxd_infer.trainer"), name)
     if name in __all__:
         return importlib.import_module(f"nxd_infer.{name}")
     raise AttributeError(f"module 'nxd_infer' has no attribute {name!r}")

@@ -48,6 +48,14 @@ class WeightMismatchError(CheckpointError):
         """``(name, shape found, shape wanted)``."""
 
 
+class NonFiniteGradientError(NxdError, ArithmeticError):
+    """Gradients that are NaN or infinite; ``names`` lists their parameters. Nothing has been stepped."""
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.names = names
+
+
 class ModelConfigError(NxdError, ValueError):
     """A model directory or configuration this package cannot run; names the field."""
 
@@ -116,7 +124,15 @@ class BackendUnavailableError(NxdError, RuntimeError):
 
 
 class InputMismatchError(NxdError, ValueError):
-    """An input's dtype, shape or count is not what the graph was traced for."""
+    """An input's dtype, shape, count or value is not what the graph was traced for."""
+
+
+class InputRangeError(InputMismatchError):
+    """A value of the input ``input`` is outside the range that the model declares for it."""
+
+    def __init__(self, message: str, input: str = ""):
+        super().__init__(message)
+        self.input = input
 
 
 class BucketError(InputMismatchError):

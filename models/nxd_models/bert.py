@@ -337,11 +337,17 @@ class EncoderStep(nn.Module):
     @property
     def nxd_inputs(self) -> dict[str, dict[str, Any]]:
         pad = self.config.pad_token_id
-        return {
-            "input_ids": {"role": "tokens", "pad": {0: pad, 1: pad}},
-            "attention_mask": {"role": "mask", "pad": {0: 0, 1: 0}},
-            "token_type_ids": {"role": "types", "pad": {0: 0, 1: 0}, "default": 0},
+        declared: dict[str, dict[str, Any]] = {
+            "input_ids": {"role": "tokens", "pad": {0: pad, 1: pad}, "maximum": self.config.vocab_size - 1},
+            "attention_mask": {"role": "mask", "pad": {0: 0, 1: 0}, "maximum": 1},
+            "token_type_ids": {
+                "role": "types",
+                "pad": {0: 0, 1: 0},
+                "default": 0,
+                "maximum": self.config.type_vocab_size - 1,
+            },
         }
+        return {name: {"minimum": 0, **entry} for name, entry in declared.items()}
 
     @property
     def nxd_outputs(self) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.parallel_layers.base import real_cpu_tensors
+from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
 from nxd_models.config import RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,13 +24,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean taken in at least float32."""
+class RMSNorm(SequenceParallelWeights):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean taken in at least float32.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+    ``sequence_parallel``: the input is this rank's piece of the sequence.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
+        self.sequence_parallel_enabled = sequence_parallel
+        self._mark()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """``weight`` replaces the module's own, for a caller that routes its gradient."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
+from nxd_infer.ops import remember_tokens
 from nxd_models.config import DecoderConfig
 from nxd_models.llama import CausalLM, LayerCache
 from nxd_models.sampling import allowed_words, sample
@@ -95,6 +96,15 @@ class DecoderStep(CausalLM):
             raise ModelConfigError(f"slots = {slots}: at least one is needed")
         config.check_length(max_len)
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
+        largest = {
+            "tokens": config.vocab_size - 1,
+            "start": max_len - 1,
+            "length": max_len,
+            "block_table": slots,
+            "bias_ids": config.vocab_size - 1,
+        }
+        ranges = {name: {"minimum": -1 if name == "tokens" else 0, "maximum": top} for name, top in largest.items()}
+        self.nxd_inputs = {name: {**entry, **ranges.get(name, {})} for name, entry in self.nxd_inputs.items()}
         layers = config.num_layers
         kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree).kv_heads_per_rank
         shape = (slots + 1, kv_heads, max_len, config.head_dim)
@@ -162,7 +172,7 @@ class DecoderStep(CausalLM):
 
         guess = (tokens < 0) | (start > 0)[:, None] if tokens.shape[1] == 1 else tokens < 0
         output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
-        self._remember(ids, output_BS, start, length, slot_B)
+        remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
         token, logprob, top_ids, top_logprobs = sample(
             logits_BV,
             temperature,
@@ -174,8 +184,9 @@ class DecoderStep(CausalLM):
             allowed,
             bias_ids,
             bias_values,
-            counts=self.token_counts.index_select(0, slot_B),
-            seen=self.prompt_seen.index_select(0, slot_B),
+            counts=self.token_counts,
+            seen=self.prompt_seen,
+            slot=slot_B,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
@@ -187,21 +198,6 @@ class DecoderStep(CausalLM):
             "top_ids": top_ids[:, None],
             "top_logprobs": top_logprobs[:, None],
         }
-
-    def _remember(self, ids_BS: Tensor, output_BS: Tensor, start_B: Tensor, length_B: Tensor, slot_B: Tensor) -> None:
-        """Count this step's tokens in their slots; what is not to be counted goes to the scratch slot."""
-        fresh_B1 = ((start_B == 0) & (length_B > 0))[:, None]
-        counts = self.token_counts.index_select(0, slot_B).masked_fill(fresh_B1, 0)
-        seen = self.prompt_seen.index_select(0, slot_B) & ~fresh_B1
-        torch.ops.aten.index_put_(self.token_counts, [slot_B], counts)
-        torch.ops.aten.index_put_(self.prompt_seen, [slot_B], seen)
-        live_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device) < length_B[:, None]
-        counted = torch.where(live_BS & output_BS, slot_B[:, None], self.slots)
-        prompted = torch.where(live_BS & ~output_BS, slot_B[:, None], self.slots)
-        torch.ops.aten.index_put_(
-            self.token_counts, [counted, ids_BS], torch.ones_like(ids_BS, dtype=torch.int32), True
-        )
-        torch.ops.aten.index_put_(self.prompt_seen, [prompted, ids_BS], torch.ones_like(ids_BS, dtype=torch.bool))
 
 
 def step_inputs(

@@ -2,7 +2,8 @@
 
 The same module trains (``model(input_ids, labels=...)``) and serves (``model.model(..., caches=...)``). Its parameters
 have their Hugging Face names. It is parallel over the context it is built in, at any degree: heads are placed by
-``gqa_plan``, the feed-forward and the vocabulary are padded.
+``gqa_plan``, the feed-forward and the vocabulary are padded. Built sequence parallel (for training), hidden states
+between the parallel blocks are this rank's S / degree positions.
 
 Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
 dimension, V vocabulary.
@@ -22,8 +23,13 @@ from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
 from nxd_models.blocks import ACTIVATIONS, RMSNorm, Rotary, normal_init, rotate, zero_biases
 from nxd_models.config import DecoderConfig
+
+SEQUENCE = 1
+"""The dimension of the sequence in hidden states [B, S, E]."""
 
 
 class LayerCache(NamedTuple):
@@ -37,12 +43,28 @@ class LayerCache(NamedTuple):
     length: Tensor
 
 
-class Attention(nn.Module):
-    """Causal attention with grouped key/value heads and rotary positions."""
+class ParallelBlock(nn.Module):
+    """A block whose first layers share one input and whose last sums over the ranks."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype):
+    def __init__(self, sequence_parallel: bool):
         super().__init__()
         self.context = current_context()
+        self.sequence_parallel_enabled = sequence_parallel
+
+    def enter(self, x_BSE: Tensor) -> Tensor:
+        """Into the parallel region, once for all layers that read ``x``: one collective each way."""
+        if self.sequence_parallel_enabled:
+            return mappings.gather_from_sequence_parallel_region(
+                x_BSE, SEQUENCE, context=self.context, reduce_dtype=torch.float32
+            )
+        return mappings.copy_to_tensor_model_parallel_region(x_BSE, context=self.context, reduce_dtype=torch.float32)
+
+
+class Attention(ParallelBlock):
+    """Causal attention with grouped key/value heads and rotary positions."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__(sequence_parallel)
         hidden, dim = config.hidden_size, config.head_dim
         plan = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree)
         self.heads, self.kv_heads, self.head_dim = plan.heads_per_rank, plan.kv_heads_per_rank, dim
@@ -58,6 +80,7 @@ class Attention(nn.Module):
                 dtype=dtype,
                 init_method=init,
                 output_plan=axis,
+                input_is_shared=True,
             )
 
         self.q_proj = project(config.num_heads, plan.q_axis(dim))
@@ -68,8 +91,10 @@ class Attention(nn.Module):
             hidden,
             bias=config.output_bias,
             input_is_parallel=True,
+            sequence_parallel_enabled=sequence_parallel,
             dtype=dtype,
             init_method=init,
+            sequence_dimension=SEQUENCE,
             input_plan=plan.q_axis(dim),
         )
         self.q_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
@@ -79,6 +104,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BSE: Tensor, positions_BS: Tensor, mask_BS: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
+        x_BSE = self.enter(x_BSE)
         B, S, _ = x_BSE.shape
         q = self.q_proj(x_BSE).view(B, S, self.heads, self.head_dim)
         k = self.k_proj(x_BSE).view(B, S, self.kv_heads, self.head_dim)
@@ -117,11 +143,11 @@ class Attention(nn.Module):
         return out.transpose(1, 2)
 
 
-class FeedForward(nn.Module):
+class FeedForward(ParallelBlock):
     """``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype):
-        super().__init__()
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__(sequence_parallel)
         hidden, inner = config.hidden_size, config.intermediate_size
         init, plan = normal_init(config.initializer_range), AxisPlan.padded(inner)
 
@@ -134,6 +160,7 @@ class FeedForward(nn.Module):
                 dtype=dtype,
                 init_method=init,
                 output_plan=plan,
+                input_is_shared=True,
             )
 
         self.gate_proj = project()
@@ -143,25 +170,28 @@ class FeedForward(nn.Module):
             hidden,
             bias=config.mlp_bias,
             input_is_parallel=True,
+            sequence_parallel_enabled=sequence_parallel,
             dtype=dtype,
             init_method=init,
+            sequence_dimension=SEQUENCE,
             input_plan=plan,
         )
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
     """One block: a hidden state in, a hidden state out; everything else is optional."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = FeedForward(config, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
+        self.self_attn = Attention(config, dtype, sequence_parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
+        self.mlp = FeedForward(config, dtype, sequence_parallel)
 
     def forward(
         self,
@@ -170,7 +200,10 @@ class DecoderLayer(nn.Module):
         mask_BS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 where a key may be seen (only without a cache)."""
+        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 where a key may be seen (only without a cache).
+
+        A sequence-parallel layer takes the positions and the mask of the whole sequence, and needs the positions.
+        """
         if positions_BS is None:
             positions_BS = sequence_positions(hidden_BSE)
         hidden_BSE = hidden_BSE + self.self_attn(self.input_layernorm(hidden_BSE), positions_BS, mask_BS, cache)
@@ -185,13 +218,19 @@ def sequence_positions(x_BS: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Embedding, layers and final norm, without the output head."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
         self.embed_tokens = ParallelEmbedding(
-            config.vocab_size, config.hidden_size, normal_init(config.initializer_range), dtype, pad=True
+            config.vocab_size,
+            config.hidden_size,
+            normal_init(config.initializer_range),
+            dtype,
+            pad=True,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=SEQUENCE,
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, dtype) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, sequence_parallel) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
 
     def forward(
         self,
@@ -209,15 +248,19 @@ class Decoder(nn.Module):
         return self.norm(hidden)
 
 
-class CausalLM(nn.Module):
-    """A decoder with its output head. ``config`` and ``context`` are what it was built from."""
+class CausalLM(ParallelBlock):
+    """A decoder with its output head. ``config`` and ``context`` are what it was built from.
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32):
-        super().__init__()
+    ``sequence_parallel`` None is what ``nxd_config["sequence_parallel"]`` says, inside ``initialize_parallel_model``.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None
+    ):
+        super().__init__(building_sequence_parallel() if sequence_parallel is None else sequence_parallel)
         self.config = config
-        self.context = current_context()
         self.dtype = dtype
-        self.model = Decoder(config, dtype)
+        self.model = Decoder(config, dtype, self.sequence_parallel_enabled)
         # A tied head is the embedding itself: it has no parameter of its own, as in the checkpoints.
         self.lm_head = None
         if not config.tied:
@@ -225,33 +268,42 @@ class CausalLM(nn.Module):
                 config.hidden_size,
                 config.vocab_size,
                 bias=False,
-                gather_output=True,
+                gather_output=False,
                 dtype=dtype,
                 init_method=normal_init(config.initializer_range),
                 output_plan=AxisPlan.padded(config.vocab_size),
+                input_is_shared=True,
             )
         zero_biases(self)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [..., E] -> logits [..., V], whole on every rank, in the model's dtype."""
+    def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
+        """Final hidden states [..., E] -> this rank's logits [..., V / degree], the vocabulary padded at its end."""
+        hidden = self.enter(hidden_BSE)
         if self.lm_head is not None:
             return self.lm_head(hidden)
-        hidden = mappings.copy_to_tensor_model_parallel_region(hidden, context=self.context, reduce_dtype=torch.float32)
-        part = F.linear(hidden, cast(Tensor, self.model.embed_tokens.weight))
-        whole = mappings.gather_from_tensor_model_parallel_region(part, context=self.context)
-        return whole.narrow(-1, 0, self.config.vocab_size)
+        return F.linear(hidden, cast(Tensor, self.model.embed_tokens.weight))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states [..., E] -> logits [..., V], whole on every rank, in the model's dtype."""
+        whole = mappings.gather_from_tensor_model_parallel_region(self.parallel_logits(hidden), context=self.context)
+        vocabulary = self.config.vocab_size
+        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, S, V]; with ``labels``, ``(loss, logits)``.
+        """Logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
 
         ``attention_mask`` [B, S] is 1 for tokens and 0 for padding; positions count from the row's first column either
         way. ``labels`` [B, S] are the ids themselves, shifted here; -100 is left out of the mean.
         """
         self.config.check_length(input_ids.shape[1])
-        logits = self.logits(self.model(input_ids, None, attention_mask))
+        hidden = self.model(input_ids, None, attention_mask)
         if labels is None:
-            return logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        return loss, logits
+            return self.logits(hidden)
+        logits = self.parallel_logits(hidden)
+        wanted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        losses = parallel_cross_entropy(
+            logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
+        )
+        return losses.sum() / (wanted != -100).sum(), logits

@@ -223,11 +223,6 @@ def _encode(
         "length_buckets": lengths,
         "dtype": str(dtype).removeprefix("torch."),
         "pad_token_id": config.pad_token_id,
-        "input_ranges": {
-            "input_ids": [0, config.vocab_size - 1],
-            "attention_mask": [0, 1],
-            "token_type_ids": [0, config.type_vocab_size - 1],
-        },
     }
     if task == "embed":
         metadata |= {"dimensions": config.hidden_size, **options}

@@ -8,16 +8,23 @@ from typing import Any
 
 from nxd_infer.cli.console import console, spinner
 
+DEFAULT_MAX_TOKENS = 64
 
-def run(artifact: Path, prompts: list[str], as_json: bool, **sampling: Any) -> None:
-    """Print each prompt's continuation, or one JSON object a prompt."""
-    from nxd_server import LLM
+
+def run(artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | None, **sampling: Any) -> None:
+    """Print each prompt's continuation, or one JSON object a prompt. ``max_tokens`` None: the default, if it fits."""
+    from nxd_server import LLM, RequestOutput
     from nxd_server.engine.params import SamplingParams
 
-    params = SamplingParams(**sampling)
+    given = SamplingParams(max_tokens=max_tokens, **sampling)  # a wrong value is told before anything is loaded
+
+    def answers(llm: LLM) -> list[RequestOutput]:
+        rooms = [max_tokens or min(DEFAULT_MAX_TOKENS, llm.room(prompt)) for prompt in prompts]
+        return llm.generate(prompts, [given.replace(max_tokens=room) for room in rooms])
+
     if as_json:
         with LLM(artifact) as llm:
-            outputs = llm.generate(prompts, params)
+            outputs = answers(llm)
         for output in outputs:
             answer = output.outputs[0]
             record = {
@@ -29,7 +36,7 @@ def run(artifact: Path, prompts: list[str], as_json: bool, **sampling: Any) -> N
             print(json.dumps(record, ensure_ascii=False))
         return
     with spinner("loading and answering"), LLM(artifact) as llm:
-        outputs = llm.generate(prompts, params)
+        outputs = answers(llm)
     for output in outputs:
         answer = output.outputs[0]
         console.print(output.prompt or "", style="bold", end="", markup=False)

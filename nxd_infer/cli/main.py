@@ -47,6 +47,13 @@ ModelDir = Annotated[
 ]
 
 
+CompilerArgs = Annotated[str | None, typer.Option(help="Options of the backend, as key=value,key=value.")]
+CpuTarget = Annotated[
+    str | None,
+    typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine has."),
+]
+
+
 @app.callback(invoke_without_command=True)
 def version_of(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
@@ -67,6 +74,12 @@ def whole_numbers(text: str, option: str) -> list[int]:
     if numbers[0] < 1:
         raise typer.BadParameter(f"{numbers[0]} is below 1", param_hint=option)
     return numbers
+
+
+def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
+    """``"a=1,b=2"`` and a target as the backend's ``key=value`` words."""
+    words = (compiler_args or "").replace(",", " ").split()
+    return words if cpu_target is None else [*words, f"cpu_target={cpu_target}"]
 
 
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --prompt-buckets 128,512 --max-len 1024")
@@ -90,10 +103,8 @@ def trace(
         Path | None,
         typer.Option(help="Keep what the compiler writes here."),
     ] = None,
-    compiler_args: Annotated[
-        str | None,
-        typer.Option(help="Options of the backend, as key=value,key=value."),
-    ] = None,
+    cpu_target: CpuTarget = None,
+    compiler_args: CompilerArgs = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
 ) -> None:
     """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
@@ -110,9 +121,25 @@ def trace(
         backend=backend.value,
         task=task.value if task else None,
         workdir=workdir,
-        compiler_args=compiler_args,
+        compiler_args=options(compiler_args, cpu_target),
         plan_only=plan_only,
     )
+
+
+@app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-v3 --cpu-target x86-64-v3")
+def recompile(
+    artifact: ArtifactDir,
+    out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
+    cpu_target: CpuTarget = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="inductor compiles; eager runs the same graphs. Default: the artifact's own.")
+    ] = None,
+    compiler_args: CompilerArgs = None,
+) -> None:
+    """Compile an artifact's graphs again, for another CPU or backend, without the model's code or checkpoint."""
+    from nxd_infer.cli.recompile import run
+
+    run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
 
 
 @app.command(epilog="Example:  nxd-infer serve ./artifact --port 8000 --api-key secret")
@@ -159,7 +186,9 @@ def serve(
 def generate(
     artifact: ArtifactDir,
     prompt: Annotated[list[str], typer.Option("--prompt", help="Text to continue; repeat for several.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to write at most. Default: 64, or what fits behind the prompt.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens up to this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
@@ -170,6 +199,8 @@ def generate(
     """Continue prompts in this process's own engine, without a server."""
     from nxd_infer.cli.generate import run
 
+    if not all(prompt):
+        raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="--prompt")
     run(
         artifact,
         prompt,
@@ -197,6 +228,46 @@ def verify(
     from nxd_infer.cli.verify import run
 
     raise typer.Exit(run(artifact, model_dir, tolerance, seed))
+
+
+ckpt = typer.Typer(help="Look at training checkpoints and take weights out of them, offline.", no_args_is_help=True)
+app.add_typer(ckpt, name="ckpt")
+CheckpointDir = Annotated[Path, typer.Argument(help="The folder that save_checkpoint() was given.", show_default=False)]
+Tag = Annotated[str | None, typer.Option(help="Which checkpoint. Default: the newest complete one.")]
+WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
+StoredType = Annotated[DType | None, typer.Option(help="Type of floating-point weights. Default: as they were saved.")]
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
+def inspect(path: CheckpointDir, tag: Tag = None) -> None:
+    """List the complete checkpoints of a folder, and with a tag the logical tensors of one."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.inspect(path, tag)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt consolidate ./ckpts --out ./weights")
+def consolidate(path: CheckpointDir, out: WeightsDir, tag: Tag = None, dtype: StoredType = None) -> None:
+    """Write the whole model of a checkpoint of any degrees as one safetensors file, one tensor in memory at a time."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.consolidate(path, out, tag, dtype.value if dtype else None)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt export-hf ./ckpts --config ./llama --out ./llama-tuned")
+def export_hf(
+    path: CheckpointDir,
+    out: WeightsDir,
+    config: Annotated[
+        Path, typer.Option(help="A Hugging Face model directory: its configuration and tokenizer.", show_default=False)
+    ],
+    tag: Tag = None,
+    dtype: StoredType = None,
+) -> None:
+    """Write a Hugging Face model directory: the checkpoint's weights with the configuration of another directory."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.export_hf(path, out, config, tag, dtype.value if dtype else None)
 
 
 @app.command(epilog="Example:  nxd-infer doctor")

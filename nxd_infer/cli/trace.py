@@ -46,7 +46,7 @@ def run(
     backend: str,
     task: str | None,
     workdir: Path | None = None,
-    compiler_args: str | None = None,
+    compiler_args: list[str] | None = None,
     plan_only: bool = False,
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
@@ -83,10 +83,8 @@ def run(
     if plan_only:
         return {}
     with bar() as display:
-        model = trace.parallel_model_trace(**arguments, progress=Progress(display))
-    with model:
-        trace.parallel_model_save(model, out)
-        report = model.trace_report
+        model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=Progress(display))
+    report = model.trace_report
     seconds = time.monotonic() - start
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.print(

@@ -40,11 +40,11 @@ def refused(done: Done, *words: str) -> None:
         assert word in done.err, (word, done.err)
 
 
-def nxd_infer_here(capsys, monkeypatch, *arguments: str) -> Done:
+def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
     """The same entry point in this process: for what ends before any work begins, where a start costs seconds."""
     from nxd_infer.cli.main import main
 
-    monkeypatch.setattr(sys, "argv", ["nxd-infer", *arguments])
+    monkeypatch.setattr(sys, "argv", ["nxd-infer", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "160")
     status = 0
     try:

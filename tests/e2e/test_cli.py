@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import nxd_infer, nxd_infer_here, refused
+from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.tiny_models import write_tiny
 
-COMMANDS = ("trace", "serve", "generate", "verify", "doctor", "demo")
+COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,22 @@ def test_help_loads_neither_torch_nor_a_server(tmp_path):
     assert "LOADED False False" in done.stdout, done.stderr
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(("module", "words"), [("nxd_infer", COMMANDS), ("bench", ("start", "--help"))])
+def test_the_packages_are_programs_that_explain_themselves_without_torch(module, words):
+    import subprocess
+    import sys
+
+    code = (
+        f"import runpy, sys; sys.argv = [{module!r}, '--help']\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end: print('ENDED', end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "ENDED 0 False" in done.stdout, done.stdout + done.stderr
+    assert all(word in done.stdout for word in words), done.stdout
+
+
 def test_generate_continues_each_prompt_the_same_way_twice(artifact):
     run = lambda: nxd_infer(  # noqa: E731
         "generate", artifact, "--prompt", "def f", "--prompt", "import", "--max-tokens", 8, "--json"
@@ -67,11 +83,28 @@ def test_generate_continues_each_prompt_the_same_way_twice(artifact):
     assert first.out == second.out
 
 
+def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact):
+    """The artifact's longest prompt and answer are 64 tokens together."""
+    done = nxd_infer("generate", artifact, "--prompt", "def f", "--max-tokens", 64, "--json")
+    refused(done, "max_tokens: 64 tokens do not fit", "maximum length is 64 tokens", "which leaves")
+    done = nxd_infer("generate", artifact, "--prompt", "def f", "--json")
+    assert done.status == 0, done.err
+    assert 1 <= json.loads(done.out)["tokens"] < 64
+
+
 def test_verify_accepts_the_model_it_was_traced_from(artifact, model_dir):
     done = nxd_infer("verify", artifact, model_dir)
     assert done.status == 0, done.out + done.err
     for bucket in ("decode_b1", "decode_b2", "prefill_s8", "prefill_s16"):
         assert bucket in done.out
+
+
+def test_recompile_writes_an_artifact_that_verifies(artifact, model_dir, tmp_path):
+    done = nxd_infer("recompile", artifact, "--out", tmp_path / "again")
+    assert done.status == 0, done.err
+    assert "4 graphs (0 compiled now) for eager" in done.out
+    done = nxd_infer("verify", tmp_path / "again", model_dir)
+    assert done.status == 0, done.out + done.err
 
 
 def test_verify_rejects_another_model(artifact, tmp_path):
@@ -107,9 +140,15 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
         (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
+        (["generate", "/no/such/artifact", "--prompt", "x", "--prompt", ""], ["a prompt is empty"]),
+        (["generate", "/no/such/artifact", "--prompt", "x", "--temperature", "9"], ["temperature", "0 to 2"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
         (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),
         (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["Not a directory", "/etc/hostname"]),
+        (["recompile", "/no/such/artifact", "--out", "a"], ["/no/such/artifact"]),
+        (["recompile", "MODEL", "--out", "a"], ["is not an artifact"]),
+        (["recompile", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),
+        (["trace", "MODEL", "--out", "a", "--cpu-target", "z80"], ["z80", "x86-64-v3"]),
         (["frobnicate"], ["frobnicate"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -164,11 +203,11 @@ def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
     env = {**os.environ, "TMPDIR": str(temporary), "NXD_INFER_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 90
-    while not any(path.name.startswith("nxd-trace") for path in temporary.iterdir()):
+    while not any(path.name.startswith(".nxd-trace") for path in tmp_path.iterdir()):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert [path.name for path in temporary.iterdir() if path.name.startswith("nxd")] == []
-    assert not (tmp_path / "a").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tmp"]

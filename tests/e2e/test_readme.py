@@ -52,6 +52,7 @@ def test_every_command_that_the_pages_name_exists():
     from nxd_infer.cli.main import app
 
     known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    known |= {group.name for group in app.registered_groups}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for name in re.findall(r"^(?:\$ )?nxd-infer (\w+)", page.read_text(), re.MULTILINE):
             assert name in known, f"{page.name} names `nxd-infer {name}`"

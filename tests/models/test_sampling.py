@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_infer import ops
+from nxd_infer.ops import adjust_logits
 from nxd_infer.ops.sampling import random_bits, smallest_threshold, truncation, uniform
-from nxd_models.sampling import LOGPROB_FLOOR, adjust, allowed_words, pack_allowed, sample
+from nxd_models.sampling import LOGPROB_FLOOR, allowed_words, pack_allowed, sample
 
 
 def rows(**values):
@@ -284,7 +285,7 @@ def test_penalties_bias_and_mask_in_their_order():
         torch.tensor([0.5, 0.0, -1.0]),
         torch.tensor([0.0, 0.3, 2]),
     )
-    found = adjust(
+    found = adjust_logits(
         logits,
         pack_allowed(allowed),
         ids,
@@ -316,9 +317,9 @@ def test_the_bitmask_covers_every_token():
         packed = pack_allowed(allowed)
         assert packed.shape == (4, allowed_words(vocabulary))
         assert packed.dtype == torch.int32
-        assert torch.equal(adjust(torch.zeros(4, vocabulary), packed) == 0, allowed)
+        assert torch.equal(adjust_logits(torch.zeros(4, vocabulary), packed) == 0, allowed)
     everything = torch.full((1, 4), -1, dtype=torch.int32)
-    assert (adjust(torch.zeros(1, 100), everything) == 0).all()
+    assert (adjust_logits(torch.zeros(1, 100), everything) == 0).all()
 
 
 class Sample(torch.nn.Module):

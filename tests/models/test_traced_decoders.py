@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 
+from nxd_infer.errors import InputRangeError
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import hf, tasks
-from nxd_models.generation import generate_eager
+from nxd_models.generation import generate_eager, step_inputs
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, traced_run
 from tests.tiny_models import write_tiny
 
@@ -61,6 +62,10 @@ def check(path, degree, backend):
         run = traced_run(model, step)
         greedy = generate_eager(step, prompts, NEW, piece=BUCKET, run=run, **NO_END)
         drawn = generate_eager(step, prompts, NEW, piece=BUCKET, run=run, **DRAWN)
+        inputs = step_inputs(step.config.vocab_size, len(LENGTHS), 1, step.slots)
+        for name, value in (("tokens", step.config.vocab_size), ("start", MAX_LEN), ("block_table", step.slots + 1)):
+            with pytest.raises(InputRangeError, match=f"'{name}' holds the value {value}"):
+                model.run_bucket(f"decode_b{len(LENGTHS)}", {**inputs, name: torch.full_like(inputs[name], value)})
     for prompt, result in zip(prompts, greedy, strict=True):
         assert_greedy(result.tokens, *expected_tokens(path, tuple(prompt)))
     eager = generate_eager(step, prompts, NEW, piece=BUCKET, **DRAWN)

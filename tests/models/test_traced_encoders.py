@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nxd_infer.errors import BucketError
+from nxd_infer.errors import BucketError, InputRangeError
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import hf, tasks
 from tests.models.helpers import prompts_of, reference
@@ -31,6 +31,12 @@ def test_traced_encoders_equal_eager_ones(tmp_path, family, output, degree):
             defaulted = model(input_ids=ids, attention_mask=mask)
             defaulted = defaulted[output] if isinstance(defaulted, dict) else defaulted
             torch.testing.assert_close(defaulted, found)
+        one, most = torch.ones(1, 8, dtype=torch.int64), module.config.vocab_size - 1
+        for name, value in (("input_ids", most + 1), ("input_ids", -1), ("attention_mask", 2), ("token_type_ids", 2)):
+            inputs = {"input_ids": one, "attention_mask": one, name: torch.full_like(one, value)}
+            with pytest.raises(InputRangeError, match=f"input '{name}' holds the value {value}; it must be 0 to "):
+                model(**inputs)
+        model(input_ids=one * most, attention_mask=one)  # nothing ran, and the last id is one
         with pytest.raises(BucketError, match="b3_s16"):
             long = torch.ones(1, 17, dtype=torch.int64)
             model(input_ids=long, attention_mask=long)

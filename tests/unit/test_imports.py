@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 # Floors from the top down; a package may import from its own floor and from any floor below.
 FLOORS: list[list[str]] = [
-    ["nxd_infer.cli"],
+    ["nxd_infer.cli", "nxd_infer.__main__"],
     ["nxd_server"],
     ["nxd_infer.recipes", "nxd_infer.lightning", "nxd_infer.compat", "nxd_infer.testing"],
     ["nxd_infer.trace", "nxd_infer.pipeline", "nxd_infer.trainer", "nxd_infer.distributed"],
     ["nxd_models", "nxd_infer.backends", "nxd_infer.optimizer"],
     ["nxd_infer.modules"],
-    ["nxd_infer.parallel_layers", "nxd_infer.ops"],
-    ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.parallel_state"],
+    ["nxd_infer.parallel_layers"],
+    ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.ops", "nxd_infer.parallel_state"],
     ["nxd_infer.context", "nxd_infer.errors", "nxd_infer.cache"],
 ]
 # Pure data that two floors share.

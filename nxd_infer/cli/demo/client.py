@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_infer.errors import NxdError
 
@@ -31,17 +32,18 @@ class Answer:
 
 
 def stream_completion(
-    port: int, prompt: str, max_tokens: int, write: Callable[[str], None], timeout: float = 60
+    port: int, prompt: str, sampling: Mapping[str, Any], write: Callable[[str], None], timeout: float = 60
 ) -> Answer:
     """Ask ``/v1/completions`` on this machine and pass each piece of text to ``write`` as it comes.
+
+    ``sampling`` holds the route's other fields: ``max_tokens``, ``temperature`` and so on.
 
     Raises ServerError when the server refuses, or ends the stream without ``[DONE]``.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     request = {
+        **sampling,
         "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

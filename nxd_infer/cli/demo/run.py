@@ -17,10 +17,12 @@ from pathlib import Path
 from nxd_infer.cli.console import bar, console, duration, size, spinner, table
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 
-PROMPTS = (
-    'The "with" statement is used to',
-    "A function definition is an executable statement. Its execution",
-    "If the expression list",
+SAMPLED = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+GREEDY = {"max_tokens": 64, "temperature": 0}
+QUESTIONS = (
+    ('The "with" statement is used to', SAMPLED),
+    ("A function definition is an executable statement. Its execution", SAMPLED),
+    ("If the expression list", GREEDY),
 )
 READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
 
@@ -76,10 +78,12 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> float:
 def ask(port: int) -> list[Answer]:
     """Send the prompts one after the other and print each answer as it streams in."""
     answers = []
-    for prompt in PROMPTS:
-        console.print(f"\n{prompt}", style="bold", end="", markup=False)
+    for prompt, sampling in QUESTIONS:
+        how = "greedy" if sampling is GREEDY else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
+        console.print(f"\n({how})", style="dim", markup=False)
+        console.print(prompt, style="bold", end="", markup=False)
         write = lambda piece: console.print(piece, end="", markup=False, soft_wrap=True)  # noqa: E731
-        answers.append(stream_completion(port, prompt, 64, write))
+        answers.append(stream_completion(port, prompt, sampling, write))
         console.print()
     return answers
 
@@ -152,6 +156,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
         [
             ("model", f"{trained.parameters / 1e6:.1f} M parameters, {trained.steps} steps"),
             ("loss", f"{trained.first_loss:.2f} -> {trained.last_loss:.2f}"),
+            ("loss on two chapters held out", f"{trained.held_out_loss:.2f}"),
             ("training", f"{trained.tokens_per_second:,.0f} tokens/s"),
             ("trace and save", duration(traced["seconds"])),
             ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),

@@ -1,0 +1,6 @@
+"""``python -m nxd_infer``: the command line, where the script ``nxd-infer`` is not on the PATH."""
+
+from nxd_infer.cli.main import main
+
+if __name__ == "__main__":
+    main()

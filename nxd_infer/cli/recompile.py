@@ -1,0 +1,26 @@
+"""``nxd-infer recompile``: an artifact's stored graphs, compiled for another CPU or backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxd_infer.cli.console import bar, console, duration
+from nxd_infer.cli.trace import Progress, check_writable
+
+
+def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]) -> None:
+    """Write ``out``; prints what was compiled and for what."""
+    from nxd_infer.trace import load_artifact, parallel_model_recompile
+
+    check_writable(out)
+    with bar() as display:
+        report = parallel_model_recompile(
+            artifact, out, backend=backend, compiler_args=compiler_args, progress=Progress(display)
+        )
+    manifest = load_artifact(out, verify=False, runs_here=False).manifest
+    target = manifest.target.get("march") or manifest.target.get("arch")
+    console.print(
+        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {manifest.backend}, {target}, "
+        f"in {duration(report['seconds'])}",
+        markup=False,
+    )
