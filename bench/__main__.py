@@ -1,20 +1,54 @@
-"""``python -m bench [NAME ...]``."""
+"""``python -m bench [NAME ...]``: run benchmarks. ``python -m bench peers install [NAME ...]``: install peers."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import os
+import signal
 import sys
+import time
 
-BENCHMARKS = ("start", "cost")
+from bench.options import PEERS, THREADS, Options
+
+BENCHMARKS = ("start", "stream", "collectives", "decode", "prefill", "server", "trace", "plot")
 
 
-def main(names: list[str]) -> None:
-    unknown = sorted(set(names) - set(BENCHMARKS))
-    if unknown:
-        raise SystemExit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
-    for name in names or BENCHMARKS:
-        importlib.import_module(f"bench.{name}").run()
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="little work, few repetitions: the figures mean nothing")
+    parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s; an empty text for none")
+    parser.add_argument("--tp", default="1,2", help="degrees of this project, default: %(default)s")
+    parser.add_argument("--repetitions", type=int, default=Options.repetitions, help="default: %(default)s")
+    parser.add_argument("--minutes", type=int, default=60, help="end everything after this time, default: %(default)s")
+    parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
+    given = parser.parse_args()
+    if given.names[:1] == ["peers"]:
+        from bench.peers.install import install
+
+        if given.names[1:2] != ["install"]:
+            parser.error("the command is `peers install [NAME ...]`")
+        return install(given.names[2:])
+    if unknown := [name for name in given.names if name not in BENCHMARKS]:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    peers = tuple(name for name in given.peers.split(",") if name)
+    if unknown := [name for name in peers if name not in PEERS]:
+        parser.error(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
+    degrees = tuple(int(tp) for tp in given.tp.split(","))
+    options = Options(given.quick, peers, degrees, given.repetitions, given.model)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
+    signal.alarm(given.minutes * 60)
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", "160")  # tables in a log need not be as narrow as a terminal
+    # Inherited by every process that is started: nobody gets more cores than the others.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    for name in given.names or BENCHMARKS:
+        begin = time.monotonic()
+        importlib.import_module(f"bench.{name}").run(options)
+        print(f"{name} took {time.monotonic() - begin:.0f} s\n", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,14 +1,85 @@
-"""The model that the benchmarks trace: a seeded random Llama with a tokenizer, written as Hugging Face does."""
+"""The models that the benchmarks trace: seeded random Llamas with a tokenizer, written as Hugging Face does."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import random
+import shutil
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from bench.options import Options, home
 from nxd_infer.cli.demo.corpus import documents, write_tokenizer
+
+COMMON: dict[str, int] = {
+    "hidden": 1024,
+    "layers": 16,
+    "heads": 16,
+    "kv_heads": 8,
+    "intermediate": 2816,
+    "vocab": 32000,
+    "max_len": 4096,
+    "seed": 1234,
+}
+"""254.3 M parameters; 443.1 MB are read in a decoding step (all but the embedding), 32 KiB of cache a token."""
+TINY = COMMON | {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
+
+
+def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:
+    """``path`` as ``make`` makes it, made again when ``key`` (what it is made of) is another than last time."""
+    stamp = path.with_name(path.name + ".stamp")
+    if not (path.exists() and stamp.is_file() and stamp.read_text() == key):
+        stamp.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path)
+        stamp.write_text(key)
+    return path
+
+
+def bench_model(options: Options) -> Path:
+    """The directory of the model that ``options`` names, written when it is not there yet."""
+    sizes = COMMON if options.model == "common" else TINY
+    key = hashlib.sha256(Path(__file__).read_bytes() + repr(sizes).encode()).hexdigest()
+    return stamped(home() / "models" / options.model, key, lambda path: write_llama(path, **sizes))
+
+
+def prompts(model: Path, batch: int, length: int, seed: int) -> list[list[int]]:
+    """``batch`` different prompts of ``length`` token ids; the same seed gives the same ones."""
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    generator = random.Random(f"{batch} {length} {seed}")
+    return [[generator.randrange(3, vocab) for _ in range(length)] for _ in range(batch)]
+
+
+def bytes_per_step(model: Path) -> int:
+    """Bytes of weights that a decoding step reads: everything but the embedding's other rows."""
+    with (model / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return sum(2 * math.prod(entry["shape"]) for name, entry in header.items() if "embed_tokens" not in name)
+
+
+def cache_bytes_per_token(model: Path) -> int:
+    """Bytes of keys and values that one position holds, over all layers."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+
+
+def texts(vocab: int) -> list[str]:
+    """What a tokenizer of ``vocab`` tokens is trained on: Python's standard library has enough words for any."""
+    if vocab <= 8192:
+        return documents()
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    return [path.read_text(errors="ignore") for path in sources if "site-packages" not in path.parts][:1500]
 
 
 def write_llama(
@@ -24,7 +95,7 @@ def write_llama(
 ) -> Path:
     """Write config.json, model.safetensors (bfloat16) and the tokenizer; returns ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(directory, documents())
+    write_tokenizer(directory, texts(vocab), vocab)
     head_dim = hidden // heads
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -7,8 +7,9 @@ import sys
 import time
 
 from bench import report
+from bench.options import Options
+from bench.stats import summary
 
-RUNS = 5
 CASES = {
     "python -c pass": ["-c", "pass"],
     "import nxd_infer": ["-c", "import nxd_infer"],
@@ -18,15 +19,13 @@ CASES = {
 }
 
 
-def run() -> None:
+def run(options: Options) -> None:
     times: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(RUNS):
+    for _ in range(options.rounds):
         for name, arguments in CASES.items():  # interleaved, so that a busy moment touches all of them
             start = time.perf_counter()
             subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=120)
             times[name].append(time.perf_counter() - start)
-    rows = [
-        (name, f"{report.median(values) * 1000:.0f} ms", f"{min(values) * 1000:.0f}-{max(values) * 1000:.0f} ms")
-        for name, values in times.items()
-    ]
-    report.write("start", "Start-up, fresh process", ("what", "median", "spread"), rows, times)
+    rows = [(name, summary(values).text(1e3, 0)) for name, values in times.items()]
+    columns = ("milliseconds", "median (range)")
+    report.write("start", "Start-up, fresh process", columns, rows, times, settings=options.settings())

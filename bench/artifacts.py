@@ -1,0 +1,57 @@
+"""The traced model of the benchmarks, one artifact a degree, traced again when the sources have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.model import bench_model, stamped
+from bench.options import Options, home
+from bench.processes import Group
+
+ROOT = Path(__file__).parents[1]
+BATCHES, PROMPTS = (1, 4, 16), (128, 512)
+TRACE_SECONDS = 1800.0
+
+
+def nxd_infer(*arguments: object, env: dict[str, str] | None = None, timeout: float = TRACE_SECONDS) -> str:
+    """Run a command of the command line and return what it printed; a failure ends the benchmark with its text."""
+    words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
+    log = home() / "logs" / f"command-{os.getpid()}.log"
+    with Group(words, log, env={**os.environ, "COLUMNS": "200"} if env is None else env) as group:
+        try:
+            status = group.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{' '.join(words)} took longer than {timeout:.0f} s:\n{group.tail()}") from None
+    if status:
+        raise SystemExit(f"{' '.join(words)} ended with status {status}:\n{group.tail()}")
+    return log.read_text(errors="replace")
+
+
+def sources_digest() -> str:
+    """Over everything that decides what a trace makes."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for folder in ("nxd_infer", "models"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def artifact(options: Options, tp: int) -> Path:
+    """The model of ``options`` traced in bfloat16 at degree ``tp``, for every batch and prompt that is measured."""
+    model = bench_model(options)
+    arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, BATCHES))]
+    arguments += ["--prompt-buckets", ",".join(map(str, PROMPTS)), "--max-len", 4096, "--dtype", "bfloat16"]
+    if options.model == "tiny":
+        arguments += ["--backend", "eager"]
+    key = f"{sources_digest()} {model.with_name(model.name + '.stamp').read_text()} {arguments}"
+    return stamped(
+        home() / "artifacts" / f"{options.model}-tp{tp}", key, lambda path: nxd_infer(*arguments, "--out", path)
+    )

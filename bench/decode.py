@@ -1,0 +1,161 @@
+"""Decoding speed: this project at each degree and its peers on the same prompts, interleaved; step time by context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench import report
+from bench.model import bench_model, bytes_per_step, cache_bytes_per_token, prompts
+from bench.options import Options
+from bench.peers.driver import Peer
+from bench.peers.known import HUGGING_FACE, Field, fastest, field_of, ours
+from bench.stats import Verdict, interleaved, ratios, summary
+from nxd_infer.cli.console import table
+
+BATCHES = (1, 4, 16)
+PROMPT, NEW_TOKENS = 128, 64
+CONTEXTS = (128, 512, 1024, 2048, 4096)
+STEPS = 16
+HF_LIMITS = {1: (2.5, 3.5), 4: (3.5, 5.0), 16: (4.0, 6.0)}
+PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
+TP_LIMITS = (0.95, 1.05)
+BANDWIDTH_LIMITS = (0.80, 0.92)
+
+Rates = dict[int, dict[str, list[float]]]
+Contexts = dict[str, dict[str, dict[str, list[float]]]]
+"""Name, batch, context -> seconds of a step, one a round."""
+
+
+def run(options: Options) -> None:
+    model = bench_model(options)
+    new_tokens = 40 if options.quick else NEW_TOKENS
+    bandwidth: dict[int, list[float]] = {}
+    rates: Rates = {}
+    firsts: dict[str, list[int]] = {}
+    with field_of(options) as field:
+        for batch in BATCHES:
+
+            def measure(peer: Peer, number: int, batch: int = batch) -> float:
+                found = peer.run(prompts(model, batch, PROMPT, number), new_tokens)
+                firsts.setdefault(peer.name, []).extend(row[0] for row in found.tokens)
+                return found.rate
+
+            def warm(peer: Peer, batch: int = batch) -> object:
+                return peer.run(prompts(model, batch, PROMPT, -1), 4)
+
+            rates[batch], bandwidth[batch] = field.rounds(measure, options.rounds, warm)
+        contexts = _contexts(options, field)
+        peers, mine = dict(field.peers), field.mine()
+    rates = {batch: {name: found[name] for name in peers} for batch, found in rates.items()}
+    agreement = {name: _agreement(firsts, name) for name in peers}
+    figures = {
+        "rates": {str(batch): found for batch, found in rates.items()},
+        "bandwidth": {str(batch): found for batch, found in bandwidth.items()},
+        "contexts": contexts,
+        "versions": {name: peer.version for name, peer in peers.items()},
+        "load_seconds": {name: peer.start_seconds for name, peer in peers.items()},
+        "agreement": agreement,
+        "bytes_per_step": bytes_per_step(model),
+        "cache_bytes_per_token": cache_bytes_per_token(model),
+    }
+    rows = [
+        (name, *(summary(rates[batch][name]).text() for batch in BATCHES), f"{agreement[name]:.0%}") for name in peers
+    ]
+    rows.append(("read bandwidth, GB/s", *(summary(bandwidth[batch]).text(1e-9) for batch in BATCHES), ""))
+    columns = ("tokens/s, median (range)", *(f"batch {batch}" for batch in BATCHES), "same first token")
+    _print_contexts(contexts)
+    report.write(
+        *("decode", f"Decoding after prompts of {PROMPT}", columns, rows, figures),
+        verdicts=[
+            *_share(model, rates[1], mine, bandwidth[1]),
+            *_against("Hugging Face eager", rates, mine, HUGGING_FACE, HF_LIMITS),
+            *_against("the best peer", rates, mine, [name for name in peers if name not in mine], PEER_LIMITS),
+            *_degrees(rates),
+            *_growth(model, contexts),
+        ],
+        skipped=field.skipped,
+        settings=options.settings(),
+    )
+
+
+def _agreement(firsts: dict[str, list[int]], name: str) -> float:
+    """How often a peer's first token is Hugging Face's (or ours, without it): that all of them do the same work."""
+    reference = firsts.get("hf") or next(iter(firsts.values()))
+    mine = firsts.get(name, [])
+    same = sum(a == b for a, b in zip(mine, reference, strict=False))
+    return same / max(1, len(mine))
+
+
+def _contexts(options: Options, field: Field) -> Contexts:
+    """Seconds of a step, by degree, batch and context: each round takes the median of its steps."""
+    batches, wanted = ((4,), (128, 1024)) if options.quick else (BATCHES, CONTEXTS)
+    cells = [(name, batch, context) for batch in batches for context in wanted for name in field.mine()]
+
+    def measure(name: str, batch: int, context: int) -> float:
+        seconds = field.peers[name].ask("steps", 300.0, batch=batch, context=context, count=STEPS)["seconds"]
+        return summary(seconds[2:]).median
+
+    names = [str(cell) for cell in cells]
+    work = {key: lambda _, cell=cell: measure(*cell) for key, cell in zip(names, cells, strict=True)}
+    found = interleaved(work, options.rounds)
+    out: Contexts = {}
+    for key, (name, batch, context) in zip(names, cells, strict=True):
+        out.setdefault(name, {}).setdefault(str(batch), {})[str(context)] = found[key]
+    return out
+
+
+def _share(model: Path, rates: dict[str, list[float]], mine: list[str], bandwidth: list[float]) -> list[Verdict]:
+    best = fastest(mine, rates)
+    if best is None:
+        return []
+    shares = [rate * bytes_per_step(model) / read for rate, read in zip(rates[best], bandwidth, strict=True)]
+    note = f"{best}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step"
+    return [Verdict("decode, batch 1: share of the bandwidth", summary(shares), *BANDWIDTH_LIMITS, note=note)]
+
+
+def _against(
+    title: str, rates: Rates, mine: Iterable[str], others: Iterable[str], limits: dict[int, tuple[float, float]]
+) -> list[Verdict]:
+    """Our faster degree against the fastest of ``others``, batch by batch."""
+    verdicts = []
+    for batch, found in rates.items():
+        best, other = fastest(mine, found), fastest(others, found)
+        if best and other:
+            measured = summary(ratios(found[best], found[other]))
+            row = f"decode against {title}, batch {batch}"
+            verdicts.append(Verdict(row, measured, *limits[batch], note=f"{best} against {other}"))
+    return verdicts
+
+
+def _degrees(rates: Rates) -> list[Verdict]:
+    return [
+        Verdict(f"tp 2 against tp 1, batch {batch}", summary(ratios(found[ours(2)], found[ours(1)])), *TP_LIMITS)
+        for batch, found in rates.items()
+        if batch in (1, 4) and ours(1) in found and ours(2) in found
+    ]
+
+
+def _growth(model: Path, contexts: Contexts) -> list[Verdict]:
+    """How step time grows from the shortest context to the longest, over how the bytes do that a step reads: weights
+    and live keys and values."""
+    verdicts = []
+    for name, batches in contexts.items():
+        low, high = min(map(int, batches["4"])), max(map(int, batches["4"]))
+        read = {context: bytes_per_step(model) + 4 * context * cache_bytes_per_token(model) for context in (low, high)}
+        growth = read[high] / read[low]
+        measured = summary([value / growth for value in ratios(batches["4"][str(high)], batches["4"][str(low)])])
+        row = f"context {high} over {low}, batch 4, {name}: time over bytes"
+        note = f"bytes read grow {growth:.2f} times"
+        verdicts.append(Verdict(row, measured, 1.0, 1.0, better="lower", note=note))
+    return verdicts
+
+
+def _print_contexts(contexts: Contexts) -> None:
+    wanted = list(next(iter(next(iter(contexts.values())).values())))
+    rows = [
+        (f"{name}, batch {batch}", *(summary(cells[context]).text(1e3) for context in wanted))
+        for name, batches in contexts.items()
+        for batch, cells in batches.items()
+    ]
+    table("Milliseconds of a decoding step by context", ("", *wanted), rows)

@@ -1,0 +1,155 @@
+"""Everyone who can be measured, and how each is started."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.artifacts import artifact
+from bench.model import bench_model
+from bench.options import THREADS, Options, home
+from bench.peers.driver import Peer, PeerError
+from bench.stats import interleaved, summary
+from bench.stream import read_bandwidth
+from nxd_infer.cli.console import console
+
+
+@dataclass(frozen=True)
+class Known:
+    """A peer: its module, the environment it needs (None: this one), and what ``start`` tells it."""
+
+    module: str
+    environment: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    start_timeout: float = 120.0
+
+    def python(self) -> Path:
+        """The interpreter. Raises PeerError when its environment was not made."""
+        if self.environment is None:
+            return Path(sys.executable)
+        python = home() / "peers" / self.environment / "bin" / "python"
+        if not (python.parent.parent / INSTALLED).is_file():
+            raise PeerError(f"not installed; `python -m bench peers install {self.environment}` installs it")
+        return python
+
+
+INSTALLED = "installed.json"
+"""In an environment whose installation succeeded."""
+
+KNOWN = {
+    "hf": Known("hugging_face", arguments={"cache": "dynamic"}),
+    "hf_static": Known("hugging_face", arguments={"cache": "static"}),
+    "llama_cpp": Known("llama", "llama_cpp"),
+    "openvino": Known("open_vino", "openvino", start_timeout=600),  # converts the model the first time
+    "vllm": Known(
+        "vllm_cpu",
+        "vllm",
+        env={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that it can be stopped and ended as a whole
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_DO_NOT_TRACK": "1",
+        },
+        start_timeout=300,  # it compiles
+    ),
+}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+HUGGING_FACE = ("hf", "hf_static")
+
+
+def ours(tp: int) -> str:
+    return f"ours tp{tp}"
+
+
+def fastest(names: Iterable[str], rates: Mapping[str, list[float]]) -> str | None:
+    """Who has the highest median rate; None among nobody."""
+    return max((name for name in names if name in rates), key=lambda name: summary(rates[name]).median, default=None)
+
+
+@dataclass
+class Field:
+    """Who takes part, by name, and who does not, with the reason."""
+
+    peers: dict[str, Peer]
+    skipped: dict[str, str]
+
+    def rounds(
+        self, measure: Callable[[Peer, int], float], count: int, warm: Callable[[Peer], object]
+    ) -> tuple[dict[str, list[float]], list[float]]:
+        """``measure(peer, round)`` of everyone, interleaved, and the bandwidth read in each round.
+
+        ``warm`` comes first for everyone: shapes seen for the first time cost more. A peer that fails is left out from
+        then on, and nothing of it is kept.
+        """
+
+        def attempt(name: str, work: Callable[[Peer], Any]) -> Any:
+            if name not in self.peers:
+                return 0.0
+            try:
+                return work(self.peers[name])
+            except PeerError as error:
+                self.drop(name, error)
+                return 0.0
+
+        for name in list(self.peers):
+            attempt(name, warm)
+        work: dict[str, Callable[[int], float]] = {"": lambda _: read_bandwidth()}
+        for name in self.peers:
+            work[name] = lambda number, name=name: attempt(name, lambda peer: measure(peer, number))
+        found = interleaved(work, count)
+        bandwidth = found.pop("")
+        return {name: values for name, values in found.items() if name in self.peers}, bandwidth
+
+    def mine(self) -> list[str]:
+        """This project's degrees."""
+        return [name for name in self.peers if name.startswith("ours")]
+
+    def drop(self, name: str, error: PeerError) -> None:
+        """Leave a peer out from now on. For this project itself the error is the benchmark's."""
+        if name.startswith("ours"):
+            raise SystemExit(f"{name}: {error}")
+        self.skipped[name] = str(error).strip().splitlines()[0]
+        console.print(f"{name} is left out: {error}", markup=False)
+        self.peers.pop(name).close()
+
+
+@contextlib.contextmanager
+def field_of(options: Options) -> Iterator[Field]:
+    """This project at every degree, and the peers that are asked for and installed; ended with the block."""
+    model = bench_model(options)
+    traced = {tp: artifact(options, tp) for tp in options.degrees}
+    found = Field({}, {})
+    try:
+        for tp, path in traced.items():
+            with console.status(f"starting {ours(tp)}"):
+                _start(found, ours(tp), Known("ours"), options, model=str(path), threads=THREADS // tp)
+        for name in options.peers:
+            with console.status(f"starting {name}"):
+                _start(found, name, KNOWN[name], options, model=str(model), threads=THREADS)
+        yield found
+    finally:
+        for peer in found.peers.values():
+            peer.close()
+
+
+def _start(found: Field, name: str, known: Known, options: Options, **arguments: Any) -> None:
+    log = home() / "logs" / f"{name.replace(' ', '-')}.log"
+    try:
+        python = known.python()
+    except PeerError as error:
+        found.skipped[name] = str(error)
+        return
+    env = {**OFFLINE, "OMP_NUM_THREADS": str(arguments["threads"]), **known.env}
+    command = [str(python), "-c", f"from bench.peers import {known.module} as peer; peer.main()"]
+    found.peers[name] = Peer(name, command, log, env)
+    try:
+        found.peers[name].start(known.start_timeout, **known.arguments, **arguments)
+    except PeerError as error:
+        found.drop(name, error)

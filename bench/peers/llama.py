@@ -1,0 +1,171 @@
+"""llama.cpp through llama-cpp-python's low-level interface: one context, a sequence a row, bfloat16 weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+from bench.peers.protocol import serve
+
+ROOM = 768
+"""Positions a sequence: the longest prompt and its answer."""
+PIECE = 512
+"""Prompt tokens at once, which is llama.cpp's own default."""
+
+
+class LlamaCpp:
+    def __init__(self, model: str, threads: int):
+        path = Path(model).with_suffix(".gguf")
+        source = Path(model) / "model.safetensors"
+        if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
+            write_gguf(Path(model), path)
+        llama_cpp.llama_backend_init()
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._log, None)
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.threads = threads
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        self._contexts: dict[int, Any] = {}
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        context = self._context(len(prompts))
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
+        begin = time.perf_counter()
+
+        def feed(part: list[tuple[int, int, int, bool]]) -> None:
+            """Entries of (row, position, token, whether its successor is wanted)."""
+            self._decode(context, part)
+            for place, (row, _, _, wanted) in enumerate(part):
+                if wanted:
+                    logits = llama_cpp.llama_get_logits_ith(context, place)
+                    tokens[row].append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
+                    times[row].append(time.perf_counter() - begin)
+
+        entries = [
+            (row, position, token, position == len(prompt) - 1)
+            for row, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        for start in range(0, len(entries), PIECE):
+            feed(entries[start : start + PIECE])
+        for number in range(new_tokens - 1):
+            feed([(row, len(prompt) + number, tokens[row][-1], True) for row, prompt in enumerate(prompts)])
+        return {"tokens": tokens, "times": times}
+
+    def _context(self, rows: int) -> Any:
+        """Contexts are made for a number of sequences, and kept."""
+        if rows not in self._contexts:
+            params = llama_cpp.llama_context_default_params()
+            params.n_ctx, params.n_batch, params.n_ubatch = rows * ROOM, PIECE, PIECE
+            params.n_seq_max, params.n_threads, params.n_threads_batch = rows, self.threads, self.threads
+            self._contexts[rows] = llama_cpp.llama_init_from_model(self.model, params)
+            if not self._contexts[rows]:
+                raise RuntimeError(f"llama.cpp makes no context for {rows} sequences")
+        return self._contexts[rows]
+
+    def _decode(self, context: Any, entries: list[tuple[int, int, int, bool]]) -> None:
+        batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
+        batch.n_tokens = len(entries)
+        for place, (row, position, token, wanted) in enumerate(entries):
+            batch.token[place], batch.pos[place], batch.logits[place] = token, position, wanted
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+        status = llama_cpp.llama_decode(context, batch)
+        llama_cpp.llama_synchronize(context)
+        llama_cpp.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode ended with status {status}")
+
+
+# --- the file it reads ------------------------------------------------------------------------------
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTSIDE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+
+
+def write_gguf(model: Path, out: Path) -> None:
+    """The model as one GGUF file: bfloat16 matrices as they are, norms in float32, no tokenizer."""
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    part = out.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(part), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("no_vocab")
+    for name, bits in read_bfloat16(model / "model.safetensors").items():
+        if name.endswith("q_proj.weight"):
+            bits = interleaved_halves(bits, heads)
+        elif name.endswith("k_proj.weight"):
+            bits = interleaved_halves(bits, kv_heads)
+        if bits.ndim == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            raw = np.ascontiguousarray(bits).view(np.uint8)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.replace(out)
+
+
+def gguf_name(name: str) -> str:
+    if name in OUTSIDE:
+        return f"{OUTSIDE[name]}.weight"
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def interleaved_halves(bits: np.ndarray, heads: int) -> np.ndarray:
+    """Hugging Face rotates halves of a head, llama.cpp neighbouring pairs: the rows in the other order."""
+    rows, columns = bits.shape
+    return bits.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def read_bfloat16(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a bfloat16 safetensors file as their bits; numpy has no such type."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = np.memmap(path, np.uint8, "r", offset=8 + length)
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            assert entry["dtype"] == "BF16" and end - begin == 2 * math.prod(entry["shape"])
+            found[name] = data[begin:end].view(np.uint16).reshape(entry["shape"])
+    return found
+
+
+def main() -> None:
+    serve(LlamaCpp)

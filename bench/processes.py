@@ -1,0 +1,145 @@
+"""Processes of a benchmark: a group each, stopped while others are measured, and ended with everything they started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from nxd_infer.comm.process import die_with_parent
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+END_SECONDS = 20.0
+
+
+class Group:
+    """A process with all that it starts. Leaving the ``with`` block ends them.
+
+    ``pause`` stops every one of them: threads that spin while they wait cost the others nothing then.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        env: dict[str, str] | None = None,
+        pipes: bool = False,
+        fds: Sequence[int] = (),
+    ):
+        pipe = subprocess.PIPE if pipes else None
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or output,
+                stderr=output,
+                env=env,
+                cwd=Path(__file__).parents[1],
+                start_new_session=True,
+                pass_fds=fds,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def stdin(self) -> IO[Any]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def stdout(self) -> IO[Any]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Running inside the block, stopped outside."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of what it wrote."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+
+    def end(self) -> int | None:
+        """SIGTERM to the first process, then SIGKILL to what is left; the status of the first process."""
+        self.resume()
+        if self.alive():
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+        return self.kill()
+
+    def kill(self) -> int | None:
+        """SIGKILL to all of them."""
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return self.process.returncode
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To every process; what it has started may have a group of its own, and may have outlived its starter."""
+        for process in tree(self.process.pid) if self.alive() else []:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that it started."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process and its children hold, shared pages divided among those who share them (PSS)."""
+    total = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total

@@ -1,0 +1,70 @@
+"""What a benchmark leaves behind: a record that is checked, and plots made from it."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from pydantic import ValidationError
+
+from bench import plot, report
+from bench.options import Options
+from bench.stats import Verdict, summary
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+@pytest.mark.check
+def test_a_record_is_read_back_as_it_was_written(results):
+    verdicts = [Verdict("decode", summary([2.0, 3.0, 4.0]), 2.5, 3.5, note="a against b")]
+    written = report.write(
+        *("decode", "Decoding", ("who", "tokens/s"), [("ours", "3.0")], {"rates": {"1": {"ours": [2.0, 3.0]}}}),
+        verdicts=verdicts,
+        skipped={"vllm": "not installed"},
+        settings={"threads": 2},
+    )
+    assert report.read("decode") == written
+    on_disk = json.loads((results / "decode.json").read_text())
+    assert on_disk["verdicts"][0]["result"] == "must" and not on_disk["verdicts"][0]["certain"]
+    assert on_disk["verdicts"][0]["measured"] == {"median": 3.0, "low": 2.0, "high": 4.0, "count": 3}
+    assert on_disk["machine"]["cores"] >= 1 and on_disk["skipped"] == {"vllm": "not installed"}
+    assert report.read("prefill") is None
+
+
+@pytest.mark.check
+def test_a_quick_record_does_not_replace_a_real_one(results):
+    real = report.write("decode", "", ("who",), [], {"rate": 1.0}, settings={"quick": False})
+    quick = report.write("decode", "", ("who",), [], {"rate": 9.0}, settings={"quick": True})
+    assert report.read("decode") == real and report.read("decode", quick=True) == quick
+
+
+@pytest.mark.check
+def test_a_record_with_other_fields_is_refused(results):
+    report.write("decode", "", ("who",), [], {})
+    path = results / "decode.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "surprise": 1}))
+    with pytest.raises(ValidationError, match="surprise"):
+        report.read("decode")
+
+
+def test_plots_hold_every_line_and_are_equal_for_equal_figures(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "FOLDER", tmp_path / "images")
+    with pytest.raises(SystemExit, match="nothing to plot"):
+        plot.run(Options())
+    rates = {"1": {"ours tp1": [80.0, 90.0], "hf": [30.0, 31.0]}, "4": {"ours tp1": [300.0, 310.0], "hf": [99.0, 98.0]}}
+    contexts = {"ours tp1": {"4": {"128": [0.012, 0.013], "4096": [0.02, 0.03]}}}
+    report.write("decode", "", ("who",), [], {"rates": rates, "contexts": contexts}, settings={"threads": 2})
+    plot.run(Options())
+    first = [(tmp_path / "images" / name).read_bytes() for name in ("decode.svg", "context.svg")]
+    words = ["".join(ElementTree.fromstring(content).itertext()) for content in first]
+    for word in ("ours tp1", "hf", "tokens/s", "batch", "Decoding"):
+        assert word in words[0]
+    for word in ("ours tp1, batch 4", "milliseconds", "4096"):
+        assert word in words[1]
+    plot.run(Options())
+    assert first == [(tmp_path / "images" / name).read_bytes() for name in ("decode.svg", "context.svg")]
