@@ -153,6 +153,10 @@ def serve(
         list[str] | None,
         typer.Option(help="Key that requests must carry; repeat for several. Also NXD_API_KEYS."),
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(help="Key of the routes that change what is served; without it they are closed. NXD_ADMIN_KEY."),
+    ] = None,
     max_queued_requests: Annotated[
         int | None,
         typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
@@ -176,6 +180,7 @@ def serve(
             host=host,
             port=port,
             api_keys=api_key,
+            admin_key=admin_key,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
         )

@@ -50,6 +50,10 @@ class ServerSettings(BaseSettings):
     )
     api_keys_file: Path | None = Field(None, description="File with one key a line, for secrets mounted by a host.")
 
+    admin_key: SecretStr | None = Field(
+        None, description="Key of the routes that change what is served; without it they are closed."
+    )
+
     max_queued_requests: int = Field(
         128, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
     )
@@ -104,6 +108,13 @@ class ServerSettings(BaseSettings):
             raise ValueError("an empty key would open the server to everyone")
         return keys
 
+    @field_validator("admin_key")
+    @classmethod
+    def _no_empty_admin_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().strip():
+            raise ValueError("is empty; leave it out to close the routes that it opens")
+        return key
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -144,7 +155,7 @@ class ServerSettings(BaseSettings):
         """The keys as UTF-8 bytes, from the setting and the file; empty when the server is open.
 
         Raises:
-            SettingsError: ``api_keys_file`` cannot be read, or holds no key.
+            SettingsError: ``api_keys_file`` cannot be read, or holds no key; the admin key is among them.
         """
         keys = [key.get_secret_value().strip().encode() for key in self.api_keys]
         if self.api_keys_file is not None:
@@ -156,7 +167,13 @@ class ServerSettings(BaseSettings):
             if not found:
                 raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key: one a line is expected")
             keys += found
+        if self.admin() in keys:
+            raise SettingsError("admin_key is one of api_keys too: whoever may ask could change what is served")
         return tuple(dict.fromkeys(keys))
+
+    def admin(self) -> bytes | None:
+        """The admin key as UTF-8 bytes; None when the admin's routes are closed."""
+        return None if self.admin_key is None else self.admin_key.get_secret_value().strip().encode()
 
 
 load_settings = ServerSettings.resolve

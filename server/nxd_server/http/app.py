@@ -20,7 +20,7 @@ from .keys import Keys
 from .metrics import Metrics
 from .middleware import InFlight, RequestMiddleware
 from .predict import predict
-from .requests import Context, context_of, parse
+from .requests import Context, context_of, parse, require_admin
 from .schemas import (
     Body,
     ChatBody,
@@ -48,11 +48,12 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
         separate_input_output_schemas=False,
     )
     metrics = Metrics(service)
-    app.state.context = Context(service, settings, metrics)
+    keys = Keys(settings.keys(), settings.admin())
+    app.state.context = Context(service, settings, metrics, keys)
     app.state.in_flight = InFlight()
     app.add_middleware(
         RequestMiddleware,
-        keys=Keys(settings.keys()),
+        keys=keys,
         metrics=metrics,
         in_flight=app.state.in_flight,
         access_log=settings.access_log,
@@ -92,10 +93,16 @@ def _post(
     handler: Callable[[Request, Any], Awaitable[Any]],
     *,
     ready: bool = True,
+    admin: bool = False,
 ) -> None:
-    """A route whose body is parsed by ``kind``: strictly, and with refusals of our own shape."""
+    """A route whose body is parsed by ``kind``: strictly, and with refusals of our own shape.
+
+    ``admin``: for the admin key alone. (A route that takes no body calls ``require_admin`` itself.)
+    """
 
     async def endpoint(request: Request) -> Any:
+        if admin:
+            require_admin(request)
         if ready:  # before the body: a server that cannot answer need not read
             context_of(request).service.require_ready()
         return await handler(request, await parse(request, kind))

@@ -1,4 +1,7 @@
-"""API keys: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, any of several, compared in constant time."""
+"""API keys: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, any of several, compared in constant time.
+
+The admin key opens the routes that change what is served, and every other route as well; no other key opens those.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
 
 
 class Keys:
-    """The keys that open this server; with none, it is open to all."""
+    """The keys that open this server; with none, it is open to all but the admin's routes.
 
-    def __init__(self, keys: Iterable[bytes]):
+    Args:
+        keys: any of them opens the ordinary routes.
+        admin: opens all routes; without it the admin's routes are closed to everybody.
+    """
+
+    def __init__(self, keys: Iterable[bytes], admin: bytes | None = None):
         # Digests have one length, so that the comparison's time says nothing about a key's length either.
         self._digests = [hashlib.sha256(key).digest() for key in keys]
+        self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -34,17 +43,33 @@ class Keys:
         offered = list(_offered(scope["headers"]))
         if not offered:
             raise _refusal("no API key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
-        # Every pair is compared, whether one matched already or not.
-        matches = [self._matches(key) for key in offered]
-        if not any(matches):
+        if not _any_match(offered, [*self._digests, *self._admin]):
             raise _refusal("the API key is not valid")
 
-    def _matches(self, key: bytes) -> bool:
+    def check_admin(self, scope: Scope) -> None:
+        """Raises :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
+        if not self._admin:
+            raise ApiError(
+                403,
+                f"{scope['path']} changes what is served, and this server has no admin key: start it with --admin-key",
+                code="admin_disabled",
+            )
+        offered = list(_offered(scope["headers"]))
+        if not offered:
+            raise _refusal("no admin key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        if not _any_match(offered, self._admin):
+            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is another")
+
+
+def _any_match(offered: Iterable[bytes], digests: Iterable[bytes]) -> bool:
+    """Whether any key is one of ``digests``. Every pair is compared, whether one matched already or not."""
+    equal = 0
+    known = list(digests)
+    for key in offered:
         digest = hashlib.sha256(key).digest()
-        equal = 0
-        for known in self._digests:
-            equal |= hmac.compare_digest(digest, known)
-        return bool(equal)
+        for other in known:
+            equal |= hmac.compare_digest(digest, other)
+    return bool(equal)
 
 
 def _offered(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nxd_server.config import ServerSettings
     from nxd_server.service import Service
 
+    from .keys import Keys
     from .metrics import Metrics
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -33,6 +34,7 @@ class Context:
     service: Service
     settings: ServerSettings
     metrics: Metrics
+    keys: Keys
 
 
 def context_of(request: Request) -> Context:
@@ -41,6 +43,11 @@ def context_of(request: Request) -> Context:
 
 def request_id(request: Request) -> str:
     return request.scope.get("nxd.request_id", "")
+
+
+def require_admin(request: Request) -> None:
+    """ApiError 401 or 403 unless the request carries the admin key."""
+    context_of(request).keys.check_admin(request.scope)
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
