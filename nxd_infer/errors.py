@@ -123,6 +123,10 @@ class BackendUnavailableError(NxdError, RuntimeError):
     """A backend cannot run here; the message holds the reason its probe gave."""
 
 
+class MissingPackageError(NxdError, ImportError):
+    """An optional package is absent; the message says which extra brings it, ``name`` is the package."""
+
+
 class InputMismatchError(NxdError, ValueError):
     """An input's dtype, shape, count or value is not what the graph was traced for."""
 

@@ -14,12 +14,16 @@ from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from nxd_infer.trainer.config import neuronx_distributed_config
 from nxd_infer.trainer.model import NxDModel
 from nxd_infer.trainer.optimizer import NxDOptimizer
+from nxd_infer.trainer.progress import TrainingProgress
 from nxd_infer.trainer.shutdown import shutdown
+from nxd_infer.trainer.tensorboard import TensorBoardLogger
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
 
 __all__ = [
     "NxDModel",
     "NxDOptimizer",
+    "TensorBoardLogger",
+    "TrainingProgress",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",

@@ -1,0 +1,200 @@
+"""Where a training loop is: a bar on a terminal, a plain line now and then elsewhere, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, is_rank_zero, number
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from typing_extensions import Self
+
+__all__ = ["Pace", "TrainingProgress"]
+
+REDRAW_SECONDS = 0.1
+"""A loss is read from its device no more often than the bar is drawn."""
+
+
+class Pace:
+    """Speed over the last ``window`` steps. Times are seconds of any clock that only goes forward."""
+
+    def __init__(self, start: float, window: int = 50):
+        self._marks: deque[tuple[float, int, int]] = deque([(start, 0, 0)], maxlen=window + 1)
+        """(time, steps, tokens) after each step."""
+
+    def add(self, now: float, tokens: int = 0) -> None:
+        """A step over ``tokens`` tokens ended at ``now``."""
+        _, steps, total = self._marks[-1]
+        self._marks.append((now, steps + 1, total + tokens))
+
+    @property
+    def steps_per_second(self) -> float:
+        """0 before the first step."""
+        return self._rate(1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 before the first step, and when nobody counts tokens."""
+        return self._rate(2)
+
+    def _rate(self, what: int) -> float:
+        first, last = self._marks[0], self._marks[-1]
+        return (last[what] - first[what]) / max(last[0] - first[0], 1e-9)
+
+
+class TrainingProgress:
+    """Shows steps, loss, tokens a second and the time left, on rank 0; the other ranks' calls do nothing.
+
+    ::
+
+        with nxd.trainer.TrainingProgress(total=1000, log_dir="runs/first") as progress:
+            for batch in batches:
+                loss = model.run_train(**batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step(loss, tokens=8 * 1024, grad_norm=optimizer.grad_norm)
+
+    On a terminal it is a progress bar; elsewhere a line every ``line_every`` seconds and one at the end.
+
+    Args:
+        total: the number of the last step; None when it is not known.
+        seconds: train for so long instead; the share done is that of the time.
+        initial: steps that are done already, of a job that is resumed.
+        description: what stands before the bar and the lines.
+        log_dir: write TensorBoard scalars into this folder: ``loss``, ``tokens_per_second`` and whatever ``step`` is
+            given. It needs ``nxd-infer[train]``; without it MissingPackageError is raised, on every rank.
+        log_every: steps from one set of scalars to the next.
+        line_every: seconds between plain lines.
+        console: where to draw; default: standard error.
+
+    Raises ParallelConfigError for a ``total`` that is not above ``initial`` and for ``seconds``, ``log_every`` or
+    ``line_every`` that are not above 0.
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        *,
+        seconds: float | None = None,
+        initial: int = 0,
+        description: str = "training",
+        log_dir: str | os.PathLike[str] | None = None,
+        log_every: int = 1,
+        line_every: float = 10.0,
+        console: Console | None = None,
+    ):
+        if total is not None and total <= initial:
+            raise ParallelConfigError(f"total is the number of the last step: it must be above {initial}, got {total}")
+        for name, value in (("seconds", seconds), ("log_every", log_every), ("line_every", line_every)):
+            if value is not None and not value > 0:
+                raise ParallelConfigError(f"{name} must be above 0, got {value!r}")
+        logger = None if log_dir is None else TensorBoardLogger(log_dir, initial=initial)
+        self.total, self.seconds, self.description = total, seconds, description
+        self.steps = initial
+        """Steps done, those before this job included."""
+        self._initial, self._log_every, self._line_every = initial, log_every, line_every
+        self._logger = logger
+        self._start = self._drawn = time.monotonic()
+        self._pace = Pace(self._start)
+        self._loss: Number = float("nan")
+        self._shows = is_rank_zero()
+        self._console: Console | None = None
+        self._bar: Progress | None = None
+        if self._shows:
+            self._console = console or _standard_error()
+            if self._console.is_terminal:
+                self._bar = _bar(self._console)
+                self._task = self._bar.add_task(description, total=1.0 if total or seconds else None, note="")
+                self._bar.start()
+
+    def step(self, loss: Number, tokens: int = 0, **scalars: Number | None) -> None:
+        """A step is done.
+
+        Args:
+            loss: this rank's, a number or a tensor of one element. Ranks of a data-parallel group have a loss each.
+            tokens: how many the step took in, over all data-parallel ranks.
+            scalars: further numbers for TensorBoard, by name; None is left out.
+        """
+        self.steps += 1
+        if not self._shows:
+            return
+        now = time.monotonic()
+        self._pace.add(now, tokens)
+        self._loss = loss
+        if self._logger is not None and self.steps % self._log_every == 0:
+            speed = {"tokens_per_second": self._pace.tokens_per_second} if tokens else {}
+            self._logger.log(self.steps, loss=loss, **speed, **scalars)
+        if now - self._drawn >= (self._line_every if self._bar is None else REDRAW_SECONDS):
+            self._drawn = now
+            self._draw(now)
+
+    def close(self) -> None:
+        """Draw the last state and write what TensorBoard has not yet. Harmless when called again."""
+        if self._console is not None:
+            self._draw(time.monotonic())
+        if self._bar is not None:
+            self._bar.stop()
+        if self._logger is not None:
+            self._logger.close()
+        self._console = self._bar = self._logger = None
+        self._shows = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _draw(self, now: float) -> None:
+        assert self._console is not None
+        done, left = self._done(now)
+        parts = [f"step {self.steps}" + (f"/{self.total}" if self.total else "")]
+        if self.steps > self._initial:
+            parts.append(f"loss {number(self._loss):.4g}")
+        if speed := self._pace.tokens_per_second:
+            parts.append(f"{speed:,.0f} tokens/s")
+        if left is not None:
+            parts.append(f"{datetime.timedelta(seconds=round(left))} left")
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note="  ".join(parts))
+        else:
+            percent = "" if done is None else f" {done:.0%}"
+            self._console.print(f"{self.description}{percent}  {'  '.join(parts)}", markup=False, soft_wrap=True)
+
+    def _done(self, now: float) -> tuple[float | None, float | None]:
+        """The share done, and the seconds left; None where that cannot be said."""
+        if self.seconds is not None:
+            left = max(0.0, self.seconds - (now - self._start))
+            return 1 - left / self.seconds, left
+        if self.total is None:
+            return None, None
+        done = min(1.0, (self.steps - self._initial) / (self.total - self._initial))
+        speed = self._pace.steps_per_second
+        return done, (max(0, self.total - self.steps) / speed if speed else None)
+
+
+def _standard_error() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _bar(console: Console) -> Any:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+    )
+    return Progress(*columns, console=console)

@@ -1,0 +1,69 @@
+"""Scalars of a training job in TensorBoard's event files, written by rank 0.
+
+Source: ``torch.utils.tensorboard``, which needs the package ``tensorboard`` (``nxd-infer[train]``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import MissingPackageError
+
+__all__ = ["TensorBoardLogger"]
+
+Number = float | int | Tensor
+"""A number, or a tensor of one element on any device."""
+
+
+def number(value: Number) -> float:
+    """The value of a number or of a tensor of one element; a device is waited for."""
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+class TensorBoardLogger:
+    """Writes ``(name, value, step)`` into ``log_dir``; look at them with ``tensorboard --logdir``.
+
+    Every rank may make one and call it alike: only rank 0 writes. ``initial`` is the step that a resumed job goes on
+    from: what an interrupted run has written of later steps is hidden.
+
+    Raises MissingPackageError, on every rank, where the package ``tensorboard`` is absent.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], *, initial: int = 0):
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingPackageError(
+                f"TensorBoard scalars (log_dir={os.fspath(log_dir)!r}) need the package tensorboard: "
+                "pip install 'nxd-infer[train]', or leave log_dir out",
+                name="tensorboard",
+            )
+        self._writer: Any = None
+        if is_rank_zero():
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(os.fspath(log_dir), purge_step=initial + 1 if initial else None)
+
+    def log(self, step: int, **scalars: Number | None) -> None:
+        """Write numbers of a step by name; a slash in a name makes groups. None is left out."""
+        if self._writer is not None:
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(name, number(value), step)
+
+    def close(self) -> None:
+        """Write what is still in memory. Harmless when called again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that prints and writes: the first of the world, or the only one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return current_context().rank == 0
