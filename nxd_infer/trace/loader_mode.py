@@ -24,10 +24,11 @@ from nxd_infer.backends.lower import native_library
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
-from nxd_infer.layout import ParamLayout, as_source, check_weights, shard_tensor
+from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.trace.sources import weight_source
 from nxd_infer.trace.weights import describe_layout
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def trace_ranks_here(
 ) -> list[TracedRank]:
     """Trace every rank in this process. Raises TraceError with the rank, WeightMismatchError for the checkpoint."""
     try:
-        source = as_source(loader())
+        source = weight_source(loader())
     except NxdError:
         raise
     except Exception as error:
@@ -163,7 +164,7 @@ def _check(
     try:
         check_weights({**needed, **ties}, source, strict=False)
     except WeightMismatchError as error:
-        error.args = (f"what checkpoint_loader_callable returned does not fit: {error.args[0]}",)
+        error.args = (f"the unsharded weights do not fit the model: {error.args[0]}",)
         raise
     known = {name for layout in [*layouts.values(), *states.values()] for name in layout.logical_names}
     unused = sorted(set(source.keys()) - known)

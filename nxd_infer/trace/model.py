@@ -14,8 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,6 @@ from nxd_infer.errors import (
     BucketError,
     InputMismatchError,
     ModelClosedError,
-    RankFailedError,
-    WeightSchemaError,
 )
 from nxd_infer.trace.artifact import LoadedArtifact, load_artifact, parallel_model_load, parallel_model_save
 from nxd_infer.trace.channel import Kind
@@ -35,10 +32,11 @@ from nxd_infer.trace.cores import check_degree, default_threads
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec, Manifest
-from nxd_infer.trace.rank import load_weights
 from nxd_infer.trace.router import Route, Router, bucket_table, cut, fill, lawful
+from nxd_infer.trace.sources import Weights
 from nxd_infer.trace.supervisor import Supervisor
-from nxd_infer.trace.weights import Weights, WeightUpdate
+from nxd_infer.trace.swaps import WeightSwaps
+from nxd_infer.trace.weights import NewWeights, WeightUpdate
 
 __all__ = [
     "RankHealth",
@@ -135,8 +133,7 @@ class TensorParallelModel(nn.Module):
         self._ranks: Ranks | None = None
         self._closed = False
         self._finalizer: weakref.finalize | None = None
-        self._updates: list[tuple[frozenset[str], list[BinaryIO]]] = []
-        """Weights swapped in since the artifact was loaded, oldest first: their names, and one file a rank."""
+        self._swaps = WeightSwaps(artifact.manifest, start_timeout)
 
     # --- what it is ---
 
@@ -242,8 +239,7 @@ class TensorParallelModel(nn.Module):
             if self._closed:  # close() came before there was anything to close
                 raise ModelClosedError("the model was closed; call restart() to start its ranks again")
             ranks.start()
-            for _, files in self._updates:
-                self._swap(ranks, files)
+            self._swaps.replay(ranks)
         except BaseException:
             ranks.close()
             self._ranks = None  # nothing of it is left; the next call tries again
@@ -304,49 +300,35 @@ class TensorParallelModel(nn.Module):
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
 
-    def update_weights(self, weights: Weights, *, strict: bool = True) -> None:
+    def cut_weights(self, weights: Weights, *, strict: bool = True, tag: str | None = None) -> NewWeights:
+        """What :meth:`update_weights` does first and takes longest for: check weights and cut them for every rank.
+
+        Nothing changes yet, and the ranks go on meanwhile. Who does not hand the result on closes it.
+        """
+        return NewWeights(WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
+
+    def update_weights(self, weights: Weights | NewWeights, *, strict: bool = True, tag: str | None = None) -> None:
         """Swap the weights of every rank in place, between two calls, without compiling anything.
 
-        ``weights`` holds logical (unsharded) tensors by name: a mapping, a WeightSource, or the path of a safetensors
-        file or directory. They are cut for each rank through the manifest's layout and converted to the traced
-        floating-point type. ``strict`` wants all of them and no other; without it, any part of them.
+        ``weights`` holds logical (unsharded) tensors by name: a mapping, a WeightSource, the path of a safetensors
+        file or directory, a folder that ``save_checkpoint`` wrote into at any degree (``tag``: which checkpoint;
+        default: the newest complete one), a model in training of degree 1, or what :meth:`cut_weights` returned.
+        They are cut for each rank through the manifest's layout and converted to the traced floating-point type.
+        ``strict`` wants all of them and no other; without it, any part of them.
         States stay as they are. ``restart`` keeps the new weights; the artifact on disk keeps the old.
 
-        Raises WeightSchemaError listing what differs, or when the weights are inlined; nothing has changed then.
+        Raises WeightSchemaError listing what differs, or when the weights are inlined; CheckpointError for files that
+        cannot be read. Nothing has changed then. RankFailedError when a rank failed with only some of them replaced:
+        the ranks have been ended, and ``restart`` starts them with the old weights.
         """
-        update = WeightUpdate(self.manifest, weights, strict=strict)
-        files = []
-        try:
-            for rank in range(self.tp_degree):
-                files.append(update.write(rank))
-            with self._turn():
-                self._swap(self._started(), files)
-                names = frozenset(update.names)
-                outdated = [entry for entry in self._updates if entry[0] <= names]
-                self._updates = [*(entry for entry in self._updates if not entry[0] <= names), (names, files)]
-            files = []
-        finally:
-            for file in files:
-                file.close()
-        for file in (file for _, group in outdated for file in group):
-            file.close()
+        new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
+        with self._turn():
+            self._swaps.swap(self._started(), new)
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
         with self._turn():
-            files = [f"/proc/self/fd/{group[rank].fileno()}" for _, group in self._updates]
-            updates = [load_weights(Path(file), self.manifest.weights, partial=True) for file in files]
-        return {name: tensor for update in updates for name, tensor in update.items()}
-
-    def _swap(self, ranks: Ranks, files: list[BinaryIO]) -> None:
-        """All ranks map and check the new weights; only then does any of them use them."""
-        fds = [file.fileno() for file in files]
-        try:
-            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self.start_timeout, fds=fds, fatal=False)
-        except RankFailedError as error:
-            ranks.exchange(Kind.ABORT_WEIGHTS)
-            raise WeightSchemaError(f"a rank refused the new weights and nothing was changed: {error}") from error
-        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self.start_timeout)
+            return self._swaps.tensors(rank)
 
     def health(self) -> list[RankHealth]:
         """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""

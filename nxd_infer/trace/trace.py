@@ -5,6 +5,7 @@ Source: the API guide's chapter "Model Trace", and the autobucketing guide.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -34,6 +35,7 @@ from nxd_infer.trace.cores import check_degree
 from nxd_infer.trace.manifest import MANIFEST_NAME
 from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.sources import Weights, weight_source
 from nxd_infer.trace.storage import ArtifactWriter, checked_name
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ def parallel_model_trace(
     artifact_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     trace_timeout: float = 7200.0,
+    checkpoint: Weights | None = None,
+    checkpoint_tag: str | None = None,
 ) -> TensorParallelModel:
     """Trace a model for ``tp_degree`` ranks and return it ready to call.
 
@@ -107,9 +111,8 @@ def parallel_model_trace(
         states: further buffers (qualified names) that the model changes in place. Those it is seen to change are found.
         spmd_mode: every rank must trace to the same graphs. Needs ``checkpoint_loader_callable`` and
             ``inline_weights_to_neff=False``.
-        checkpoint_loader_callable: returns the unsharded weights: a dictionary, a WeightSource, or the path of
-            safetensors. ``func`` then runs in this process and its parameters are never materialised; each rank's are
-            cut from these.
+        checkpoint_loader_callable: returns the unsharded weights, as ``checkpoint`` takes them. ``func`` then runs in
+            this process and its parameters are never materialised; each rank's are cut from these.
         force_custom_init_on_device: accepted; parameters that a loader fills are never initialised here.
         serialization_path: with ``spmd_mode``, also write ``tp{r}_sharded_checkpoint.safetensors`` there.
         backend: ``"inductor"`` or ``"eager"``.
@@ -120,6 +123,9 @@ def parallel_model_trace(
             ``parallel_model_save`` links from.
         progress: called as ``progress(stage, done, total, note)``.
         trace_timeout: seconds that tracing all ranks, and compiling each graph, may take.
+        checkpoint: the unsharded weights themselves, in place of a loader: the folder that ``save_checkpoint`` wrote
+            into at any degree, the path of safetensors, a dictionary, a WeightSource, or a trained model of degree 1.
+        checkpoint_tag: which checkpoint of the folder. Default: the newest complete one.
 
     Returns:
         TensorParallelModel; its ``trace_report`` says how many graphs there are and how many were compiled now.
@@ -195,6 +201,8 @@ def _check(
     extra_files: Any,
     artifact_dir: Any,
     trace_timeout: Any,
+    checkpoint: Any,
+    checkpoint_tag: Any,
     **_: Any,
 ) -> _Settings:
     """Every contradiction is reported before anything runs."""
@@ -227,9 +235,16 @@ def _check(
         )
     if spmd_mode and inline_weights_to_neff:
         raise TraceConfigError("spmd_mode=True needs inline_weights_to_neff=False; pass inline_weights_to_neff=False")
+    if checkpoint is None and checkpoint_tag is not None:
+        raise TraceConfigError(f"checkpoint_tag={checkpoint_tag!r} needs checkpoint, the folder that holds it")
+    if checkpoint is not None:
+        if checkpoint_loader_callable is not None:
+            raise TraceConfigError("checkpoint and checkpoint_loader_callable are two sources of weights; give one")
+        checkpoint_loader_callable = functools.partial(weight_source, checkpoint, checkpoint_tag)
     if spmd_mode and checkpoint_loader_callable is None:
         raise TraceConfigError(
-            "spmd_mode=True needs checkpoint_loader_callable, a function that returns the unsharded weights"
+            "spmd_mode=True needs checkpoint_loader_callable, a function that returns the unsharded weights, or "
+            "checkpoint"
         )
     if checkpoint_loader_callable is not None and not callable(checkpoint_loader_callable):
         raise TraceConfigError(

@@ -8,7 +8,6 @@ that no checkpoint holds) stay as they are.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError, ShardingError, WeightSchemaError
-from nxd_infer.layout import ParamLayout, TensorLayout, WeightSource, as_source, shard_tensor
+from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.sources import DTYPES
 from nxd_infer.trace.manifest import Manifest, WeightSpec, weight_schema_hash
-
-Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]
+from nxd_infer.trace.sources import Weights, weight_source
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
@@ -46,7 +44,7 @@ def describe_layout(layouts: Mapping[str, ParamLayout], degree: int) -> dict[str
 class WeightUpdate:
     """Checked new weights, cut one rank at a time."""
 
-    def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True):
+    def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True, tag: str | None = None):
         """``strict`` wants every logical tensor of the layout and no other; without it any part of them will do.
         States of the same names are passed over.
 
@@ -65,7 +63,7 @@ class WeightUpdate:
         self.entries = {name: entry for name, entry in self._layout.items() if name in self._specs}
         if not self.entries:
             raise WeightSchemaError("the artifact does not say how its weights are made (no layout); trace again")
-        self.source = as_source(weights)
+        self.source = weight_source(weights, tag)
         self.names = self._check(strict)
 
     def _check(self, strict: bool) -> list[str]:
@@ -122,6 +120,27 @@ class WeightUpdate:
             file.close()
             raise
         return file
+
+
+class NewWeights:
+    """Weights that were checked and cut for every rank of one artifact, in anonymous files: ready to be swapped in."""
+
+    def __init__(self, update: WeightUpdate):
+        self.manifest = update.manifest
+        self.names = frozenset(update.names)
+        self.files: list[BinaryIO] = []
+        """One a rank."""
+        try:
+            for rank in range(update.manifest.tp_degree):
+                self.files.append(update.write(rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the files back; ranks that have mapped theirs keep them."""
+        for file in self.files:
+            file.close()
 
 
 def write_safetensors(

@@ -1,0 +1,56 @@
+"""Logical weights out of whatever a caller has: tensors, safetensors, a training checkpoint, a model in training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import WeightSource, as_source
+
+Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
+
+
+def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
+    """The unsharded weights of ``weights``, read slice by slice where they lie in files.
+
+    Args:
+        weights: tensors by name; a WeightSource; the path of safetensors (a file or a directory), or of a folder that
+            ``save_checkpoint`` wrote into, at whatever degrees; or the model itself, where this process holds all of
+            it (degree 1; adapters are merged).
+        tag: which checkpoint of the folder. Default: the newest complete one.
+
+    Raises CheckpointError when there is no such checkpoint, it holds no weights of a module, or it is damaged.
+    """
+    if isinstance(weights, str | os.PathLike):
+        return _stored(Path(weights), tag)
+    if tag is not None:
+        raise CheckpointError(f"the tag {tag!r} names a checkpoint in a folder, and {type(weights).__name__} is none")
+    if isinstance(weights, nn.Module):
+        from nxd_infer.trainer.weights import whole_weights
+
+        return whole_weights(weights)
+    return as_source(weights)
+
+
+def _stored(path: Path, tag: str | None) -> WeightSource:
+    from nxd_infer.trainer.checkpoint_folder import complete_checkpoints, find_checkpoint
+    from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+
+    if tag is not None or complete_checkpoints(path):
+        found = find_checkpoint(path, tag)
+    else:  # a folder of one checkpoint, or no checkpoint at all
+        found = next((one for one in complete_checkpoints(path.parent) if one.folder == path), None)
+    if found is None:
+        return as_source(path)
+    source = RunsSource(Archive(found).pieces("model"))
+    adapter = sorted(name for name in source.keys() if ".lora_" in name)  # noqa: SIM118  (a source is no mapping)
+    if adapter:
+        raise CheckpointError(
+            f"{found.folder} holds a LoRA adapter beside the weights ({adapter[0]}, ...), which a traced model does "
+            "not take: save with LoraConfig(save_lora_base=True, merge_lora=True), or give the model itself"
+        )
+    return source

@@ -1,0 +1,60 @@
+"""Weights swapped into a model's ranks: all ranks check before any uses them, and a new start gets them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer.errors import RankFailedError, WeightSchemaError
+from nxd_infer.trace.channel import Kind
+from nxd_infer.trace.manifest import Manifest
+from nxd_infer.trace.rank import load_weights
+from nxd_infer.trace.weights import NewWeights
+
+
+class WeightSwaps:
+    """What was swapped in since the artifact was loaded, oldest first. The caller holds the model's lock."""
+
+    def __init__(self, manifest: Manifest, timeout: float):
+        """``timeout``: seconds the ranks may take to check new weights, and to use them."""
+        self._manifest = manifest
+        self._timeout = timeout
+        self._entries: list[NewWeights] = []
+
+    def swap(self, ranks: Any, new: NewWeights) -> None:
+        """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does."""
+        try:
+            if new.manifest is not self._manifest:
+                raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")
+            self._exchange(ranks, new)
+        except BaseException:
+            new.close()
+            raise
+        for entry in [entry for entry in self._entries if entry.names <= new.names]:
+            self._entries.remove(entry)
+            entry.close()
+        self._entries.append(new)
+
+    def replay(self, ranks: Any) -> None:
+        """Give ranks that were just started what was swapped in before."""
+        for entry in self._entries:
+            self._exchange(ranks, entry)
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """A rank's swapped weights, memory-mapped, by name."""
+        found: dict[str, Tensor] = {}
+        for entry in self._entries:
+            file = Path(f"/proc/self/fd/{entry.files[rank].fileno()}")
+            found.update(load_weights(file, self._manifest.weights, partial=True))
+        return found
+
+    def _exchange(self, ranks: Any, new: NewWeights) -> None:
+        fds = [file.fileno() for file in new.files]
+        try:
+            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._timeout, fds=fds, fatal=False)
+        except RankFailedError as error:
+            ranks.exchange(Kind.ABORT_WEIGHTS)
+            raise WeightSchemaError(f"a rank refused the new weights and nothing was changed: {error}") from error
+        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._timeout)
