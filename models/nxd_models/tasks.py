@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.layout.sources import Weights
 from nxd_models import bert, hf, registry
 from nxd_models.config import DecoderConfig, EncoderConfig, Fields, eos_token_ids, read_json
 from nxd_models.generation import BIAS_SLOTS, DecoderStep, step_inputs
@@ -97,6 +98,7 @@ def plan(
     bias_slots: int = BIAS_SLOTS,
     pooling: str | None = None,
     normalize: bool | None = None,
+    weights: Weights | None = None,
 ) -> TaskPlan:
     """The plan for ``task`` (None: what the model is for).
 
@@ -110,6 +112,8 @@ def plan(
         model_name: what a server calls the model; None is the directory's name.
         bias_slots: tokens a request may bias.
         pooling, normalize: of an embedding model; None is what its directory says, else mean and True.
+        weights: in place of the directory's, which then needs none: tensors by name, a WeightSource, or the path of
+            safetensors.
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
@@ -126,6 +130,8 @@ def plan(
             options = {"pooling": "mean", "normalize": True, **bert.pooling_options(spec.path)}
             options |= {k: v for k, v in (("pooling", pooling), ("normalize", normalize)) if v is not None}
         made = _encode(spec, task, batches, lengths, max_len, dtype, options)
+    if weights is not None:
+        made.checkpoint_loader_callable = functools.partial(named_weights, made.func, made.func_kwargs, weights)
     made.metadata["model_name"] = model_name or spec.path.resolve().name
     made.files_to_copy = {name: spec.path / name for name in SERVING_FILES if (spec.path / name).is_file()}
     return made
@@ -268,8 +274,10 @@ def encoder_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) 
     return bert.classify_step(config, dtype).eval()
 
 
-def named_weights(func: Callable[..., nn.Module], kwargs: dict[str, Any]) -> hf.NamedSource:
-    """The weights of ``kwargs["model_dir"]`` under the names that the module of ``func`` reads, checked."""
+def named_weights(
+    func: Callable[..., nn.Module], kwargs: dict[str, Any], weights: Weights | None = None
+) -> hf.NamedSource:
+    """``weights``, or those of ``kwargs["model_dir"]``, under the names that the module of ``func`` reads, checked."""
     with torch.device("meta"):
         module = func(**kwargs)
-    return hf.named_weights(module, hf.weights(kwargs["model_dir"]))
+    return hf.named_weights(module, hf.weights(kwargs["model_dir"]) if weights is None else weights)

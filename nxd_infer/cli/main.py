@@ -105,11 +105,18 @@ def trace(
     ] = None,
     cpu_target: CpuTarget = None,
     compiler_args: CompilerArgs = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Take the weights from this folder that save_checkpoint() wrote into, at any degree."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
 ) -> None:
     """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
     from nxd_infer.cli.trace import run
 
+    if tag is not None and checkpoint is None:
+        raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
     run(
         model_dir=model_dir,
         out=out,
@@ -123,6 +130,8 @@ def trace(
         workdir=workdir,
         compiler_args=options(compiler_args, cpu_target),
         plan_only=plan_only,
+        checkpoint=checkpoint,
+        tag=tag,
     )
 
 

@@ -48,10 +48,13 @@ def run(
     workdir: Path | None = None,
     compiler_args: list[str] | None = None,
     plan_only: bool = False,
+    checkpoint: Path | None = None,
+    tag: str | None = None,
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
     from nxd_infer.trace.manifest import dtype_of
+    from nxd_infer.trace.sources import weight_source
     from nxd_models import tasks
 
     if not plan_only:
@@ -63,6 +66,7 @@ def run(
         length_buckets=prompt_buckets,
         max_len=max_len,
         dtype=dtype_of(dtype),
+        weights=None if checkpoint is None else weight_source(checkpoint, tag),
     )
     arguments = {
         **plan.trace_arguments(),

@@ -18,12 +18,14 @@ from nxd_infer.trainer.progress import TrainingProgress
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.trainer.tensorboard import TensorBoardLogger
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
+from nxd_infer.trainer.weights import gather_weights
 
 __all__ = [
     "NxDModel",
     "NxDOptimizer",
     "TensorBoardLogger",
     "TrainingProgress",
+    "gather_weights",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",
