@@ -169,3 +169,7 @@ class ArtifactBackendError(ArtifactError):
 
 class WeightSchemaError(ArtifactError, ValueError):
     """Weights that do not match the schema the graphs were traced with; lists what differs."""
+
+
+class AdapterError(NxdError, ValueError):
+    """A LoRA adapter that a model's slots cannot take; nothing has changed."""

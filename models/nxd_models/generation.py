@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
+from nxd_infer.modules.lora import AdapterRows
 from nxd_infer.ops import remember_tokens
+from nxd_models.adapters import AdapterSlots
 from nxd_models.config import DecoderConfig
 from nxd_models.llama import CausalLM, LayerCache
 from nxd_models.sampling import allowed_words, sample
@@ -90,6 +92,7 @@ class DecoderStep(CausalLM):
         slots: int,
         max_len: int,
         bias_slots: int = BIAS_SLOTS,
+        adapters: AdapterSlots | None = None,
     ):
         super().__init__(config, dtype)
         if slots < 1:
@@ -105,6 +108,11 @@ class DecoderStep(CausalLM):
         }
         ranges = {name: {"minimum": -1 if name == "tokens" else 0, "maximum": top} for name, top in largest.items()}
         self.nxd_inputs = {name: {**entry, **ranges.get(name, {})} for name, entry in self.nxd_inputs.items()}
+        self.adapter_slots = adapters
+        self.adapter_rows = AdapterRows()
+        if adapters is not None:
+            self.adapter_rows = adapters.add_to(self)
+            self.nxd_inputs["adapter"] = adapters.input()
         layers = config.num_layers
         kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree).kv_heads_per_rank
         shape = (slots + 1, kv_heads, max_len, config.head_dim)
@@ -140,6 +148,7 @@ class DecoderStep(CausalLM):
         frequency_penalty: Tensor,
         repetition_penalty: Tensor,
         prompt_length: Tensor,
+        adapter: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Feed ``length`` tokens a row, and sample the next.
 
@@ -153,6 +162,7 @@ class DecoderStep(CausalLM):
             prompt_length: int64 [B]; positions before it are prompt, the others output, which is what the penalties
                 tell apart. Where it is -1, tokens fed one at a time after the first position count as output and all
                 others as prompt.
+            adapter: int64 [B], the slot of each row's adapter, 0 for none; only of a step with ``adapters``.
 
         Returns:
             token [B, 1] int64, logprob [B, 1] float32, top_ids [B, 1, 20] int64, top_logprobs [B, 1, 20] float32.
@@ -166,9 +176,10 @@ class DecoderStep(CausalLM):
             LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
             for i in range(self.config.num_layers)
         ]
-        hidden_BSE = self.model(ids, positions, None, caches)
         end_B11 = (length - 1).clamp(min=0)[:, None, None]
-        logits_BV = self.logits(hidden_BSE.gather(1, end_B11.expand(-1, 1, hidden_BSE.shape[-1])))[:, 0]
+        with self.adapter_rows.use(adapter):
+            hidden_BSE = self.model(ids, positions, None, caches)
+            logits_BV = self.logits(hidden_BSE.gather(1, end_B11.expand(-1, 1, hidden_BSE.shape[-1])))[:, 0]
 
         guess = (tokens < 0) | (start > 0)[:, None] if tokens.shape[1] == 1 else tokens < 0
         output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
@@ -201,11 +212,11 @@ class DecoderStep(CausalLM):
 
 
 def step_inputs(
-    vocab_size: int, batch: int, length: int, slots: int, bias_slots: int = BIAS_SLOTS
+    vocab_size: int, batch: int, length: int, slots: int, bias_slots: int = BIAS_SLOTS, *, adapter: bool = False
 ) -> dict[str, Tensor]:
     """The inputs of a :class:`DecoderStep` for ``batch`` rows of ``length`` tokens, by name, at their defaults.
 
-    Every row is idle: its slot is the scratch slot and its length 0.
+    Every row is idle: its slot is the scratch slot and its length 0. ``adapter``: of a step with slots for adapters.
     """
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tokens": ((batch, length), torch.int64),
@@ -223,6 +234,8 @@ def step_inputs(
     for name, entry in DecoderStep.nxd_inputs.items():
         shape, dtype = shapes.get(name, ((batch,), torch.float32))
         out[name] = torch.full(shape, slots if name == "block_table" else entry.get("default", 0), dtype=dtype)
+    if adapter:
+        out["adapter"] = torch.zeros(batch, dtype=torch.int64)
     return out
 
 
@@ -269,7 +282,8 @@ def generate_eager(
     results = [Generated() for _ in prompts]
 
     def inputs_for(rows: Sequence[int], feed: Sequence[Sequence[int]], starts: Sequence[int]) -> dict[str, Tensor]:
-        inputs = step_inputs(step.config.vocab_size, len(rows), len(feed[0]), step.slots, step.bias_slots)
+        sizes = (step.config.vocab_size, len(rows), len(feed[0]), step.slots, step.bias_slots)
+        inputs = step_inputs(*sizes, adapter=step.adapter_slots is not None)
         inputs["tokens"][:] = torch.tensor(feed)
         inputs["start"][:] = torch.tensor(starts)
         inputs["length"][:] = len(feed[0])

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout.sources import Weights
 from nxd_models import bert, hf, registry
+from nxd_models.adapters import RANK as LORA_RANK
+from nxd_models.adapters import AdapterSlots
 from nxd_models.config import DecoderConfig, EncoderConfig, Fields, eos_token_ids, read_json
 from nxd_models.generation import BIAS_SLOTS, DecoderStep, step_inputs
 from nxd_models.sampling import TOP_LOGPROBS
@@ -99,6 +101,9 @@ def plan(
     pooling: str | None = None,
     normalize: bool | None = None,
     weights: Weights | None = None,
+    lora_slots: int = 0,
+    lora_rank: int = LORA_RANK,
+    lora_targets: Sequence[str] | None = None,
 ) -> TaskPlan:
     """The plan for ``task`` (None: what the model is for).
 
@@ -114,6 +119,9 @@ def plan(
         pooling, normalize: of an embedding model; None is what its directory says, else mean and True.
         weights: in place of the directory's, which then needs none: tensors by name, a WeightSource, or the path of
             safetensors.
+        lora_slots: LoRA adapters that a decoder holds at once, each row of a batch using one of them or none.
+        lora_rank: the largest rank of an adapter.
+        lora_targets: the layers that adapters may change, as ``q_proj``; None is every linear layer of the blocks.
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
@@ -122,8 +130,13 @@ def plan(
     batches = _sizes("batch_sizes", batch_sizes)
     lengths = _sizes("length_buckets", length_buckets)
     dtype = registry.DTYPES[spec.config.dtype] if dtype is None else dtype
+    if isinstance(lora_slots, bool) or not isinstance(lora_slots, int) or lora_slots < 0:
+        raise ModelConfigError(f"lora_slots = {lora_slots!r}: expected a whole number; 0 is none")
+    lora = AdapterSlots.of(lora_slots, lora_rank, lora_targets)
     if task == "generate":
-        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots)
+        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots, lora)
+    elif lora is not None:
+        raise ModelConfigError(f"lora_slots = {lora_slots}: the task {task!r} has no slots for adapters, generate has")
     else:
         options: dict[str, Any] = {}
         if task == "embed":
@@ -152,6 +165,7 @@ def _generate(
     dtype: torch.dtype,
     slots: int | None,
     bias_slots: int,
+    lora: AdapterSlots | None,
 ) -> TaskPlan:
     config = spec.config
     if not isinstance(config, DecoderConfig):
@@ -163,13 +177,17 @@ def _generate(
         raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
     lengths = sorted({min(length, max_len) for length in lengths})
     shapes = {f"decode_b{b}": (b, 1) for b in batches} | {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
-    kwargs = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len, "bias_slots": bias_slots}
+    kwargs: dict[str, Any] = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len}
+    kwargs |= {"bias_slots": bias_slots} | ({} if lora is None else {"adapters": lora})
     bos, eos = _special_tokens(spec, config)
     return TaskPlan(
         task="generate",
         func=decoder_step,
         func_kwargs=kwargs,
-        example_inputs=[step_inputs(config.vocab_size, b, s, slots, bias_slots) for b, s in shapes.values()],
+        example_inputs=[
+            step_inputs(config.vocab_size, b, s, slots, bias_slots, adapter=lora is not None)
+            for b, s in shapes.values()
+        ],
         bucket_names=list(shapes),
         checkpoint_loader_callable=functools.partial(named_weights, decoder_step, kwargs),
         metadata={
@@ -185,6 +203,7 @@ def _generate(
             "bos_token_id": bos,
             "top_logprobs": TOP_LOGPROBS,
             "bias_slots": bias_slots,
+            **({} if lora is None else {"lora": lora.metadata()}),
         },
     )
 
@@ -256,12 +275,19 @@ def _encoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
 # --- functions that a trace calls, in whatever process -------------------------------------------------
 
 
-def decoder_step(model_dir: str, dtype: torch.dtype, slots: int, max_len: int, bias_slots: int) -> nn.Module:
+def decoder_step(
+    model_dir: str,
+    dtype: torch.dtype,
+    slots: int,
+    max_len: int,
+    bias_slots: int,
+    adapters: AdapterSlots | None = None,
+) -> nn.Module:
     """The step that is traced for generation, parallel over the current context; no weights are read."""
     config = registry.load_config(model_dir).config
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no decoder")
-    return DecoderStep(config, dtype, slots=slots, max_len=max_len, bias_slots=bias_slots).eval()
+    return DecoderStep(config, dtype, slots=slots, max_len=max_len, bias_slots=bias_slots, adapters=adapters).eval()
 
 
 def encoder_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:

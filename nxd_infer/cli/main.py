@@ -110,6 +110,14 @@ def trace(
         typer.Option(help="Take the weights from this folder that save_checkpoint() wrote into, at any degree."),
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
+    lora_slots: Annotated[
+        int, typer.Option(min=0, help="LoRA adapters to hold at once; they are loaded while the model is served.")
+    ] = 0,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Largest rank of an adapter. Default: 16.")] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(help="Layers that adapters may change, as q_proj,v_proj. Default: all linear layers."),
+    ] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
 ) -> None:
     """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
@@ -117,6 +125,9 @@ def trace(
 
     if tag is not None and checkpoint is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
+    for option, value in (("--lora-rank", lora_rank), ("--lora-targets", lora_targets)):
+        if value is not None and not lora_slots:
+            raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
     run(
         model_dir=model_dir,
         out=out,
@@ -132,6 +143,9 @@ def trace(
         plan_only=plan_only,
         checkpoint=checkpoint,
         tag=tag,
+        lora_slots=lora_slots,
+        lora_rank=lora_rank or 16,
+        lora_targets=None if lora_targets is None else [word.strip() for word in lora_targets.split(",")],
     )
 
 

@@ -50,6 +50,9 @@ def run(
     plan_only: bool = False,
     checkpoint: Path | None = None,
     tag: str | None = None,
+    lora_slots: int = 0,
+    lora_rank: int = 16,
+    lora_targets: list[str] | None = None,
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
@@ -67,6 +70,9 @@ def run(
         max_len=max_len,
         dtype=dtype_of(dtype),
         weights=None if checkpoint is None else weight_source(checkpoint, tag),
+        lora_slots=lora_slots,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
     )
     arguments = {
         **plan.trace_arguments(),

@@ -117,7 +117,10 @@ def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module
             "verify compares artifacts that `nxd-infer trace` wrote; this one says "
             f"task = {meta.get('task')!r}, so there is no model directory to rebuild it from"
         )
-    options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"]} if meta["task"] == "generate" else {}
+    options: dict[str, Any] = {}
+    if meta["task"] == "generate":
+        options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"]}
+        options |= {f"lora_{name}": value for name, value in meta.get("lora", {}).items()}
     if meta["task"] == "embed":
         options = {"pooling": meta["pooling"], "normalize": meta["normalize"]}
     plan = tasks.plan(

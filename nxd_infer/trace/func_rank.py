@@ -96,7 +96,6 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     from nxd_infer.backends.lower import native_library
     from nxd_infer.trace import rank_files, rank_trace
     from nxd_infer.trace.manifest import WeightSpec
-    from nxd_infer.trace.weights import describe_layout
 
     start = time.monotonic()
     os.environ.update(
@@ -131,7 +130,9 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
         buckets=graphs.buckets,
         states=[graphs.states[name] for name in sorted(graphs.states)],
         weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=describe_layout(rank_files.layouts(graphs), settings.degree) if settings.rank == 0 else {},
+        layout=rank_files.described_layout(graphs, rank_files.layouts(graphs), settings.degree)
+        if settings.rank == 0
+        else {},
         seconds=time.monotonic() - start,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

@@ -29,7 +29,6 @@ from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.trace.sources import weight_source
-from nxd_infer.trace.weights import describe_layout
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def _trace(
         buckets=graphs.buckets,
         states=[graphs.states[name] for name in sorted(graphs.states)],
         weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=describe_layout(layouts, request.tp_degree) if rank == 0 else {},
+        layout=rank_files.described_layout(graphs, layouts, request.tp_degree) if rank == 0 else {},
         seconds=time.monotonic() - start,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

@@ -325,6 +325,18 @@ class TensorParallelModel(nn.Module):
         with self._turn():
             self._swaps.swap(self._started(), new)
 
+    def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> None:
+        """Put a LoRA adapter into ``slot`` (1 to the slots that were traced), between two calls; nothing is compiled.
+
+        ``folder`` holds PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``; None empties the slot. Rows
+        of a batch pick their slot by the input ``adapter``. ``restart`` keeps the adapter.
+
+        Raises AdapterError when the adapter or the slot does not fit; nothing has changed then.
+        """
+        from nxd_infer.trace.adapters import AdapterUpdate
+
+        self.update_weights(NewWeights(AdapterUpdate(self.manifest, slot, folder)))
+
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
         with self._turn():

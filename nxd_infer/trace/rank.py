@@ -18,6 +18,7 @@ from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClos
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.manifest import TensorSpec, WeightSpec
 from nxd_infer.trace.packed_weights import PackedWeights
+from nxd_infer.trace.weights import parse_entry
 
 STATE_PREFIX = "state:"
 """In a rank's weight file: the initial value of a state that does not start as zeros."""
@@ -107,11 +108,12 @@ class Rank:
         self.abort_weights()
         try:
             found = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
+            entries = load_entries(Path(file), self.artifact.manifest.weights)
         except ArtifactCorruptError as error:
             raise WeightSchemaError(str(error)) from error
         packed = [name for name in found if name in self._packed.specs]
         plain = {name: tensor for name, tensor in found.items() if name not in self._packed.specs}
-        self._staged = _Staged(plain, packed, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        self._staged = _Staged(plain, packed, entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def commit_weights(self) -> None:
         """Use the prepared weights from the next step on."""
@@ -126,6 +128,8 @@ class Rank:
             for graph in self.graphs.values():
                 names = {weight.name for weight in graph.graph.weights}
                 graph.update_weights({name: tensor for name, tensor in staged.plain.items() if name in names})
+            for (name, slot), entry in staged.entries.items():
+                self.weights[name][slot] = entry  # in place: it is the tensor that the graphs read
         except BaseException as error:
             self._broken = f"new weights replaced only some of the old ones ({error}); restart the model"
             raise
@@ -147,10 +151,12 @@ class Rank:
 
 @dataclass
 class _Staged:
-    """New weights that were checked: the plain ones mapped, the names of those to pack, and their open file."""
+    """New weights that were checked: the plain ones mapped, the names of those to pack, entries of the tables of
+    adapters by table and slot, and their open file."""
 
     plain: dict[str, Tensor]
     packed: list[str]
+    entries: dict[tuple[str, int], Tensor]
     fd: int
 
 
@@ -185,6 +191,27 @@ def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = Fal
     except SafetensorError as error:
         raise ArtifactCorruptError(f"{file.name} cannot be read as safetensors: {error}") from error
     return weights
+
+
+def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int], Tensor]:
+    """The entries of tables of adapters that a file of new weights holds, memory-mapped, by table and slot."""
+    from safetensors import safe_open
+
+    tables = {spec.name: spec for spec in specs}
+    found: dict[tuple[str, int], Tensor] = {}
+    with safe_open(file, framework="pt") as source:
+        for name in list(source.keys()):
+            entry = parse_entry(name)
+            if entry is None or entry[0] not in tables:
+                continue
+            spec, tensor = tables[entry[0]], source.get_tensor(name)
+            if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape[1:] or entry[1] >= spec.shape[0]:
+                raise ArtifactCorruptError(
+                    f"{file.name}: {name!r} is {tensor.dtype}{list(tensor.shape)}, expected {spec.dtype}"
+                    f"{spec.shape[1:]} and a slot below {spec.shape[0]}"
+                )
+            found[entry] = tensor
+    return found
 
 
 def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:

@@ -11,10 +11,12 @@ from torch import Tensor
 from nxd_infer.backends.lower import write_graph
 from nxd_infer.backends.names import named_tensors
 from nxd_infer.errors import TraceError
+from nxd_infer.layout import layout_of
+from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.rank_trace import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TraceRequest
-from nxd_infer.trace.weights import STORED_DTYPES, write_safetensors
+from nxd_infer.trace.weights import STORED_DTYPES, describe_layout, write_safetensors
 
 CANONICAL_FILE = "canonical.txt"
 STATE_PREFIX = "state:"
@@ -107,3 +109,17 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
             ties = {other: entry for other, entry in table.items() if first in (other, entry.alias_of)}
             found.update({other: entry for other, entry in ties.items() if other not in found})
     return {name: found[name] for name in sorted(found)}
+
+
+def described_layout(graphs: RankGraphs, weights: Mapping[str, Any], degree: int) -> dict[str, Any]:
+    """``manifest.layout``: how each weight, and each table of adapters, is made of logical tensors."""
+    tables = {
+        name: layout.resolved(path, own)
+        for module in {id(b.module): b.module for b in graphs.built}.values()
+        for path, child in module.named_modules()
+        if isinstance(child, AdapterTables)
+        for own in ("A", "B")
+        if (name := f"{path}.{own}") in graphs.weights and (layout := layout_of(child, own)) is not None
+    }
+    found = describe_layout(weights, degree)
+    return {**found, "adapters": describe_layout(tables, degree)["weights"]} if tables else found

@@ -2,16 +2,17 @@
 
 ``manifest.layout`` is ``{"weights": {name: {"logical": {logical name: shape}, "ranks": [tensor layout, ...]}}}``: how
 each rank's tensor is made of logical tensors (``nxd_infer.layout``). Weights that are not listed (constants, buffers
-that no checkpoint holds) stay as they are.
+that no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` says the same of tables of adapters.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -113,19 +114,33 @@ class WeightUpdate:
             except (ShardingError, CheckpointError, KeyError, IndexError) as error:
                 raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
 
-        file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115  (the caller closes it)
-        try:
-            write_safetensors(file, specs, tensor)
-        except BaseException:
-            file.close()
-            raise
-        return file
+        return anonymous_file(specs, tensor)
+
+
+def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], Tensor]) -> BinaryIO:
+    """A safetensors file of what ``tensor`` returns for each of ``specs``; the caller closes it, and it has no name."""
+    file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
+    try:
+        write_safetensors(file, specs, tensor)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class Update(Protocol):
+    """What was checked and can be cut for a rank: a WeightUpdate, or an adapter."""
+
+    manifest: Manifest
+    names: list[str]
+
+    def write(self, rank: int) -> BinaryIO: ...
 
 
 class NewWeights:
     """Weights that were checked and cut for every rank of one artifact, in anonymous files: ready to be swapped in."""
 
-    def __init__(self, update: WeightUpdate):
+    def __init__(self, update: Update):
         self.manifest = update.manifest
         self.names = frozenset(update.names)
         self.files: list[BinaryIO] = []
@@ -141,6 +156,20 @@ class NewWeights:
         """Give the files back; ranks that have mapped theirs keep them."""
         for file in self.files:
             file.close()
+
+
+_ENTRY = re.compile(r"(.+)\[(\d+)\]")
+
+
+def entry_name(table: str, slot: int) -> str:
+    """What the entry ``table[slot]`` of a table of adapters is called in a rank's file of new weights."""
+    return f"{table}[{slot}]"
+
+
+def parse_entry(name: str) -> tuple[str, int] | None:
+    """The inverse of :func:`entry_name`; None for the name of a whole weight."""
+    match = _ENTRY.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def write_safetensors(

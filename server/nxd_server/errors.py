@@ -21,6 +21,17 @@ class RequestError(ServerError, ValueError):
         self.message = message
 
 
+class UnknownModelError(RequestError):
+    """There is no such model or adapter (404, ``model_not_found``)."""
+
+    def __init__(self, message: str):
+        super().__init__("", message)
+
+
+class AdapterConflictError(ServerError, RuntimeError):
+    """An adapter's name is taken, or no slot for it is free (409)."""
+
+
 class PromptTooLongError(RequestError):
     """A prompt over the model's maximum length (400, ``context_length_exceeded``)."""
 
@@ -74,6 +85,10 @@ class EngineUnavailableError(ServerError, RuntimeError):
 
 class EngineFailedError(EngineUnavailableError):
     """The ranks failed while this request was running or waiting (503); ``__cause__`` holds the rank's error."""
+
+
+class WeightsBusyError(ServerError, RuntimeError):
+    """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
 
 
 class DeadlineExceededError(ServerError, TimeoutError):

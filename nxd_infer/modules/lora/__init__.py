@@ -14,8 +14,17 @@ Source: NxD Core training API, "Enable LoRA fine-tuning".
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.model import LoRAModel
 from nxd_infer.modules.lora.peft import load_adapter, save_adapter
+from nxd_infer.modules.lora.slots import AdapterRows, add_adapter_slots
 
 LoraModel = LoRAModel
 """The reference's code has this name, its documentation the other."""
 
-__all__ = ["LoRAModel", "LoraConfig", "LoraModel", "load_adapter", "save_adapter"]
+__all__ = [
+    "AdapterRows",
+    "LoRAModel",
+    "LoraConfig",
+    "LoraModel",
+    "add_adapter_slots",
+    "load_adapter",
+    "save_adapter",
+]

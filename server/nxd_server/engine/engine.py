@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.adapters import Adapters
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
 from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
@@ -77,6 +78,7 @@ class Engine(ModelWorker):
         )
         self.tokenizer = tokenizer
         self.max_queued_tokens = max_queued_tokens
+        self.adapters = Adapters(model)
         self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))
@@ -107,6 +109,7 @@ class Engine(ModelWorker):
         *,
         timeout: float | None = None,
         request_id: str | None = None,
+        adapter: str | None = None,
     ) -> Ticket:
         """Queue a request; its events come from the engine's thread.
 
@@ -114,9 +117,10 @@ class Engine(ModelWorker):
             prompt_tokens: 1 to ``max_len`` token ids.
             params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
             timeout: seconds until the request fails with DeadlineExceededError, queueing included.
+            adapter: the name of a loaded adapter; None is the model itself.
 
-        Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``),
-        QueueFullError or EngineUnavailableError; nothing is queued then.
+        Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``,
+        UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; nothing is queued then.
         """
         try:
             prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
@@ -131,12 +135,14 @@ class Engine(ModelWorker):
             self._check_open()
             self._check_queue(params.n)
             self._check_tokens(len(prompt) * params.n)
+            lora = self.adapters.take(adapter, params.n)
             for index, sampler in enumerate(samplers):
                 text = self.tokenizer.stream(params.stop, prompt) if self.tokenizer is not None else None
                 identity = next(self._ids)
                 choice = Choice(
                     identity, prompt, params, new_tokens, ticket=ticket, index=index, sampler=sampler, text=text
                 )
+                choice.adapter, sampler.values["adapter"] = lora, 0 if lora is None else lora.slot
                 ticket.choices.append(choice)
             ticket.open = params.n
             self._book_taken(params.n)
@@ -346,6 +352,7 @@ class Engine(ModelWorker):
             with self._wake:
                 self._waiting_tokens -= len(choice.prompt)
         self._scheduler.remove(choice)
+        self.adapters.give_back(choice.adapter)
         self._live_tokens = self._scheduler.live_tokens
         now = time.monotonic()
         ticket = choice.ticket

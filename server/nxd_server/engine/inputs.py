@@ -28,6 +28,7 @@ SAMPLER_DEFAULTS: dict[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "prompt_length": -1,
+    "adapter": 0,
 }
 """What the engine knows to feed, with the value that means "off"."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from nxd_server.engine.adapters import Adapter
 from nxd_server.engine.events import OnEvent
 from nxd_server.engine.inputs import Sampler
 from nxd_server.engine.sequence import Sequence
@@ -59,6 +60,7 @@ class Choice(Sequence):
     index: int
     sampler: Sampler
     text: TextStream | None
+    adapter: Adapter | None = None
     admitted: float | None = None
     first_token: float | None = None
     ended: bool = False

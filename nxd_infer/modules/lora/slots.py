@@ -1,0 +1,129 @@
+"""Slots for adapters in a model that is served: each row of a batch picks one, and loading one compiles nothing.
+
+Beside every targeted layer lie two tables with an entry a slot, A ``[slots + 1, rank, in]`` and B
+``[slots + 1, out, rank]``. Row b's outputs get ``B[s] A[s] x`` added, where s is the slot that the row picked. Slot 0
+is "no adapter": it stays zero, and adding zero changes no number. An adapter's scaling is in its B, and one of a lower
+rank is filled up with zeros.
+
+B is cut like the layer's outputs and A like its inputs, so that heads that are repeated or padded have the factors that
+their weights have. A row-parallel layer adds each rank's part of the update to its partial sum, before the one
+reduction that it has anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout
+from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear, mappings
+
+__all__ = ["AdapterRows", "AdapterTables", "add_adapter_slots"]
+
+
+class AdapterRows:
+    """The slot of each row of the batch at hand; all tables of a model look here."""
+
+    def __init__(self) -> None:
+        self.slot_B: Tensor | None = None
+
+    @contextlib.contextmanager
+    def use(self, slot_B: Tensor | None) -> Iterator[None]:
+        """Inside the block, row b of every batch picks ``slot_B[b]`` (int64 [B]); None: no adapters at all."""
+        self.slot_B = slot_B
+        try:
+            yield
+        finally:
+            self.slot_B = None
+
+
+class AdapterTables(nn.Module):
+    """The tables A and B of one layer, zero at first. They are buffers that no state dict holds, with layouts."""
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, slots: int, rank: int, rows: AdapterRows):
+        super().__init__()
+        self.rows = rows
+        columns = isinstance(layer, ColumnParallelLinear)
+        into = layer.input_size if columns else layer.input_plan
+        out = layer.output_plan if columns else layer.output_size
+        self._table("A", (slots + 1, rank, into), layer)
+        self._table("B", (slots + 1, out, rank), layer)
+
+    def _table(self, name: str, axes: Sequence[AxisPlan | int], layer: ColumnParallelLinear | RowParallelLinear):
+        layout = ParamLayout.of(axes, f"../lora_{name}.weight")  # beside the layer's own weight, as PEFT names it
+        zeros = torch.zeros(layout.rank_shape(layer.degree), dtype=layer.weight.dtype)
+        self.register_buffer(name, zeros, persistent=False)
+        attach_layout(self, name, layout, degree=layer.degree)
+
+    def forward(self, x_BSI: Tensor) -> Tensor | None:
+        """What the rows' adapters add to the layer's outputs [B, S, O] (of this rank); None without adapters."""
+        if self.rows.slot_B is None:
+            return None
+        a_BRI = self.A.index_select(0, self.rows.slot_B)
+        b_BOR = self.B.index_select(0, self.rows.slot_B)
+        return (x_BSI @ a_BRI.transpose(1, 2)) @ b_BOR.transpose(1, 2)
+
+
+def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, rank: int) -> AdapterRows:
+    """Give the layers of ``module`` whose last name is one of ``targets`` slots for adapters.
+
+    Args:
+        module: a model for inference, changed in place; its layers keep their names and weights.
+        targets: last components of names of ColumnParallelLinear (``gather_output=False``) and RowParallelLinear
+            (``input_is_parallel=True``) layers, as ``q_proj``.
+        slots: adapters that are there at a time.
+        rank: the largest rank of an adapter.
+
+    Returns the rows, on which the model's forward calls ``use``. Raises ParallelConfigError naming what is wrong.
+    """
+    for what, value in (("adapter slots", slots), ("the adapters' rank", rank)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ParallelConfigError(f"{what} must be a whole number of at least 1, got {value!r}")
+    layers = {path: layer for path, layer in module.named_modules() if _takes_slots(layer)}
+    names = {path.rpartition(".")[2] for path in layers}
+    unknown = [name for name in targets if name not in names]
+    if unknown or not targets:
+        raise ParallelConfigError(
+            f"adapter slots: {f'no layer is named {unknown[0]!r}' if unknown else 'no layers are named'}; "
+            f"those that can have slots are {', '.join(sorted(names)) or 'none'}"
+        )
+    rows = AdapterRows()
+    for path, layer in layers.items():
+        if path.rpartition(".")[2] in targets:
+            layer.add_module("adapter", AdapterTables(layer, slots, rank, rows))
+            if isinstance(layer, RowParallelLinear) and layer.degree > 1:
+                layer.reduce_output, layer.skip_bias_add = False, True  # _add_update does both
+            layer.register_forward_hook(_add_update)
+    return rows
+
+
+def _takes_slots(layer: nn.Module) -> bool:
+    if isinstance(layer, ColumnParallelLinear):
+        return not (layer.gather_output or layer.sequence_parallel_enabled or layer.skip_bias_add)
+    if isinstance(layer, RowParallelLinear):
+        whole = layer.reduce_output and not layer.skip_bias_add
+        return layer.input_is_parallel and whole and not layer.sequence_parallel_enabled
+    return False
+
+
+def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
+    """The layer's forward hook: its outputs with the update added, and reduced where it leaves that to us."""
+    update = layer.adapter(inputs[0])
+    if not (isinstance(layer, RowParallelLinear) and layer.degree > 1):
+        return output if update is None else output + update
+    partial, bias = output
+    y = mappings.reduce_from_tensor_model_parallel_region(
+        partial if update is None else partial + update,
+        layer.axis,
+        context=layer.context,
+        reduce_dtype=layer.reduce_dtype,
+    )
+    return y if bias is None else y + bias.to(y.dtype)
