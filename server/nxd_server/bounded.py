@@ -42,6 +42,11 @@ class BoundedModel:
         self._seen.add(name)
         return outputs
 
+    def update_weights(self, weights: Any) -> None:
+        """As :meth:`TensorParallelModel.update_weights`; a graph's next run reads them for the first time."""
+        self._seen.clear()
+        self._model.update_weights(weights)
+
     def restart(self) -> None:
         self._seen.clear()
         self._model.restart()

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -111,15 +111,20 @@ class Scheduler(Generic[S]):
 
     # --- the next step --------------------------------------------------------------------------------
 
-    def admit(self) -> list[S]:
-        """Give free slots to those who wait; the choices that got one."""
-        admitted = []
+    def admit(self, allowed: Callable[[S], bool] = lambda sequence: True) -> list[S]:
+        """Give free slots to those who wait and are ``allowed``, in order of arrival; the choices that got one."""
+        admitted: list[S] = []
+        held: list[S] = []
         while self._waiting and self.slots.free:
             sequence = self._waiting.popleft()
+            if not allowed(sequence):
+                held.append(sequence)
+                continue
             sequence.slot = self.slots.allocate()
             sequence.computed = 0
             self._prefilling.append(sequence)
             admitted.append(sequence)
+        self._waiting.extendleft(reversed(held))
         return admitted
 
     def next_step(self) -> Step[S] | None:

@@ -11,21 +11,25 @@ is its input's fault rather than the machine's, and does not count: a bad reques
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankFailedError
+from nxd_server.engine.admission import Admission
 from nxd_server.engine.costs import StepCosts
 from nxd_server.engine.events import EngineHealth, EngineStats
 from nxd_server.engine.runner import StepRunner
-from nxd_server.errors import EngineFailedError, EngineUnavailableError, QueueFullError, RequestError
+from nxd_server.engine.weights import WeightGate
+from nxd_server.errors import (
+    EngineFailedError,
+    EngineUnavailableError,
+    WeightsBusyError,
+)
 
 log = logging.getLogger("nxd_server.engine")
 
@@ -37,7 +41,7 @@ IDLE_SECONDS = 1.0
 Progress = Callable[[int, int, str], None]
 
 
-class ModelWorker(ABC):
+class ModelWorker(Admission, ABC):
     """Thread, state, health and recovery around one model."""
 
     def __init__(
@@ -53,33 +57,24 @@ class ModelWorker(ABC):
     ):
         """``capacity``: requests that fit without queueing; ``idle_probe``: seconds without a step after which a step
         of padding alone shows that the ranks still answer (None: never)."""
+        super().__init__(max_queued_requests, capacity)
         self.model = model
-        self.max_queued_requests = max_queued_requests
-        self.capacity = capacity
         self.steps = StepRunner(model)
         self.costs = StepCosts(())
         self._restart_limit = restart_limit
         self._restart_window = restart_window
         self._idle_probe = idle_probe
         self._on_state = on_state
-        self._wake = threading.Condition()
+        self.gate = WeightGate(self._wake)
         self._state = "starting"
         self._draining = False
         self._closing = False
-        self._inside = 0
-        """Requests taken and not finished; only changed under the lock."""
-        self._untold = 0
-        """Requests whose callers have not been told their end yet: what a drain waits for."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._restarts: list[float] = []
         self._restart_count = 0
         self._last_alive_check = 0.0
-        self._submitted = 0
-        self._finished: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._request_seconds = 0.0
-        """A moving average of how long one request takes."""
+        self._updating = threading.Lock()
 
     # --- what a subclass provides ---------------------------------------------------------------------
 
@@ -129,6 +124,7 @@ class ModelWorker(ABC):
         those that did not are failed with EngineUnavailableError when the engine is closed."""
         with self._wake:
             self._draining = True
+            self.gate.abandon("draining")
             self._wake.notify_all()
             done = self._wake.wait_for(lambda: self._untold == 0 or self._state in ("failed", "closed"), timeout)
         return done and self._state not in ("failed",)
@@ -156,6 +152,33 @@ class ModelWorker(ABC):
         with self._wake:
             self._wake.wait_for(lambda: self._state in ("failed", "closed"), timeout)
         return self._state == "failed"
+
+    def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
+        """Swap the model's weights between requests; the new version (the artifact's own are version 0).
+
+        They are checked and cut for every rank while requests go on. Then what has begun is finished on the old
+        weights, what waits or comes begins on the new ones, and no request is refused.
+
+        Args:
+            weights, tag: as ``TensorParallelModel.update_weights`` takes them, all of them.
+            timeout: seconds that requests which have begun may take to finish.
+
+        Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError; the old
+        weights stay. After RankFailedError the ranks are started again with them.
+        """
+        if self.state != "ready":
+            raise EngineUnavailableError(f"the engine takes no weights: it is {self.state}", self.state)
+        if not self._updating.acquire(blocking=False):
+            raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
+        try:
+            new = self.model.cut_weights(weights, tag=tag)
+            try:
+                return self.gate.change(lambda: self.model.update_weights(new), timeout)
+            except BaseException:
+                new.close()
+                raise
+        finally:
+            self._updating.release()
 
     # --- state ----------------------------------------------------------------------------------------
 
@@ -210,11 +233,6 @@ class ModelWorker(ABC):
 
     # --- admission (callers' threads, under the lock) ---------------------------------------------------
 
-    @staticmethod
-    def _check_timeout(timeout: float | None) -> None:
-        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-            raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
-
     def _check_open(self, continuing: bool = False) -> None:
         state = self._state if continuing else self.state  # a drain lets what runs finish
         if state == "ready" and not self._closing:
@@ -222,43 +240,6 @@ class ModelWorker(ABC):
         self._rejected["unavailable"] += 1
         retry = {"starting": 5.0, "recovering": 5.0}.get(state)
         raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
-
-    def _check_queue(self, requests: int) -> None:
-        """A request is refused when it would wait behind ``max_queued_requests`` others; free capacity counts."""
-        limit = self.capacity + self.max_queued_requests
-        if self._inside + requests <= limit:
-            return
-        self._rejected["queue_full"] += 1
-        waiting = max(0, self._inside - self.capacity)
-        raise QueueFullError(
-            f"{waiting} requests are waiting and at most {self.max_queued_requests} may; try again later",
-            self._retry_after(waiting),
-        )
-
-    def _retry_after(self, waiting: int) -> float:
-        seconds = self._request_seconds * (waiting + 1) / max(1, self.capacity)
-        return min(60.0, max(1.0, seconds))
-
-    def _book_end(self, outcome: str, seconds: float) -> None:
-        """Count one finished request; call it before its caller is told."""
-        self._finished[outcome] += 1
-        if outcome in ("stop", "length", "done"):
-            known = self._request_seconds
-            self._request_seconds = seconds if known == 0.0 else known + 0.1 * (seconds - known)
-        with self._wake:
-            self._inside -= 1
-
-    def _book_told(self) -> None:
-        """The caller of a finished request has been told."""
-        with self._wake:
-            self._untold -= 1
-            self._wake.notify_all()
-
-    def _book_taken(self, requests: int) -> None:
-        """Count requests that were taken in; called under the lock."""
-        self._inside += requests
-        self._untold += requests
-        self._submitted += requests
 
     # --- the thread -----------------------------------------------------------------------------------
 
@@ -268,6 +249,8 @@ class ModelWorker(ABC):
             self._set_state("ready")
             while not self._closing:
                 try:
+                    if not self._change_weights():
+                        return
                     if not self._work():
                         self._idle()
                 except FATAL as error:
@@ -277,6 +260,7 @@ class ModelWorker(ABC):
             log.exception("the engine's thread failed")
             self._give_up(error)
         else:
+            self.gate.abandon("closed")
             self._fail_all(EngineUnavailableError("the engine was closed before this request was finished", "closed"))
             self._set_state("closed")
 
@@ -295,14 +279,32 @@ class ModelWorker(ABC):
         if on_progress is not None and names:
             on_progress(len(names), len(names), names[-1])
 
+    def _change_weights(self) -> bool:
+        """Make the change that is wanted, if nothing is left that has begun. False when the engine is over."""
+        change = self.gate.take_change()
+        if change is None:
+            return True
+        try:
+            change()
+        except FATAL as error:
+            self.gate.finish(error)
+            return self._recover(error, begun=False)
+        except BaseException as error:  # nothing has changed
+            self.gate.finish(error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+        self.gate.finish()
+        return True
+
     def _idle(self) -> None:
         """Sleep until there is work; now and then make sure that the ranks are alive and answer."""
         with self._wake:
             if self._closing:
                 return
-            if not self._has_news():
+            if not (self._has_news() or self.gate.due):
                 self._wake.wait(min(IDLE_SECONDS, self._wait_seconds()))
-            if self._has_news() or self._closing:
+            if self._has_news() or self.gate.due or self._closing:
                 return
         now = time.monotonic()
         if now - self._last_alive_check >= IDLE_SECONDS:
@@ -320,8 +322,11 @@ class ModelWorker(ABC):
 
     # --- failure --------------------------------------------------------------------------------------
 
-    def _recover(self, error: BaseException) -> bool:
-        """End every request, and start the ranks again if that is still allowed. False when it is over."""
+    def _recover(self, error: BaseException, *, begun: bool = True) -> bool:
+        """End every request, and start the ranks again if that is still allowed. False when it is over.
+
+        ``begun``: False when no request has begun, so that none has lost anything: they go on waiting.
+        """
         log.error("the ranks failed: %s", error)
         self._error = error
         now = time.monotonic()
@@ -332,7 +337,8 @@ class ModelWorker(ABC):
             self._give_up(error)
             return False
         self._set_state("recovering")
-        self._ranks_lost(error)
+        if begun:
+            self._ranks_lost(error)
         self._restarts = recent if excused else [*recent, now]
         self._restart_count += 1
         self.steps.worked = False
@@ -353,6 +359,7 @@ class ModelWorker(ABC):
     def _give_up(self, error: BaseException) -> None:
         self._error = error
         self._set_state("failed")
+        self.gate.abandon("failed")
         self._fail_all(_failed(error))
 
 
