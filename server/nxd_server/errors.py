@@ -91,10 +91,6 @@ class WeightsBusyError(ServerError, RuntimeError):
     """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
 
 
-class WeightsBusyError(ServerError, RuntimeError):
-    """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
-
-
 class DeadlineExceededError(ServerError, TimeoutError):
     """The request's own deadline passed before it was finished (504)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import math
@@ -17,12 +16,14 @@ import torch
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.adapters import Adapters
 from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.deadlines import Deadlines
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
 from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
 from nxd_server.engine.scheduler import Row, Scheduler, Step
 from nxd_server.engine.sequence import derive_seed
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.engine.worker import FATAL, ModelWorker
 from nxd_server.errors import (
     DeadlineExceededError,
@@ -92,7 +93,7 @@ class Engine(ModelWorker):
         )
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
-        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._deadlines = Deadlines()
         self._ids = itertools.count(1)
         self._waiting_tokens = 0
         self._prompt_tokens = 0
@@ -110,6 +111,7 @@ class Engine(ModelWorker):
         timeout: float | None = None,
         request_id: str | None = None,
         adapter: str | None = None,
+        whole: WholeRequest | None = None,
     ) -> Ticket:
         """Queue a request; its events come from the engine's thread.
 
@@ -118,6 +120,7 @@ class Engine(ModelWorker):
             params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
             timeout: seconds until the request fails with DeadlineExceededError, queueing included.
             adapter: the name of a loaded adapter; None is the model itself.
+            whole: the request that this is a part of, all of which the same weights answer.
 
         Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``,
         UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; nothing is queued then.
@@ -130,7 +133,7 @@ class Engine(ModelWorker):
         except RequestError:
             self._rejected["invalid"] += 1
             raise
-        ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, self._cancel)
+        ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, self._cancel, whole)
         with self._wake:
             self._check_open()
             self._check_queue(params.n)
@@ -148,12 +151,11 @@ class Engine(ModelWorker):
             self._book_taken(params.n)
             self._waiting_tokens += len(prompt) * params.n
             self._arrivals.extend(ticket.choices)
-            if ticket.deadline is not None:
-                if len(self._deadlines) > 2 * self._inside + 64:  # most of them belong to requests that are done
-                    self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
-                    heapq.heapify(self._deadlines)
-                heapq.heappush(self._deadlines, (ticket.deadline, ticket.choices[0].id, ticket))
+            self.gate.take(ticket.whole, params.n)
+            self._deadlines.add(ticket)
             self._wake.notify_all()
+        if whole is None:
+            ticket.whole.close()
         return ticket
 
     def stats(self) -> EngineStats:
@@ -210,13 +212,14 @@ class Engine(ModelWorker):
         return bool(self._arrivals or self._cancels)
 
     def _wait_seconds(self) -> float:
-        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else math.inf
+        return self._deadlines.wait_seconds()
 
     def _work(self) -> bool:
         self._take_news()
         scheduler = self._scheduler
         now = time.monotonic()
-        for choice in scheduler.admit():
+        for choice in scheduler.admit(lambda choice: self.gate.may_begin(choice.ticket.whole)):
+            self.gate.begin(choice.ticket.whole)
             choice.admitted = now
             with self._wake:
                 self._waiting_tokens -= len(choice.prompt)
@@ -232,9 +235,7 @@ class Engine(ModelWorker):
             arrivals, cancels = list(self._arrivals), list(self._cancels)
             self._arrivals.clear()
             self._cancels.clear()
-            now, late = time.monotonic(), []
-            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
-                late.append(heapq.heappop(self._deadlines)[2])
+            late = self._deadlines.take_late()
         for choice in arrivals:
             self._scheduler.add(choice)
         for ticket in cancels:
@@ -361,6 +362,7 @@ class Engine(ModelWorker):
         self._book_end(outcome, now - ticket.arrived)
         self._send(choice, event(usage, times))
         ticket.close_one()
+        self.gate.end(ticket.whole)
         self._book_told()
 
     def _send(self, choice: Choice, event: Event) -> None:

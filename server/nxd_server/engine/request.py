@@ -12,6 +12,7 @@ from nxd_server.engine.adapters import Adapter
 from nxd_server.engine.events import OnEvent
 from nxd_server.engine.inputs import Sampler
 from nxd_server.engine.sequence import Sequence
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 
@@ -19,8 +20,17 @@ from nxd_server.text.detokenize import TextStream
 class Ticket:
     """A request in the engine. ``cancel()`` and ``wait()`` from any thread."""
 
-    def __init__(self, request_id: str, on_event: OnEvent, timeout: float | None, cancel: Callable[[Ticket], None]):
+    def __init__(
+        self,
+        request_id: str,
+        on_event: OnEvent,
+        timeout: float | None,
+        cancel: Callable[[Ticket], None],
+        whole: WholeRequest | None = None,
+    ):
+        """``whole``: the request that this is a part of. Default: one of its own."""
         self.request_id = request_id
+        self.whole = whole or WholeRequest()
         self.arrived = time.monotonic()
         self.timeout = timeout
         self.deadline = None if timeout is None else self.arrived + timeout
