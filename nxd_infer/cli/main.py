@@ -180,6 +180,10 @@ def serve(
         str | None,
         typer.Option(help="Key of the routes that change what is served; without it they are closed. NXD_ADMIN_KEY."),
     ] = None,
+    weights_root: Annotated[
+        Path | None,
+        typer.Option(help="Directory of what the admin's routes may load; without it they load nothing."),
+    ] = None,
     max_queued_requests: Annotated[
         int | None,
         typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
@@ -204,6 +208,7 @@ def serve(
             port=port,
             api_keys=api_key,
             admin_key=admin_key,
+            weights_root=weights_root,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
         )

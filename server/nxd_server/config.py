@@ -54,6 +54,13 @@ class ServerSettings(BaseSettings):
         None, description="Key of the routes that change what is served; without it they are closed."
     )
 
+    weights_root: Path | None = Field(
+        None, description="Directory of what requests may load; without it they may load nothing."
+    )
+    weights_drain_timeout: float = Field(
+        60.0, gt=0, description="Seconds running requests may take to finish before new weights; then those are refused."
+    )
+
     max_queued_requests: int = Field(
         128, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
     )

@@ -87,6 +87,10 @@ class EngineFailedError(EngineUnavailableError):
     """The ranks failed while this request was running or waiting (503); ``__cause__`` holds the rank's error."""
 
 
+class ForbiddenPathError(ServerError, PermissionError):
+    """A path that requests may not name: outside of the configured root, or there is none (403)."""
+
+
 class WeightsBusyError(ServerError, RuntimeError):
     """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
 

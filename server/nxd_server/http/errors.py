@@ -18,12 +18,14 @@ from nxd_server.errors import (
     DeadlineExceededError,
     EngineFailedError,
     EngineUnavailableError,
+    ForbiddenPathError,
     GenerationError,
     MaxTokensError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
     TextTooLongError,
+    WeightsBusyError,
 )
 
 TYPES = {
@@ -145,6 +147,10 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field or None, code="invalid_value")
+    if isinstance(error, ForbiddenPathError):
+        return ApiError(403, str(error), param="path", code="forbidden_path")
+    if isinstance(error, WeightsBusyError):
+        return ApiError(409, str(error), code="weights_busy", retry_after=5)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), retry_after=error.retry_after)
     if isinstance(error, EngineFailedError):
