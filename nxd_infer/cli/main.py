@@ -180,6 +180,9 @@ def serve(
         str | None,
         typer.Option(help="Key of the routes that change what is served; without it they are closed. NXD_ADMIN_KEY."),
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(help="LoRA adapter to begin with, as NAME=PATH; repeat for several.")
+    ] = None,
     weights_root: Annotated[
         Path | None,
         typer.Option(help="Directory of what the admin's routes may load; without it they load nothing."),
@@ -209,6 +212,7 @@ def serve(
             api_keys=api_key,
             admin_key=admin_key,
             weights_root=weights_root,
+            lora=lora,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
         )

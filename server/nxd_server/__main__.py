@@ -18,8 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("artifact", help="directory that `nxd-infer trace` wrote")
     parser.add_argument("--config", help="JSON or YAML file with settings")
     parser.add_argument("--api-key", dest="api_keys", action="append", help="key that opens the server; repeatable")
+    parser.add_argument("--lora", action="append", help="LoRA adapter to begin with, as NAME=PATH; repeatable")
     for name, field in ServerSettings.model_fields.items():
-        if name != "api_keys":
+        if name not in ("api_keys", "lora"):
             parser.add_argument("--" + name.replace("_", "-"), dest=name, help=field.description)
     given = vars(parser.parse_args(arguments))
     artifact, config = given.pop("artifact"), given.pop("config")

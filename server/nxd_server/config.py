@@ -54,11 +54,15 @@ class ServerSettings(BaseSettings):
         None, description="Key of the routes that change what is served; without it they are closed."
     )
 
+    lora: Annotated[list[str], NoDecode] = Field(
+        default_factory=list, description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas."
+    )
+
     weights_root: Path | None = Field(
         None, description="Directory of what requests may load; without it they may load nothing."
     )
     weights_drain_timeout: float = Field(
-        60.0, gt=0, description="Seconds running requests may take to finish before new weights; then those are refused."
+        60.0, gt=0, description="Seconds running requests may take to finish before a swap of weights is given up."
     )
 
     max_queued_requests: int = Field(
@@ -114,6 +118,20 @@ class ServerSettings(BaseSettings):
         if any(not key.get_secret_value().strip() for key in keys):
             raise ValueError("an empty key would open the server to everyone")
         return keys
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _split_adapters(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+    @field_validator("lora")
+    @classmethod
+    def _named_adapters(cls, words: list[str]) -> list[str]:
+        for word in words:
+            name, _, path = word.partition("=")
+            if not name or not path:
+                raise ValueError(f"{word!r} is not NAME=PATH")
+        return words
 
     @field_validator("admin_key")
     @classmethod

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nxd_infer.trace.manifest import InputSpec, Manifest
     from nxd_infer.trace.model import TensorParallelModel
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
+    from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
     from nxd_server.text.chat import ChatTemplate
     from nxd_server.text.tokenizer import Tokenizer
@@ -158,6 +159,11 @@ class Service:
             from nxd_server.engine import Engine
 
             engine = self._engine = Engine(model, self._tokenizer, **options)
+            engine.adapters.taken_name = self.model_name
+            for name, _, path in (word.partition("=") for word in settings.lora):
+                engine.adapters.load(name, path)
+        elif settings.lora:
+            raise ModelConfigError(f"lora: the artifact's task is {self.task!r}, and only 'generate' takes adapters")
         else:
             from nxd_server.engine import OneShotEngine, TextEncoder
 
@@ -354,16 +360,36 @@ class Service:
         if self.failure is not None or self._draining or worker is None or worker.state != "ready":
             raise self._unavailable()
 
+    def adapters(self) -> list[Adapter]:
+        """The adapters that requests may name."""
+        return self._engine.adapters.listed() if self._engine is not None else []
+
+    def require_adapters(self) -> Adapters:
+        """The adapters, to be changed; RequestError when the artifact cannot have any."""
+        self.require_ready()
+        if self._engine is None:
+            raise RequestError("", f"{self.model_name!r} was not traced for generation and takes no adapters")
+        return self._engine.adapters
+
     # --- work -----------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, on_event: OnEvent, *, timeout: float, request_id: str
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_event: OnEvent,
+        *,
+        timeout: float,
+        request_id: str,
+        adapter: str | None = None,
     ) -> Ticket:
         """Queue a prompt; the errors of :meth:`Engine.submit`."""
         self.require_ready()
         if self._engine is None:
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
-        return self._engine.submit(list(prompt), params, on_event, timeout=timeout, request_id=request_id)
+        return self._engine.submit(
+            list(prompt), params, on_event, timeout=timeout, request_id=request_id, adapter=adapter
+        )
 
     def submit_tensors(self, inputs: Mapping[str, torch.Tensor], *, timeout: float) -> Future[dict[str, torch.Tensor]]:
         """Queue a one-shot call; the errors of :meth:`OneShotEngine.submit`."""

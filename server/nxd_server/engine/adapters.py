@@ -35,6 +35,8 @@ class Adapters:
     def __init__(self, model: Any):
         self._model = model
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
+        self.taken_name = ""
+        """The model's own, which no adapter may have."""
         self._lock = threading.Lock()
         self._held: list[Adapter] = []
         """What occupies a slot: ready, being loaded, or removed while requests still use it."""
@@ -72,6 +74,9 @@ class Adapters:
                 f"must be 1 to 128 letters, digits and . _ : / -, beginning with a letter or digit, got {name!r}",
             )
         with self._lock:
+            if name == self.taken_name:
+                raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
+            # The name of one that was removed may be given again while its last requests run.
             if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):
                 raise AdapterConflictError(f"there is an adapter {name!r} already: remove it, or choose another name")
             taken = {adapter.slot for adapter in self._held}

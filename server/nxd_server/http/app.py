@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 import nxd_infer
 
-from . import health, models, sagemaker, text
+from . import adapters, health, models, sagemaker, text
 from .chat import chat
 from .completions import completions
 from .embeddings import classify, embeddings
@@ -22,6 +22,7 @@ from .middleware import InFlight, RequestMiddleware
 from .predict import predict
 from .requests import Context, context_of, parse, require_admin
 from .schemas import (
+    AdapterBody,
     Body,
     ChatBody,
     ClassifyBody,
@@ -69,6 +70,9 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/detokenize", DetokenizeBody, text.detokenize, ready=False)
     app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
 
+    _post(app, "/v1/adapters", AdapterBody, adapters.load_adapter, admin=True)
+    _get(app, "/v1/adapters", adapters.list_adapters)
+    app.add_api_route("/v1/adapters/{name:path}", adapters.remove_adapter, methods=["DELETE"], response_model=None)
     _get(app, "/v1/models", models.list_models)
     _get(app, "/v1/models/{model:path}", models.get_model)
     _get(app, "/v1/buckets", models.list_buckets)

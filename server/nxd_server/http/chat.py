@@ -96,7 +96,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
     """Answer one chat request, whole or as a stream."""
     context = context_of(request)
     service, settings = context.service, context.settings
-    check_model(service, body.model)
+    adapter = check_model(service, body.model)
     require_task(service, "/v1/chat/completions", "generate")
     body.check_stream_options()
     top = _top_logprobs(body, service.top_logprobs)
@@ -121,8 +121,10 @@ async def chat(request: Request, body: ChatBody) -> Any:
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
+        adapter=adapter,
     )
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name}
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+    head["model"] = adapter or service.model_name
     tokenizer = service.require_tokenizer()
     if body.stream:
         writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top)

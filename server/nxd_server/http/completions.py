@@ -44,7 +44,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     """Answer one completion request, whole or as a stream."""
     context = context_of(request)
     service, settings = context.service, context.settings
-    check_model(service, body.model)
+    adapter = check_model(service, body.model)
     require_task(service, "/v1/completions", "generate")
     body.check_stream_options()
     if body.best_of is not None and body.best_of != body.n:
@@ -79,12 +79,13 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
+        adapter=adapter,
     )
     echoes = [""] * len(tokens)
     if body.echo:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
-    head["model"] = service.model_name
+    head["model"] = adapter or service.model_name
     shape = _Shape(head, tokenizer, body, echoes)
     if body.stream:
         return EventStream(generation, _Chunks(shape), settings.keep_alive_interval, request_id(request))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError, RankError
 from nxd_server.errors import (
+    AdapterConflictError,
     DeadlineExceededError,
     EngineFailedError,
     EngineUnavailableError,
@@ -25,6 +26,7 @@ from nxd_server.errors import (
     QueueFullError,
     RequestError,
     TextTooLongError,
+    UnknownModelError,
     WeightsBusyError,
 )
 
@@ -145,6 +147,10 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return error
     if isinstance(error, (MaxTokensError, PromptTooLongError, TextTooLongError)):
         return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
+    if isinstance(error, UnknownModelError):
+        return ApiError(404, str(error), param="model", code="model_not_found")
+    if isinstance(error, AdapterConflictError):
+        return ApiError(409, str(error), code="adapter_conflict")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field or None, code="invalid_value")
     if isinstance(error, ForbiddenPathError):

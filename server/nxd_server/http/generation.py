@@ -83,6 +83,7 @@ class Generation:
         receive: Receive,
         timeout: float,
         request_id: str,
+        adapter: str | None = None,
     ):
         self._service = service
         self._metrics = metrics
@@ -92,6 +93,7 @@ class Generation:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._request_id = request_id
+        self._adapter = adapter
         self._mailbox: Mailbox | None = None
         self._tickets: list[Any] = []
         self._watcher: asyncio.Task[None] | None = None
@@ -116,6 +118,7 @@ class Generation:
                         _handover(mailbox, place * self._params.n),
                         timeout=self._timeout,
                         request_id=self._request_id,
+                        adapter=self._adapter,
                     )
                 )
         except BaseException:  # all or nothing: a queue that had room for half of the prompts answers none

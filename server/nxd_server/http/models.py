@@ -24,16 +24,23 @@ def _card(request: Request) -> dict[str, Any]:
     }
 
 
+def _adapter_card(request: Request, adapter: Any) -> dict[str, Any]:
+    base = _card(request)
+    return {**base, "id": adapter.name, "created": adapter.created, "parent": base["id"]}
+
+
 async def list_models(request: Request) -> dict[str, Any]:
-    """The one model there is."""
-    return {"object": "list", "data": [_card(request)]}
+    """The model that was traced, and its adapters."""
+    adapters = context_of(request).service.adapters()
+    return {"object": "list", "data": [_card(request), *(_adapter_card(request, adapter) for adapter in adapters)]}
 
 
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """The model by its name; 404 for another."""
+    """The model, or one of its adapters, by its name; 404 for another."""
     card = _card(request)
-    check_model(context_of(request).service, model)
-    return card
+    service = context_of(request).service
+    name = check_model(service, model)
+    return next((_adapter_card(request, adapter) for adapter in service.adapters() if adapter.name == name), card)
 
 
 async def list_buckets(request: Request) -> dict[str, Any]:

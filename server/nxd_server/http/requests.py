@@ -56,15 +56,20 @@ async def parse(request: Request, kind: type[BodyT]) -> BodyT:
     return kind.parse(await read_json(request, settings.max_body_bytes, settings.request_timeout))
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """404 for another model's name."""
-    if name is not None and name != service.model_name:
+def check_model(service: Service, name: str | None) -> str | None:
+    """The adapter that ``name`` is; None for the served model itself. 404 for another name."""
+    if name is None or name == service.model_name:
+        return None
+    adapters = [adapter.name for adapter in service.adapters()]
+    if name not in adapters:
+        known = ", ".join(map(repr, [service.model_name, *adapters]))
         raise ApiError(
             404,
-            f"the model {clip(name)!r} does not exist; this server has {service.model_name!r}",
+            f"the model {clip(name)!r} does not exist; this server has {known}",
             param="model",
             code="model_not_found",
         )
+    return name
 
 
 def require_task(service: Service, route: str, *tasks: str) -> None:

@@ -108,7 +108,7 @@ class SamplingBody(Body):
         "guided_grammar": _empty,
     }
 
-    model: str | None = Field(None, description="The served model's name; the only one when absent.")
+    model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     stream: bool = Field(False, description="Answer as server-sent events, a chunk a piece of text.")
     stream_options: StreamOptions | None = None
 
@@ -243,6 +243,13 @@ class PredictBody(Body):
         None, description="How the outputs come back; by default as the inputs came."
     )
     outputs: list[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
+
+
+class AdapterBody(Body):
+    """``POST /v1/adapters``."""
+
+    name: str = Field(..., description="What requests give as `model`.")
+    path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
 
 
 class TokenizeBody(Body):
