@@ -159,6 +159,7 @@ class LLM:
         *,
         progress: bool = False,
         timeout: float | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or many; the results are in the order of the prompts.
 
@@ -167,6 +168,7 @@ class LLM:
             params: for all, or one for each prompt; default ``SamplingParams()``, with what fits of its ``max_tokens``.
             progress: show a progress bar on the terminal.
             timeout: seconds for everything.
+            adapter: the name of a loaded adapter; None is the model itself.
 
         Raises RequestError (nothing has been generated then), or the first failure of any prompt.
         """
@@ -176,7 +178,7 @@ class LLM:
         if len(many) != len(listed):
             raise RequestError("params", f"{len(many)} sets of parameters were given for {len(listed)} prompts")
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._answer(texts, encoded, many, progress, timeout)
+        return self._answer(texts, encoded, many, progress, timeout, adapter)
 
     def chat(
         self,
@@ -185,6 +187,7 @@ class LLM:
         *,
         progress: bool = False,
         timeout: float | None = None,
+        adapter: str | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's own chat template."""
@@ -196,16 +199,22 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         texts = [self.chat_template.render(conversation, **template_variables) for conversation in conversations]
         encoded = [self._require_tokenizer().encode(text, add_special_tokens=False) for text in texts]
-        return self._answer(list(texts), encoded, [params or self._default(ids) for ids in encoded], progress, timeout)
+        many = [params or self._default(ids) for ids in encoded]
+        return self._answer(list(texts), encoded, many, progress, timeout, adapter)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        adapter: str | None = None,
     ) -> Iterator[TokenEvent | FinishEvent]:
         """Answer one prompt, event by event; leaving the loop cancels the rest. Raises what fails it."""
         tokens = self._encode(prompt)
         params = params or self._default(tokens)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        ticket = self._engine().submit(tokens, params, events.put, timeout=timeout)
+        ticket = self._engine().submit(tokens, params, events.put, timeout=timeout, adapter=adapter)
         try:
             open_choices = params.n
             while open_choices:
@@ -224,13 +233,14 @@ class LLM:
         params: list[SamplingParams],
         progress: bool,
         timeout: float | None,
+        adapter: str | None,
     ) -> list[RequestOutput]:
         engine = self._engine()
         collectors = [_Collector(one) for one in params]
         tickets: list[Ticket] = []
         try:
             for prompt, one, collector in zip(prompts, params, collectors, strict=True):
-                tickets.append(engine.submit(prompt, one, collector, timeout=timeout))
+                tickets.append(engine.submit(prompt, one, collector, timeout=timeout, adapter=adapter))
             for number in _track(range(len(tickets)), "generating", progress):
                 tickets[number].wait()
                 if (error := collectors[number].error) is not None:
@@ -247,6 +257,22 @@ class LLM:
             )
             for text, prompt, collector in zip(texts, prompts, collectors, strict=True)
         ]
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the LoRA adapter of a PEFT directory into a free slot, for ``generate(..., adapter=name)``.
+
+        Needs an artifact that was traced with slots (``--lora-slots``). Raises RequestError when the adapter does not
+        fit them, AdapterConflictError when the name is taken or all slots are.
+        """
+        self._engine().adapters.load(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; its slot is free when the requests that use it have ended. Raises UnknownModelError."""
+        self._engine().adapters.remove(name)
+
+    def adapters(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return [adapter.name for adapter in self._engine().adapters.listed()]
 
     def room(self, prompt: Prompt) -> int:
         """How many tokens fit behind ``prompt``. Raises PromptTooLongError when it does not fit itself."""
