@@ -23,6 +23,7 @@ from nxd_infer.errors import ModelConfigError, NxdError
 from nxd_server.bounded import BoundedModel
 from nxd_server.config import ServerSettings
 from nxd_server.errors import EngineUnavailableError, RequestError
+from nxd_server.served import ROUTES, Served
 
 if TYPE_CHECKING:
     from nxd_infer.trace.manifest import InputSpec, Manifest
@@ -37,10 +38,9 @@ logger = logging.getLogger("nxd_server.service")
 
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
-ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
 
 
-class Service:
+class Service(Served):
     """One artifact, being served.
 
     Args:
@@ -55,8 +55,7 @@ class Service:
         settings: ServerSettings,
         on_failure: Callable[[str], None] | None = None,
     ):
-        self.artifact = Path(artifact)
-        self.settings = settings
+        super().__init__(Path(artifact), settings)
         self.created = int(time.time())
         self.load_seconds: float | None = None
         self.failure: str | None = None
@@ -66,7 +65,6 @@ class Service:
         self._closing = False
         self._draining = False
         self._stage = "loading the artifact"
-        self._manifest: Manifest | None = None
         self._model: TensorParallelModel | None = None
         self._engine: Engine | None = None
         self._oneshot: OneShotEngine | None = None
@@ -236,40 +234,6 @@ class Service:
             raise self._unavailable()
         return self._manifest
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return self._manifest.metadata if self._manifest is not None else {}
-
-    @property
-    def task(self) -> str:
-        """``generate``, ``embed``, ``classify``, or empty for any other traced model."""
-        return str(self.metadata.get("task") or "")
-
-    @property
-    def main_route(self) -> str:
-        return ROUTES.get(self.task, "/v1/predict")
-
-    @property
-    def model_name(self) -> str:
-        """The name requests may give as ``model``."""
-        name = self.settings.served_model_name or self.metadata.get("model_name")
-        return str(name or self.artifact.resolve().name)
-
-    @property
-    def max_len(self) -> int:
-        """Longest prompt and completion together; 0 where there is no such limit."""
-        return int(self.metadata.get("max_len") or 0)
-
-    @property
-    def vocab_size(self) -> int:
-        """How many token ids the model has; where that is not known, as many as a tokenizer can take."""
-        return int(self.metadata.get("vocab_size") or 2**31)
-
-    @property
-    def top_logprobs(self) -> int:
-        """How many likeliest tokens the graphs give."""
-        return int(self.metadata.get("top_logprobs") or 0)
-
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; RequestError when the artifact has none."""
         if self._tokenizer is None:
@@ -291,14 +255,6 @@ class Service:
             for spec in bucket.inputs:
                 specs.setdefault(spec.name, spec)
         return specs
-
-    def bucket_shapes(self) -> list[tuple[str, int, int]]:
-        """Name, batch and length of every bucket; 1 where a first input has no such dimension."""
-        shapes = []
-        for bucket in self._manifest.buckets if self._manifest is not None else []:
-            shape = bucket.inputs[0].shape if bucket.inputs else []
-            shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
-        return shapes
 
     # --- how it is ------------------------------------------------------------------------------------
 

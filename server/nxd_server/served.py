@@ -1,0 +1,64 @@
+"""What is served, as the artifact's manifest tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_server.config import ServerSettings
+
+if TYPE_CHECKING:
+    from nxd_infer.trace.manifest import Manifest
+
+ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
+
+
+class Served:
+    """One artifact, of which nothing but the directory may be known yet."""
+
+    def __init__(self, artifact: Path, settings: ServerSettings):
+        self.artifact = artifact
+        self.settings = settings
+        self._manifest: Manifest | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._manifest.metadata if self._manifest is not None else {}
+
+    @property
+    def task(self) -> str:
+        """``generate``, ``embed``, ``classify``, or empty for any other traced model."""
+        return str(self.metadata.get("task") or "")
+
+    @property
+    def main_route(self) -> str:
+        return ROUTES.get(self.task, "/v1/predict")
+
+    @property
+    def model_name(self) -> str:
+        """The name requests may give as ``model``."""
+        name = self.settings.served_model_name or self.metadata.get("model_name")
+        return str(name or self.artifact.resolve().name)
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt and completion together; 0 where there is no such limit."""
+        return int(self.metadata.get("max_len") or 0)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model has; where that is not known, as many as a tokenizer can take."""
+        return int(self.metadata.get("vocab_size") or 2**31)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many likeliest tokens the graphs give."""
+        return int(self.metadata.get("top_logprobs") or 0)
+
+    def bucket_shapes(self) -> list[tuple[str, int, int]]:
+        """Name, batch and length of every bucket; 1 where a first input has no such dimension."""
+        shapes = []
+        for bucket in self._manifest.buckets if self._manifest is not None else []:
+            shape = bucket.inputs[0].shape if bucket.inputs else []
+            shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
+        return shapes
