@@ -150,6 +150,16 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
+        """Answer later calls with other weights: a training checkpoint, safetensors, tensors by name, or the model in
+        training; the new version. What runs is finished on the old ones, within ``timeout`` seconds.
+
+        Takes ``weights`` and ``tag``, and raises, as ``TensorParallelModel.update_weights`` does; WeightsBusyError
+        after ``timeout``, with the weights unchanged.
+        """
+        assert self.engine is not None
+        return self.engine.update_weights(weights, tag=tag, timeout=timeout)
+
     # --- generation -----------------------------------------------------------------------------------
 
     def generate(

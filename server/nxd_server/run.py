@@ -24,6 +24,7 @@ from nxd_infer.errors import NxdError
 from nxd_server.config import ServerSettings, SettingsError
 from nxd_server.http import logs
 from nxd_server.service import Service
+from nxd_server.threads import in_thread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -171,7 +172,7 @@ class _Run:
     async def _drain(self, app: FastAPI) -> None:
         timeout = self._settings.drain_timeout
         end = self._loop.time() + timeout
-        draining = _in_thread(lambda: self._service.drain(timeout))
+        draining = in_thread(lambda: self._service.drain(timeout), "nxd-end")
         await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
         if draining.done() and not draining.result():
             logger.warning("requests were still running after %g s and are cut", timeout)
@@ -186,7 +187,7 @@ class _Run:
             await asyncio.sleep(0.02)
 
     async def _close(self, app: FastAPI) -> None:
-        closing = _in_thread(self._service.close)
+        closing = in_thread(self._service.close, "nxd-end")
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
         if not closing.done():
             logger.error("the engine did not end within %g s and is left behind", CLOSE_SECONDS)
@@ -200,32 +201,6 @@ def _abandon(connection: Any) -> None:
     cycle = getattr(connection, "cycle", None)
     if cycle is not None and not cycle.response_complete and connection.transport is not None:
         connection.transport.abort()
-
-
-def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """``work`` in a daemon thread: should it never return, the process ends all the same."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="nxd-end", daemon=True).start()
-    return future
 
 
 async def _first(task: asyncio.Future[Any], *events: asyncio.Event, timeout: float | None = None) -> None:

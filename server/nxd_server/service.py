@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
+    from nxd_server.engine.weights import WholeRequest
     from nxd_server.text.chat import ChatTemplate
     from nxd_server.text.tokenizer import Tokenizer
 
@@ -280,6 +281,12 @@ class Service(Served):
         return self.readiness()[0]
 
     @property
+    def weight_version(self) -> int:
+        """How often the weights were swapped since the artifact was loaded."""
+        worker = self._worker
+        return worker.gate.version if worker is not None else 0
+
+    @property
     def restarts(self) -> int:
         stats = self.stats()
         return stats.restarts if stats is not None else 0
@@ -338,18 +345,29 @@ class Service(Served):
         timeout: float,
         request_id: str,
         adapter: str | None = None,
+        whole: WholeRequest | None = None,
     ) -> Ticket:
         """Queue a prompt; the errors of :meth:`Engine.submit`."""
         self.require_ready()
         if self._engine is None:
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
         return self._engine.submit(
-            list(prompt), params, on_event, timeout=timeout, request_id=request_id, adapter=adapter
+            list(prompt), params, on_event, timeout=timeout, request_id=request_id, adapter=adapter, whole=whole
         )
 
-    def submit_tensors(self, inputs: Mapping[str, torch.Tensor], *, timeout: float) -> Future[dict[str, torch.Tensor]]:
+    def submit_tensors(
+        self, inputs: Mapping[str, torch.Tensor], *, timeout: float, whole: WholeRequest | None = None
+    ) -> Future[dict[str, torch.Tensor]]:
         """Queue a one-shot call; the errors of :meth:`OneShotEngine.submit`."""
         self.require_ready()
         if self._oneshot is None:
             raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
-        return self._oneshot.submit(dict(inputs), timeout=timeout)
+        return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
+
+    def update_weights(self, path: Path, tag: str | None, timeout: float) -> int:
+        """Swap the weights between requests; the new version. The errors of :meth:`ModelWorker.update_weights`."""
+        self.require_ready()
+        worker = self._worker
+        if worker is None:
+            raise self._unavailable()
+        return worker.update_weights(path, tag=tag, timeout=timeout)

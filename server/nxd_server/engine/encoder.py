@@ -11,6 +11,7 @@ import torch
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.oneshot import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -61,6 +62,7 @@ class TextEncoder:
         timeout: float | None = None,
         field: str = "input",
         continuing: bool = False,
+        whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
         """Encode one text (with ``pair``: two texts as one input), or token ids taken as they are.
 
@@ -86,4 +88,4 @@ class TextEncoder:
             return Encoded(outputs[name][0].float(), count)
 
         inputs = {key: value for key, value in tensors.items() if key in self._names}
-        return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing)
+        return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)

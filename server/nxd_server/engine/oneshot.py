@@ -31,6 +31,7 @@ from nxd_server.engine.batching import (
 )
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.engine.worker import FATAL, ModelWorker
 from nxd_server.errors import DeadlineExceededError, GenerationError
 
@@ -47,6 +48,7 @@ class Job:
     arrived: float
     deadline: float | None
     convert: Callable[[Outputs], Any]
+    whole: WholeRequest
     alone: bool = False
 
 
@@ -99,6 +101,7 @@ class OneShotEngine(ModelWorker):
         timeout: float | None = None,
         convert: Callable[[Outputs], Any] | None = None,
         continuing: bool = False,
+        whole: WholeRequest | None = None,
     ) -> Future:
         """Queue one call; the future gives the outputs by name, cut to this request's rows and lengths.
 
@@ -107,7 +110,9 @@ class OneShotEngine(ModelWorker):
                 equal to it elsewhere; inputs with a default may be left out.
             timeout: seconds until the future fails with DeadlineExceededError, unless its step has begun.
             convert: applied to the outputs in the engine's thread; the future gives what it returns.
-            continuing: part of a request that has run in part already: taken while draining, too.
+            continuing: part of a request that has run in part already: taken while draining, and however many wait for
+                new weights, too.
+            whole: the request that this is a part of, all of which the same weights answer.
 
         A future that is cancelled before its step begins costs nothing. Raises InputMismatchError or BucketError (with
         the bucket table), RequestError, QueueFullError or EngineUnavailableError at once.
@@ -125,13 +130,18 @@ class OneShotEngine(ModelWorker):
         now = time.monotonic()
         rows = next(iter(tensors.values())).shape[0] if self.batches and tensors else self.capacity
         future: Future = Future()
-        job = Job(tensors, future, rows, now, None if timeout is None else now + timeout, convert or dict)
+        deadline = None if timeout is None else now + timeout
+        job = Job(tensors, future, rows, now, deadline, convert or dict, whole or WholeRequest())
         with self._wake:
             self._check_open(continuing)
-            self._check_queue(1)
+            if not (continuing and self.gate.wanted):  # those that fill the queue wait for this request to end
+                self._check_queue(1)
             self._book_taken(1)
+            self.gate.take(job.whole, 1)
             self._arrivals.append(job)
             self._wake.notify_all()
+        if whole is None:
+            job.whole.close()
         return future
 
     def stats(self) -> EngineStats:
@@ -146,10 +156,15 @@ class OneShotEngine(ModelWorker):
         return bool(self._arrivals)
 
     def _wait_seconds(self) -> float:
-        if not self._pending:
-            return math.inf
-        deadlines = [job.deadline for job in self._pending if job.deadline is not None]
-        return max(0.0, min([self._pending[0].arrived + self._max_delay, *deadlines]) - time.monotonic())
+        moments = [job.deadline for job in self._pending if job.deadline is not None]
+        moments += [job.arrived + self._max_delay for job in self._ready()[:1]]
+        return max(0.0, min(moments, default=math.inf) - time.monotonic())
+
+    def _ready(self) -> list[Job]:
+        """Those of the waiting that may begin, oldest first."""
+        if not self.gate.wanted:
+            return self._pending
+        return [job for job in self._pending if self.gate.may_begin(job.whole)]
 
     def _work(self) -> bool:
         with self._wake:
@@ -161,14 +176,15 @@ class OneShotEngine(ModelWorker):
             seconds = now - job.arrived
             self._fail(job, DeadlineExceededError(f"the request waited for {seconds:.3g} s and had no more time"))
         self._drop_cancelled()
-        if not self._pending:
+        ready = self._ready()
+        if not ready:
             return False
         if self._kernel:
-            self._take([self._pending[0]])
+            self._take(ready[:1])
             self._run_kernel(self._current[0])
             return True
-        bucket, group, room = self._group()
-        full = sum(job.rows for job in group) >= room or len(group) < len(self._pending)
+        bucket, group, room = self._group(ready)
+        full = sum(job.rows for job in group) >= room or len(group) < len(ready)
         if self.batches and not full and now - group[0].arrived < self._max_delay and not self._draining:
             return False
         self._take(group)
@@ -180,7 +196,7 @@ class OneShotEngine(ModelWorker):
             self._pending.remove(job)
             job.future.set_running_or_notify_cancel()
             self._book_end("cancelled", 0.0)
-            self._book_told()
+            self._told(job)
 
     def _take(self, jobs: list[Job]) -> None:
         """Move ``jobs`` into the step; those that were cancelled at the last moment drop out."""
@@ -188,15 +204,16 @@ class OneShotEngine(ModelWorker):
         for job in jobs:
             self._pending.remove(job)
             if job.future.running() or job.future.set_running_or_notify_cancel():
+                self.gate.begin(job.whole)
                 self._current.append(job)
             else:
                 self._book_end("cancelled", 0.0)
-                self._book_told()
+                self._told(job)
 
-    def _group(self) -> tuple[BucketSpec, list[Job], int]:
+    def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
         """The bucket to run next, who is in it (the oldest, and others that share its names and fit), and how many
         rows there is room for at most."""
-        head = self._pending[0]
+        head = ready[0]
         fitting = [bucket for bucket in self.model.manifest.buckets if bucket_fits(bucket, head.inputs)]
         if not self.batches or head.alone:
             return min(fitting, key=elements), [head], 1
@@ -207,7 +224,7 @@ class OneShotEngine(ModelWorker):
         widest = buckets[-1]
         room = widest.inputs[0].shape[0]
         group, rows = [], 0
-        for job in self._pending:
+        for job in ready:
             same = job.inputs.keys() == head.inputs.keys()  # and none is to go alone: those stand before all others
             if same and rows + job.rows <= room and bucket_fits(widest, job.inputs):
                 group.append(job)
@@ -302,7 +319,7 @@ class OneShotEngine(ModelWorker):
             return
         self._book_end("done", time.monotonic() - job.arrived)
         job.future.set_result(result)
-        self._book_told()
+        self._told(job)
 
     def _fail(self, job: Job, error: Exception) -> None:
         if job.future.cancelled():
@@ -312,6 +329,10 @@ class OneShotEngine(ModelWorker):
         self._book_end(outcome, time.monotonic() - job.arrived)
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(error)
+        self._told(job)
+
+    def _told(self, job: Job) -> None:
+        self.gate.end(job.whole)
         self._book_told()
 
     def _fail_all(self, error: Exception) -> None:

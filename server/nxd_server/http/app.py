@@ -31,7 +31,9 @@ from .schemas import (
     EmbeddingBody,
     PredictBody,
     TokenizeBody,
+    WeightsBody,
 )
+from .weights import weights
 
 if TYPE_CHECKING:
     from nxd_server.config import ServerSettings
@@ -70,6 +72,7 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/detokenize", DetokenizeBody, text.detokenize, ready=False)
     app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
 
+    _post(app, "/v1/weights", WeightsBody, weights, admin=True)
     _post(app, "/v1/adapters", AdapterBody, adapters.load_adapter, admin=True)
     _get(app, "/v1/adapters", adapters.list_adapters)
     app.add_api_route("/v1/adapters/{name:path}", adapters.remove_adapter, methods=["DELETE"], response_model=None)

@@ -19,7 +19,7 @@ from .completions import check_choices, usage_object
 from .errors import ApiError, bad_request, clip, encode, missing_field, unknown_field, unsupported
 from .generation import Generation
 from .logprobs import chat_logprob
-from .requests import check_model, context_of, encode_text, request_id, require_task
+from .requests import check_model, context_of, encode_text, request_id, require_task, whole_of
 from .schemas import ChatBody
 from .sse import EventStream
 
@@ -121,6 +121,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
+        whole=whole_of(request),
         adapter=adapter,
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
@@ -159,22 +160,24 @@ async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokeni
         }
         for index, ((text, reason), content) in enumerate(zip(answers, logprobs, strict=True))
     ]
-    return Response(
-        encode({**head, "choices": choices, "usage": usage_object(generation.usage)}), media_type="application/json"
-    )
+    answer = {**head, "choices": choices, "usage": usage_object(generation.usage)}
+    answer["weight_version"] = generation.weight_version
+    return Response(encode(answer), media_type="application/json")
 
 
 class _Chunks:
     """:class:`~.sse.ChunkWriter` of ``/v1/chat/completions``."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None):
-        self._head = b"data: " + json.dumps(head)[:-1].encode()
+        self._fields = head
+        self._head = b""
         self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
         self._tokenizer = tokenizer
         self._body = body
         self._top = top
 
-    def begin(self) -> bytes:
+    def begin(self, weight_version: int | None) -> bytes:
+        self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(choice, first, None, None) for choice in range(self._body.n))
 

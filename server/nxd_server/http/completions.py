@@ -17,7 +17,7 @@ from nxd_server.text.tokenizer import Tokenizer
 from .errors import bad_request, encode
 from .generation import Generation
 from .logprobs import LegacyLogprobs
-from .requests import check_model, context_of, encode_prompts, request_id, require_task
+from .requests import check_model, context_of, encode_prompts, request_id, require_task, whole_of
 from .schemas import CompletionBody, token_lists
 from .sse import EventStream
 
@@ -79,6 +79,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
+        whole=whole_of(request),
         adapter=adapter,
     )
     echoes = [""] * len(tokens)
@@ -122,6 +123,7 @@ async def _whole(generation: Generation, shape: _Shape) -> Response:
         for index, ((text, reason), table) in enumerate(zip(await generation.whole(token), logprobs, strict=True))
     ]
     answer = {**shape.head, "choices": choices, "usage": usage_object(generation.usage)}
+    answer["weight_version"] = generation.weight_version
     return Response(encode(answer), media_type="application/json")
 
 
@@ -131,10 +133,11 @@ class _Chunks:
     def __init__(self, shape: _Shape):
         self._shape = shape
         self._logprobs: dict[int, LegacyLogprobs | None] = {}
-        self._head = json.dumps(shape.head)[:-1].encode()
+        self._head = b""
         self._tail = b'],"usage":null}\n\n' if shape.body.include_usage else b"]}\n\n"
 
-    def begin(self) -> bytes:
+    def begin(self, weight_version: int | None) -> bytes:
+        self._head = json.dumps({**self._shape.head, "weight_version": weight_version})[:-1].encode()
         n = self._shape.body.n
         return b"".join(
             self._chunk(place * n + index, echo, None, None)

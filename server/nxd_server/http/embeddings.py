@@ -18,7 +18,7 @@ from nxd_server.errors import QueueFullError, not_finished
 
 from .errors import bad_request, encode
 from .oneshot import wait_all
-from .requests import INLINE_TEXT, check_model, context_of, require_task
+from .requests import INLINE_TEXT, check_model, context_of, require_task, whole_of
 from .schemas import ClassifyBody, EmbeddingBody, token_lists
 
 MAX_INPUTS = 2048
@@ -92,6 +92,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
     deadline = time.monotonic() + settings.request_timeout
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
+    whole = whole_of(request)
     while len(results) < len(texts):
         left = deadline - time.monotonic()
         if left <= 0:  # a step that has begun is not stopped: each wave would get through, however late
@@ -103,6 +104,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
                 timeout=left,
                 field=f"input[{len(results) + place}]" if several else "input",
                 continuing=bool(results),
+                whole=whole,
             )
             for place, text in enumerate(texts[len(results) : len(results) + wave])
         ]
@@ -112,6 +114,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
             if not results or time.monotonic() >= deadline:
                 raise
             await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
+    whole.close()  # a slow reader of the answer holds up nobody
     return results
 
 

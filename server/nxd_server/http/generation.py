@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import ended_early, not_finished
 
 from .body import ClientLeft
@@ -83,6 +84,7 @@ class Generation:
         receive: Receive,
         timeout: float,
         request_id: str,
+        whole: WholeRequest,
         adapter: str | None = None,
     ):
         self._service = service
@@ -93,6 +95,7 @@ class Generation:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._request_id = request_id
+        self._whole = whole
         self._adapter = adapter
         self._mailbox: Mailbox | None = None
         self._tickets: list[Any] = []
@@ -107,6 +110,11 @@ class Generation:
         """Tokens so far; a prompt counts once, however many choices were asked of it."""
         return Usage(sum(len(prompt) for prompt in self._prompts), self.completion_tokens)
 
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the weights that answer; None before the first of the prompts has begun."""
+        return self._whole.version
+
     async def __aenter__(self) -> Generation:
         self._mailbox = mailbox = Mailbox()
         try:
@@ -119,11 +127,14 @@ class Generation:
                         timeout=self._timeout,
                         request_id=self._request_id,
                         adapter=self._adapter,
+                        whole=self._whole,
                     )
                 )
         except BaseException:  # all or nothing: a queue that had room for half of the prompts answers none
             self._cancel()
             raise
+        finally:
+            self._whole.close()
         self._watcher = asyncio.create_task(self._watch(mailbox))
         return self
 

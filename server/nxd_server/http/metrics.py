@@ -89,6 +89,7 @@ class _ServiceCollector(Collector):
         service = self._service
         yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
         yield CounterMetricFamily("nxd_engine_restarts", "Times the ranks were started again.", service.restarts)
+        yield GaugeMetricFamily("nxd_weight_version", "Swaps of weights since the start.", service.weight_version)
         if service.load_seconds is not None:
             yield GaugeMetricFamily(
                 "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nxd_server.engine.weights import WholeRequest
+
 from .body import ClientLeft, DrainingReceive
 from .errors import REFUSAL, as_api_error
 from .keys import OPEN_PATHS, Keys
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
+WEIGHTS_HEADER = b"x-weight-version"
+WHOLE = "nxd.whole"
+"""Where a request's scope keeps its WholeRequest."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 CLIENT_CLOSED = 499
 """What nginx logs for a client that left; it is never sent, nobody is there."""
@@ -60,13 +65,17 @@ class RequestMiddleware:
         begin = time.monotonic()
         request_id = _request_id(scope)
         scope["nxd.request_id"] = request_id
+        whole = scope[WHOLE] = WholeRequest()
         status, sent, started = 0, 0, False
 
         async def count(message: Message) -> None:
             nonlocal status, sent, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                message = {**message, "headers": [*message.get("headers", []), (ID_HEADER, request_id.encode())]}
+                headers = [*message.get("headers", []), (ID_HEADER, request_id.encode())]
+                if whole.version is not None:
+                    headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
+                message = {**message, "headers": headers}
             else:
                 sent += len(message.get("body", b""))
             await send(message)
@@ -90,6 +99,7 @@ class RequestMiddleware:
         except ClientLeft:
             status = CLIENT_CLOSED
         finally:
+            whole.close()
             self._in_flight.remove(body)
             seconds = time.monotonic() - begin
             route = _route(scope)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from .errors import bad_request, clip, encode, missing_field
 from .oneshot import wait_all
-from .requests import check_model, context_of
+from .requests import check_model, context_of, whole_of
 from .schemas import PredictBody
 from .tensors import tensor_from_json, tensor_to_json, tensors_from_safetensors, tensors_to_safetensors
 
@@ -42,8 +42,9 @@ async def predict(request: Request, body: PredictBody) -> Response:
         tensors = await asyncio.to_thread(_read, body.inputs or {}, specs)
         field = "inputs"
     _check_names(tensors, specs, field)
-    submit = functools.partial(service.submit_tensors, tensors, timeout=settings.request_timeout)
-    (outputs,) = await wait_all(request, [submit], timeout=settings.request_timeout)
+    with whole_of(request) as whole:
+        submit = functools.partial(service.submit_tensors, tensors, timeout=settings.request_timeout, whole=whole)
+        (outputs,) = await wait_all(request, [submit], timeout=settings.request_timeout)
     if body.outputs is not None:
         missing = [name for name in body.outputs if name not in outputs]
         if missing:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 
 from nxd_server.engine.request import check_token_ids
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError
 
 from .body import read_json
 from .errors import ApiError, bad_request, clip
+from .middleware import WHOLE
 from .schemas import Body
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ def request_id(request: Request) -> str:
 def require_admin(request: Request) -> None:
     """ApiError 401 or 403 unless the request carries the admin key."""
     context_of(request).keys.check_admin(request.scope)
+
+
+def whole_of(request: Request) -> WholeRequest:
+    """What all parts of the request are submitted with, so that the same weights answer them."""
+    return request.scope[WHOLE]
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:

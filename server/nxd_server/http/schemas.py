@@ -252,6 +252,16 @@ class AdapterBody(Body):
     path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
 
 
+class WeightsBody(Body):
+    """``POST /v1/weights``."""
+
+    path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
+    tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
+    timeout: float | None = Field(
+        None, gt=0, description="Seconds running requests may take to finish; by default weights_drain_timeout."
+    )
+
+
 class TokenizeBody(Body):
     """``POST /tokenize``: a text, or a conversation through the chat template."""
 

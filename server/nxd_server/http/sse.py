@@ -35,8 +35,8 @@ DONE = b"data: [DONE]\n\n"
 class ChunkWriter(Protocol):
     """Turns one route's events into chunks."""
 
-    def begin(self) -> bytes:
-        """What comes before the first event."""
+    def begin(self, weight_version: int | None) -> bytes:
+        """What comes before the first event: by now it is known which weights answer."""
         ...
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
@@ -81,13 +81,15 @@ class EventStream(Response):
     async def _write(
         self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
     ) -> None:
-        await _send(send, self._writer.begin())
+        begun = False
         while True:
             if item is None:
                 await _send(send, KEEP_ALIVE)
             else:
                 # Everything that is here already goes out in one write: a slow connection does not slow the loop.
-                chunks = [self._writer.event(*item)]
+                chunks = [] if begun else [self._writer.begin(generation.weight_version)]
+                begun = True
+                chunks.append(self._writer.event(*item))
                 failure: Exception | None = None
                 try:
                     while generation.unfinished and (more := generation.ready()) is not None:
