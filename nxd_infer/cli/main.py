@@ -106,7 +106,7 @@ def trace(
     cpu_target: CpuTarget = None,
     compiler_args: CompilerArgs = None,
     checkpoint: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Take the weights from this folder that save_checkpoint() wrote into, at any degree."),
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,

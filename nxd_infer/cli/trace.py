@@ -48,7 +48,7 @@ def run(
     workdir: Path | None = None,
     compiler_args: list[str] | None = None,
     plan_only: bool = False,
-    checkpoint: Path | None = None,
+    checkpoint: str | None = None,
     tag: str | None = None,
     lora_slots: int = 0,
     lora_rank: int = 16,

@@ -23,7 +23,7 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     if ".." in Path(name).parts:
         raise ForbiddenPathError(f"{field}: no '..' is followed; name the place itself, under {root}")
     found = _inside(base, base / name, field)
-    if found.is_dir():
+    if os.path.isdir(found):
         for folder, folders, files in os.walk(found):
             for entry in (*folders, *files):
                 path = Path(folder, entry)
@@ -32,7 +32,7 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
                     raise ForbiddenPathError(f"{field}: {path} is a link to a folder, which is not followed")
                 if not (inner.is_file() or inner.is_dir()):
                     raise RequestError(field, f"{path} is neither a file nor a folder")
-    elif not found.is_file():
+    elif not os.path.isfile(found):
         raise RequestError(field, f"there is no file or folder {name!r} under {root}")
     return found
 
@@ -40,7 +40,7 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
 def _inside(base: Path, path: Path, field: str) -> Path:
     try:
         found = path.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle, a name that is too long
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that no file can have
         raise RequestError(field, f"cannot be followed: {error}") from None
     if not found.is_relative_to(base):
         raise ForbiddenPathError(f"{field}: {str(path)!r} lies outside of {base}, or leads there")

@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from nxd_infer.errors import CheckpointError, ShardingError, WeightSchemaError
+from nxd_infer.errors import CheckpointError, NxdError, ShardingError, WeightSchemaError
 from nxd_server.paths import path_under
 from nxd_server.threads import in_thread
 
-from .errors import bad_request
+from .errors import ApiError, bad_request
 from .requests import context_of
 from .schemas import WeightsBody
 
@@ -37,6 +37,10 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
         version = await in_thread(swap, "nxd-weights")
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
         raise bad_request(f"the weights are unchanged: {error}", "path", "weights_refused") from error
+    except OSError as error:
+        if isinstance(error, NxdError):
+            raise
+        raise ApiError(503, f"the weights are unchanged: {error}", code="weights_unchanged") from error  # a full disk
     seconds = time.monotonic() - begin
     tag = "" if body.tag is None else f" ({body.tag})"
     logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
