@@ -133,6 +133,13 @@ class ServerSettings(BaseSettings):
                 raise ValueError(f"{word!r} is not NAME=PATH")
         return words
 
+    @field_validator("weights_root")
+    @classmethod
+    def _existing_root(cls, root: Path | None) -> Path | None:
+        if root is not None and not root.is_dir():
+            raise ValueError(f"{str(root)!r} is no directory")
+        return root
+
     @field_validator("admin_key")
     @classmethod
     def _no_empty_admin_key(cls, key: SecretStr | None) -> SecretStr | None:

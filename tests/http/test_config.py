@@ -81,6 +81,8 @@ def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
         ({"request_timeout": 0}, "request_timeout"), ({"max_queued_requests": -1}, "max_queued_requests"),
         ({"prot": 1}, "prot"), ({"api_keys": [""]}, "api_keys"), ({"api_keys": '["a"'}, "api_keys"),
         ({"request_timeout": float("nan")}, "request_timeout"), ({"drain_timeout": float("inf")}, "drain_timeout"),
+        ({"admin_key": " "}, "admin_key"), ({"weights_root": "/no/such/folder"}, "weights_root"),
+        ({"weights_drain_timeout": 0}, "weights_drain_timeout"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(arguments, word):
@@ -99,6 +101,15 @@ def test_a_wrong_file_is_named(tmp_path, text):
     with pytest.raises(SettingsError, match=r"\.toml"):
         (tmp_path / "a.toml").write_text("")
         load_settings(tmp_path / "a.toml")
+
+
+def test_the_admin_key_is_a_secret_and_no_other_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_ADMIN_KEY", "hunter2 ")
+    settings = load_settings(api_keys=["user"])
+    assert settings.admin() == b"hunter2" and settings.keys() == (b"user",)
+    assert "hunter2" not in repr(settings) and load_settings(admin_key="other").admin() == b"other"
+    with pytest.raises(SettingsError, match="admin_key is one of api_keys"):
+        load_settings(api_keys=["hunter2"]).keys()
 
 
 def test_a_file_of_keys_without_any_does_not_open_the_server(tmp_path):
