@@ -92,6 +92,11 @@ def availability() -> Availability:
     return Availability(True)
 
 
+def is_built() -> bool:
+    """Whether :func:`load` finds the library, so that nothing has to be compiled."""
+    return availability().ok and (source_hash() in _loaded or (_folder() / "libnxd.so").is_file())
+
+
 def load() -> NativeLibrary:
     """Build the library unless the cache has it, and register its operators unless this process has them.
 

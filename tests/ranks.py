@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Literal
 
-Transport = Literal["gloo", "shm"]
+Transport = Literal["gloo", "shm", "shared"]
+"""Process groups alone; shared memory alone, as compiled graphs have it; process groups whose ranks share memory."""
 GRACE = 2.0
 """Seconds the other ranks have to report after the first one failed."""
 
@@ -278,7 +279,7 @@ def _run(job: Job, connection: Any) -> Any:
         function: Any = importlib.import_module(job.module)
         for part in job.function.split("."):
             function = getattr(function, part)
-        connect = _gloo if job.collectives == "gloo" else _shm
+        connect = _shm if job.collectives == "shm" else _gloo
         try:
             with connect(job, segments):
                 return function(*job.arguments)
@@ -301,7 +302,11 @@ def _gloo(job: Job, segments: dict[str, int]):
         timeout=datetime.timedelta(seconds=job.timeout),
     )
     parallel_state.initialize_model_parallel(
-        job.degrees["tp"], job.degrees["pp"], context_parallel_size=job.degrees["cp"], timeout=job.comm_timeout
+        job.degrees["tp"],
+        job.degrees["pp"],
+        context_parallel_size=job.degrees["cp"],
+        timeout=job.comm_timeout,
+        shared_memory=job.collectives == "shared",
     )
     try:
         yield

@@ -1,5 +1,7 @@
 """Collectives over ``torch.distributed`` process groups (gloo on CPU, nccl on CUDA), with bounded waits.
 
+Ranks of one host whose group is gloo's can share memory instead: what they sum passes through no socket then.
+
 The groups are made by :func:`nxd_infer.parallel_state.initialize_model_parallel`. A failed operation leaves a group
 unusable, so the first failure is remembered and every later call raises it again at once.
 """
@@ -12,19 +14,25 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxd_infer.comm.process import process_start, process_state
+from nxd_infer.comm.shared import DTYPES, connect
+from nxd_infer.comm.shm import ShmCollectives
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from nxd_infer.native import NativeLibrary
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 HALF = (torch.bfloat16, torch.float16)
 EXIT_GRACE = 1.0
+UNKNOWN_HOST = -1
 
 
 class DistributedCollectives:
@@ -40,6 +48,7 @@ class DistributedCollectives:
         self._timeout = timeout
         self._failure: CollectiveError | None = None
         self._peers: list[list[int]] = []
+        self._shared: dict[str, ShmCollectives] = {}
 
     def exchange_identities(self, device: torch.device | None = None) -> None:
         """Tell every rank of the world which process this one is, so that an error can name a dead peer."""
@@ -47,6 +56,25 @@ class DistributedCollectives:
         everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
         dist.all_gather(everyone, mine)
         self._peers = [identity.tolist() for identity in everyone]
+
+    def share_memory(self, library: NativeLibrary | None) -> None:
+        """Let gloo groups whose ranks share this host exchange through shared memory from now on. All ranks call it.
+
+        ``library`` is None on a rank that has none. A group uses shared memory only when all of its ranks can.
+        """
+        for axis in self._groups:
+            ranks = self._context.axis(axis).ranks
+            hosts = {self._peers[rank][0] for rank in ranks}
+            if self.backend(axis) == "gloo" and len(hosts) == 1 and UNKNOWN_HOST not in hosts:
+                pid = self._peers[ranks[0]][1]
+                found = connect(self, self._context, axis, pid, library, self._timeout)
+                if found is not None:
+                    self._shared[axis] = found
+
+    def shared(self, axis: str, x: Tensor) -> ShmCollectives | None:
+        """The shared memory that ``x`` can be exchanged through; None where it goes through the process group."""
+        found = self._shared.get(axis)
+        return found if found is not None and x.device.type == "cpu" and x.dtype in DTYPES else None
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """The torch group of ``axis``; a group of this rank alone is made when its degree is 1."""
@@ -63,6 +91,8 @@ class DistributedCollectives:
             if op == "sum":
                 raise CollectiveError("all_reduce: booleans have no sum; use 'max' (any) or 'min' (all), or convert")
             return self.all_reduce(x.to(torch.uint8), axis, op).to(torch.bool)
+        if (shared := self.shared(axis, x)) is not None:
+            return self._remembering(lambda: shared.all_reduce(x, axis, op))
         if x.dtype in HALF and op == "sum":
             return self.all_reduce(x.float(), axis, op).to(x.dtype)
         y = x.clone(memory_format=torch.contiguous_format)
@@ -70,6 +100,8 @@ class DistributedCollectives:
         return y
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        if (shared := self.shared(axis, x)) is not None:
+            return self._remembering(lambda: shared.all_gather(x, axis, dim))
         degree = self._context.axis(axis).degree
         flat = _as_bytes(x)
         parts = [torch.empty_like(flat) for _ in range(degree)]
@@ -82,6 +114,8 @@ class DistributedCollectives:
             raise CollectiveError(
                 f"reduce_scatter: dimension {dim} of shape {tuple(x.shape)} does not divide by {here.degree} ranks"
             )
+        if (shared := self.shared(axis, x)) is not None:
+            return self._remembering(lambda: shared.reduce_scatter(x, axis, dim))
         if self.backend(axis) == "gloo":
             return self._gloo_reduce_scatter(x, axis, dim)
         wide = x.float() if x.dtype in HALF else x
@@ -103,6 +137,8 @@ class DistributedCollectives:
         return received.sum(0, dtype=torch.float32 if x.dtype in HALF else x.dtype).to(x.dtype)
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
+        if (shared := self.shared(axis, x)) is not None:
+            return self._remembering(lambda: shared.broadcast(x, axis, src))
         here = self._context.axis(axis)
         flat = _as_bytes(x).clone()
         self.run("broadcast", axis, lambda group: dist.broadcast(flat, here.ranks[src], group=group))
@@ -123,6 +159,8 @@ class DistributedCollectives:
 
     def close(self) -> None:
         """Destroy the groups; the default group belongs to whoever made it."""
+        while self._shared:
+            self._shared.popitem()[1].close()
         groups, self._groups = self._groups, {}
         for group in groups.values():
             if dist.is_initialized() and group is not dist.group.WORLD:
@@ -134,12 +172,24 @@ class DistributedCollectives:
 
     def run(self, what: str, axis: str, action: Callable[[dist.ProcessGroup], object]) -> None:
         """Call ``action`` with the group of ``axis``, turning what it raises into typed errors."""
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
+        self._raise_remembered()
         try:
             action(self.process_group(axis))
         except (RuntimeError, ValueError) as error:
             self._raise(what, axis, error)
+
+    def _remembering(self, action: Callable[[], Tensor]) -> Tensor:
+        """A collective through shared memory; a peer that it misses is missed by every later call too."""
+        self._raise_remembered()
+        try:
+            return action()
+        except CollectiveTimeoutError as failure:
+            self._failure = failure
+            raise
+
+    def _raise_remembered(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
 
     def _raise(self, what: str, axis: str, error: Exception) -> NoReturn:
         """Turn a transport's error into a typed one; only a lost or late peer spoils the transport for good."""
@@ -195,5 +245,5 @@ def _host_key() -> int:
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        return -1
+        return UNKNOWN_HOST
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -1,7 +1,8 @@
 """Collectives that run beside computation: ``start_...`` returns at once, ``Pending.wait()`` gives the result.
 
-They are for flat tensors that stay untouched in between, and for axes over ``torch.distributed``; over another
-transport the collective has run when ``start_...`` returns. Every rank of the axis starts the same ones in one order.
+They are for flat tensors that stay untouched in between, and for axes over a process group; over shared memory and
+other transports the collective has run when ``start_...`` returns. Every rank of the axis starts the same ones in one
+order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def start_all_reduce(x: Tensor, context: ParallelContext, axis: str) -> Pending:
     if context.axis(axis).degree == 1:
         return Pending(lambda: x)
     transport = collectives_of(context)
-    if not isinstance(transport, DistributedCollectives):
+    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
         done = transport.all_reduce(x, axis)
         return Pending(lambda: done)
     return _started(transport, "all_reduce", axis, lambda group: dist.all_reduce(x, group=group, async_op=True), x)
@@ -51,7 +52,7 @@ def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pend
         return Pending(lambda: x)
     _require_pieces(x, here.degree)
     transport = collectives_of(context)
-    if not isinstance(transport, DistributedCollectives):
+    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
         done = transport.reduce_scatter(x, axis, 0)
         return Pending(lambda: done)
     if transport.backend(axis) != "gloo":
@@ -83,7 +84,7 @@ def start_all_gather(x: Tensor, context: ParallelContext, axis: str) -> Pending:
     _require_pieces(x, here.degree)
     transport = collectives_of(context)
     pieces = x.chunk(here.degree)
-    if not isinstance(transport, DistributedCollectives):
+    if not isinstance(transport, DistributedCollectives) or transport.shared(axis, x) is not None:
         done = transport.all_gather(pieces[here.rank], axis, 0)
         return Pending(lambda: done)
     if transport.backend(axis) != "gloo":

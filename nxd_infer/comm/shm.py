@@ -131,14 +131,17 @@ class ShmCollectives:
         segments: Mapping[str, int],
         *,
         timeout: float = DEFAULT_TIMEOUT,
+        scope: str = "",
     ):
         """Connect this rank to its group of each axis in ``segments`` (axis name to descriptor, which stays the
-        caller's). ``timeout``: seconds a collective waits for its peers.
+        caller's). ``timeout``: seconds a collective waits for its peers. ``scope`` keeps groups of the same axis apart
+        in one process: those of compiled graphs have none.
 
         Raises CollectiveError when a descriptor is no segment of that degree, or an axis is connected already.
         """
         self._library = library
         self._context = context
+        self._scope = scope
         self._degrees = {axis: context.axis(axis).degree for axis in segments}
         self._ops = {name: library.op(name) for name in library.ops}
         self._connected: list[str] = []
@@ -146,7 +149,7 @@ class ShmCollectives:
             for axis, fd in segments.items():
                 here = context.axis(axis)
                 with self._typed_errors(axis):
-                    self._ops["comm_init"](axis, fd, here.rank, here.degree, 0, timeout)
+                    self._ops["comm_init"](axis + scope, fd, here.rank, here.degree, 0, timeout)
                 self._connected.append(axis)
         except BaseException:
             self.close()
@@ -154,41 +157,41 @@ class ShmCollectives:
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
         with self._typed_errors(axis):
-            return self._ops["all_reduce"](x.detach(), axis, op, self._degree(axis))
+            return self._ops["all_reduce"](x.detach(), axis + self._scope, op, self._degree(axis))
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
         with self._typed_errors(axis):
-            return self._ops["all_gather"](x.detach(), axis, dim, self._degree(axis))
+            return self._ops["all_gather"](x.detach(), axis + self._scope, dim, self._degree(axis))
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         with self._typed_errors(axis):
-            return self._ops["reduce_scatter"](x.detach(), axis, dim, self._degree(axis))
+            return self._ops["reduce_scatter"](x.detach(), axis + self._scope, dim, self._degree(axis))
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
         with self._typed_errors(axis):
-            return self._ops["broadcast"](x.detach(), axis, src, self._degree(axis))
+            return self._ops["broadcast"](x.detach(), axis + self._scope, src, self._degree(axis))
 
     def send(self, x: Tensor, axis: str, dst: int) -> None:
         with self._typed_errors(axis):
-            self._ops["send"](x.detach(), axis, dst)
+            self._ops["send"](x.detach(), axis + self._scope, dst)
 
     def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
         with self._typed_errors(axis):
-            return self._ops["recv"](x.detach(), axis, src)
+            return self._ops["recv"](x.detach(), axis + self._scope, src)
 
     def barrier(self, axis: str) -> None:
         with self._typed_errors(axis):
-            self._ops["barrier"](axis)
+            self._ops["barrier"](axis + self._scope)
 
     def count_step(self, axis: str = "tp") -> int:
         """Advance this rank's step counter, which :func:`read_counters` shows; returns it."""
         with self._typed_errors(axis):
-            return self._ops["comm_step"](axis)
+            return self._ops["comm_step"](axis + self._scope)
 
     def close(self) -> None:
         """Disconnect this process; the memory goes when every process has."""
         while self._connected:
-            self._ops["comm_close"](self._connected.pop())
+            self._ops["comm_close"](self._connected.pop() + self._scope)
 
     def _degree(self, axis: str) -> int:
         return self._degrees.get(axis, 0) or self._context.axis(axis).degree
@@ -201,7 +204,7 @@ class ShmCollectives:
             self._raise(axis, error)
 
     def _raise(self, axis: str, error: RuntimeError) -> NoReturn:
-        typed = typed_error(str(error))
+        typed = typed_error(str(error).replace(f"{axis}{self._scope}'", f"{axis}'"))
         if isinstance(typed, CollectiveTimeoutError):
             group = self._context.axis(axis).ranks
             typed.ranks = tuple(group[place] for place in typed.ranks if place < len(group))

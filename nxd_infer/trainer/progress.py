@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.trainer.tensorboard import Number, TensorBoardLogger, is_rank_zero, number
@@ -61,7 +62,7 @@ class TrainingProgress:
                 optimizer.zero_grad()
                 progress.step(loss, tokens=8 * 1024, grad_norm=optimizer.grad_norm)
 
-    On a terminal it is a progress bar; elsewhere a line every ``line_every`` seconds and one at the end.
+    On a terminal it is a bar; elsewhere a line at the first step, then every ``line_every`` seconds, and at the end.
 
     Args:
         total: the number of the last step; None when it is not known.
@@ -101,7 +102,8 @@ class TrainingProgress:
         """Steps done, those before this job included."""
         self._initial, self._log_every, self._line_every = initial, log_every, line_every
         self._logger = logger
-        self._start = self._drawn = time.monotonic()
+        self._start = time.monotonic()
+        self._drawn = -math.inf  # the first step is shown at once
         self._pace = Pace(self._start)
         self._loss: Number = float("nan")
         self._shows = is_rank_zero()
@@ -110,9 +112,9 @@ class TrainingProgress:
         if self._shows:
             self._console = console or _standard_error()
             if self._console.is_terminal:
-                self._bar = _bar(self._console)
-                self._task = self._bar.add_task(description, total=1.0 if total or seconds else None, note="")
-                self._bar.start()
+                bar = self._bar = _bar(self._console)
+                self._task = bar.add_task(description, total=1.0 if total or seconds else None, note="")
+                bar.start()
 
     def step(self, loss: Number, tokens: int = 0, **scalars: Number | None) -> None:
         """A step is done.
@@ -186,7 +188,7 @@ def _standard_error() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _bar(console: Console) -> Any:
+def _bar(console: Console) -> Progress:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (

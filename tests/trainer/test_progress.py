@@ -67,10 +67,9 @@ def test_quiet_between_lines():
     with TrainingProgress(console=console, line_every=3600, description="tuning") as progress:
         for _ in range(100):
             progress.step(1.0)
-        assert text.getvalue() == ""
-    assert text.getvalue() == "tuning  step 100  loss 1\n"
+        assert text.getvalue() == "tuning  step 1  loss 1\n", "a sign of life"
     progress.close()
-    assert text.getvalue().count("\n") == 1
+    assert text.getvalue() == "tuning  step 1  loss 1\ntuning  step 100  loss 1\n"
 
 
 def test_a_bar_on_a_terminal():
@@ -87,8 +86,9 @@ def test_a_time_instead_of_steps():
         console, text = output(terminal=False)
         with TrainingProgress(seconds=seconds, console=console) as progress:
             progress.step(1.0)
-        assert text.getvalue().startswith(f"training {share}  step 1  loss 1  ")
-        assert left in text.getvalue() and text.getvalue().endswith(" left\n")
+        last = text.getvalue().splitlines()[-1]
+        assert last.startswith(f"training {share}  step 1  loss 1  ")
+        assert left in last and last.endswith(" left")
 
 
 def test_the_documented_loop(tmp_path: Path, monkeypatch, capsys):
