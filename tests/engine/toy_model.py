@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from nxd_infer.errors import ModelClosedError
+from nxd_infer.errors import ModelClosedError, WeightSchemaError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 
 VOCAB = 97
@@ -23,9 +24,10 @@ EOS = (5, 6)
 TOP = 20
 
 
-def logits_of(prefix: np.ndarray) -> np.ndarray:
-    """Logits of the token after ``prefix``: float32 [VOCAB], a function of every token of it."""
-    return np.random.default_rng(zlib.crc32(prefix.astype(np.int64).tobytes())).standard_normal(VOCAB).astype("f4") * 2
+def logits_of(prefix: np.ndarray, weights: int = 0) -> np.ndarray:
+    """Logits of the token after ``prefix``: float32 [VOCAB], a function of every token of it and of the weights."""
+    seed = zlib.crc32(prefix.astype(np.int64).tobytes(), weights)
+    return np.random.default_rng(seed).standard_normal(VOCAB).astype("f4") * 2
 
 
 def choose(logits: np.ndarray, temperature: float, top_k: int, seed: int, position: int) -> int:
@@ -47,12 +49,13 @@ def masked(logits: np.ndarray, allowed: np.ndarray, bias_ids: np.ndarray, bias_v
 
 
 def naive_generate(
-    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0, stop_ids=()
-):
+    prompt, *, max_tokens, temperature=0.0, top_k=0, seed=0, max_len=10**6, ignore_eos=False, min_tokens=0,
+    stop_ids=(), weights=0,
+):  # fmt: skip
     """The tokens the model gives, one at a time from the whole prefix; includes the stopping token."""
     tokens, output = list(prompt), []
     while len(output) < min(max_tokens, max(1, max_len - len(prompt))):
-        logits = logits_of(np.array(tokens))
+        logits = logits_of(np.array(tokens), weights)
         stops = {*stop_ids, *(() if ignore_eos else EOS)}
         if len(output) < min_tokens:
             logits = logits.copy()
@@ -65,8 +68,19 @@ def naive_generate(
     return output
 
 
+class ToyWeights:
+    """Weights of a ToyModel, cut: one number."""
+
+    def __init__(self, seed):
+        self.seed, self.closed = seed, False
+
+    def close(self):
+        self.closed = True
+
+
 class ToyModel:
-    """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step."""
+    """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step, and
+    ``fail_update`` in place of new weights, which are a number or a file that holds one."""
 
     def __init__(self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=()):
         self.slots, self.max_len, self.delay = slots, max_len, delay
@@ -87,6 +101,8 @@ class ToyModel:
         self.steps: list[tuple[str, list[int]]] = []
         """Bucket and slots of every step that had a row of a request."""
         self.fail = lambda name, inputs: None
+        self.fail_update = lambda: None
+        self.weights = 0
         self.restarts = 0
         self.dead = False
         self.running = threading.Lock()
@@ -127,7 +143,7 @@ class ToyModel:
             assert slot == self.slots or arrays["prompt_length"][row] > 0
             self.cache[slot, start : start + length] = arrays["tokens"][row, :length]
             self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
-            raw = logits_of(self.cache[slot, : start + length])
+            raw = logits_of(self.cache[slot, : start + length], self.weights)
             chosen = self._sample(raw, arrays, row, start + length)
             logs = raw - np.log(np.exp(raw).sum())
             order = np.argsort(-logs)[:TOP].copy()
@@ -142,6 +158,20 @@ class ToyModel:
         return choose(
             logits, float(arrays["temperature"][row]), int(arrays["top_k"][row]), int(arrays["seed"][row]), position
         )
+
+    def cut_weights(self, weights, tag=None):
+        try:
+            return ToyWeights(int(weights.read_text()) if isinstance(weights, Path) else int(weights))
+        except ValueError as error:
+            raise WeightSchemaError(f"different: {error}") from error
+
+    def update_weights(self, new):
+        assert self.running.acquire(blocking=False), "new weights in the middle of a step"
+        try:
+            self.fail_update()
+            self.weights = new.seed
+        finally:
+            self.running.release()
 
     def restart(self):
         self.restarts += 1

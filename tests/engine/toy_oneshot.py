@@ -1,4 +1,5 @@
-"""A one-shot model whose every output tells whose input it was: per-row checksums over the live positions."""
+"""A one-shot model whose every output tells whose input it was: per-row checksums over the live positions, and which
+weights answered."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from nxd_infer.errors import ModelClosedError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
+from tests.engine.toy_model import ToyWeights
 
 
 def expected(row: torch.Tensor) -> torch.Tensor:
@@ -27,7 +29,7 @@ class ToyOneShot:
             buckets=[_bucket(b, s, pad_batch) for b, s in shapes],
             metadata={"task": "embed", "max_len": max(lengths), "vocab_size": 1000} if metadata is None else metadata,
         )  # fmt: skip
-        self.delay, self.dead, self.restarts = delay, False, 0
+        self.delay, self.dead, self.restarts, self.weights = delay, False, 0, 0
         self.fail = lambda name, inputs: None
         self.calls: list[tuple[str, int]] = []
         """Bucket and number of rows with anything live in them."""
@@ -45,7 +47,7 @@ class ToyOneShot:
                 assert list(inputs[spec.name].shape) == spec.shape and inputs[spec.name].dtype == spec.torch_dtype
             ids, mask = inputs["input_ids"], inputs["attention_mask"]
             self.calls.append((name, int((mask.sum(1) > 0).sum())))
-            rows = [expected(row[: int(live.sum())]) for row, live in zip(ids, mask, strict=True)]
+            rows = [expected(row[: int(live.sum())]) + self.weights for row, live in zip(ids, mask, strict=True)]
             return {"embedding": torch.stack(rows), "echo": ids.clone()}
         finally:
             self.running.release()
@@ -54,6 +56,12 @@ class ToyOneShot:
         """A call with the user's own routing: anything goes."""
         self.calls.append(("forward", inputs["input_ids"].shape[0]))
         return inputs["input_ids"].double().sum(1)
+
+    def cut_weights(self, weights, tag=None):
+        return ToyWeights(weights)
+
+    def update_weights(self, new):
+        self.weights = new.seed
 
     def restart(self):
         self.restarts += 1
