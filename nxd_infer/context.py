@@ -59,9 +59,22 @@ class RankLayout:
         first = rank - place * stride
         return Axis(axis, degree, place, tuple(first + i * stride for i in range(degree)))
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """Every group on ``axis``, each in order, sorted by first rank."""
-        return [list(ranks) for ranks in sorted({self.axis(axis, rank).ranks for rank in range(self.world_size)})]
+    def groups(self, axis: str, order: str = "ascending") -> list[list[int]]:
+        """Every group on ``axis``, sorted by first rank; each in the order of a ring, see :func:`ring_order`.
+
+        Ranks themselves are always ascending. For a launcher, the i-th entry of a group in another order is the device
+        (of a row of as many) for the group's i-th rank.
+        """
+        groups = sorted({self.axis(axis, rank).ranks for rank in range(self.world_size)})
+        places = ring_order(self.degree(axis), order)
+        return [[ranks[place] for place in places] for ranks in groups]
+
+    def replica_groups(self) -> list[list[int]]:
+        """Every group of ranks that hold the same weights: data parallel groups, joined over context parallelism."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault((self.axis("pp", rank).rank, self.axis("tp", rank).rank), []).append(rank)
+        return list(found.values())
 
 
 def rank_layout(
@@ -88,6 +101,25 @@ def rank_layout(
             f"{world_size} ranks; with these pipeline and context sizes the tensor parallel size can be one of {fits}"
         )
     return RankLayout(world_size, pp, world_size // product, cp, tp)
+
+
+RING_ORDERS = ("ascending", "ascending_descending")
+
+
+def ring_order(degree: int, order: str = "ascending") -> list[int]:
+    """In what order the members of a group of ``degree`` follow each other around a ring.
+
+    ``"ascending"``: 0, 1, 2, ...: one hop each, and one back over the whole length, for devices whose row is closed.
+    ``"ascending_descending"``: 0, 2, 4, ..., 5, 3, 1: up over the even places and down over the odd ones, so that no
+    hop, the closing one included, is longer than two devices of an open row.
+
+    Raises ParallelConfigError for another order.
+    """
+    if order not in RING_ORDERS:
+        raise ParallelConfigError(f"a ring's order must be one of {', '.join(map(repr, RING_ORDERS))}, got {order!r}")
+    if order == "ascending":
+        return list(range(degree))
+    return [*range(0, degree, 2), *reversed(range(1, degree, 2))]
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,91 @@
-"""``nxd-infer ckpt``: training checkpoints without processes, one tensor at a time."""
+"""``nxd-infer ckpt``: training checkpoints without processes, one tensor at a time.
+
+Each command takes a folder that ``save_checkpoint`` was given, one checkpoint in it, or a folder that the reference
+wrote. Files are compared with their checksums before they are used.
+"""
 
 from __future__ import annotations
 
 import datetime
 import math
+import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nxd_infer.cli.console import bar, console, size, table
+from nxd_infer.cli import compare
+from nxd_infer.cli.compare import Difference
+from nxd_infer.cli.console import bar, console, size, slow_bar, table
+from nxd_infer.cli.reshard import Resharding
 from nxd_infer.errors import CheckpointError, ModelConfigError
+from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, weight_layout
 from nxd_infer.parallel_layers.checkpoint_files import replacing
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.weights import write_safetensors
-from nxd_infer.trainer.checkpoint_folder import Checkpoint, complete_checkpoints, find_checkpoint
+from nxd_infer.trainer import reference_files
+from nxd_infer.trainer.checkpoint_folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
 from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
+from nxd_infer.trainer.reference_layouts import infer_layouts, read_rules
+from nxd_infer.trainer.storage import LocalStorage, storage_of
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Weights, and indexes of weights."""
+SHOWN = 24
+"""Rows of a table of differences."""
+
+
+def open_archive(
+    path: str | os.PathLike[str],
+    tag: str | None,
+    kinds: Iterable[str],
+    config: Path | None = None,
+    rules: Path | None = None,
+) -> AnyArchive:
+    """A checkpoint with the files of ``kinds`` verified. ``config`` or ``rules`` say what reference tensors are."""
+    theirs = _reference(path, tag)
+    if theirs is None:
+        archive = Archive(find_checkpoint(storage_of(path), tag))
+        archive.verify(kinds)
+        return archive
+    known = _layouts(config) if config is not None else {}
+    theirs.know({**infer_layouts(theirs, read_rules(rules) if rules else None, known), **known})
+    return theirs
+
+
+def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchive | None:
+    """The reference's checkpoint there, where it is not ours."""
+    storage = storage_of(path)
+    ours = holds_checkpoint(storage) if tag is None else any(c.tag == tag for c in complete_checkpoints(storage))
+    if ours or not isinstance(storage, LocalStorage) or reference_files.find(storage.root, tag) is None:
+        return None
+    return reference_files.open_reference(storage.root, tag)
+
+
+def _layouts(config: Path) -> dict[str, ParamLayout]:
+    """What the parameters of the model of a Hugging Face directory are made of, by each of their names."""
+    from nxd_models import registry
+
+    with torch.device("meta"):
+        layouts = weight_layout(registry.build(config))
+    return {**reference_files.one_by_one(layouts), **layouts}
 
 
 def inspect(path: Path, tag: str | None) -> None:
     """Print the checkpoints of a folder; with a tag its logical tensors."""
-    there = complete_checkpoints(path) if tag is None else [find_checkpoint(path, tag)]
-    if not there:
-        find_checkpoint(path, None)  # raises, and says what to do
-    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(found) for found in there])
+    theirs = _reference(path, tag)
+    if theirs is not None:
+        _inspect_reference(theirs)
+        return
+    storage = storage_of(path)
+    found = find_checkpoint(storage, tag)  # raises, and says what to do
+    there = [found] if tag is not None or not found.folder else complete_checkpoints(storage)
+    table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(one) for one in there])
     if tag is None:
         return
     archive = Archive(there[0])
@@ -55,15 +111,39 @@ def inspect(path: Path, tag: str | None) -> None:
 
 def _row(found: Checkpoint) -> tuple[str, ...]:
     saved = datetime.datetime.fromtimestamp(found.manifest["saved_at"]).isoformat(" ", "seconds")
-    degrees = " ".join(f"{axis} {degree}" for axis, degree in found.degrees.items() if degree > 1) or "1"
     files = found.manifest["files"]
     world = str(found.manifest["world_size"])
-    return found.tag, str(found.counter), saved, world, degrees, str(len(files)), size(sum(files.values()))
+    total = size(sum(files.values()))
+    return found.tag, str(found.counter), saved, world, _degrees(found.degrees), str(len(files)), total
 
 
-def consolidate(path: Path, out: Path, tag: str | None, dtype: str | None) -> Path:
+def _degrees(degrees: dict[str, int]) -> str:
+    return " ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
+
+
+def _inspect_reference(archive: ReferenceArchive) -> None:
+    """The tensors as the first tensor-parallel rank holds them: these files say no more."""
+    console.print(f"{archive.where}: written by neuronx_distributed, degrees {_degrees(archive.degrees)}", markup=False)
+    if any(archive.parts("optimizer")):
+        console.print("with the state of an optimizer")
+    rows = [
+        (name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+        for ranks in archive.stages()
+        for name, tensor in sorted(ranks[0].items())
+    ]
+    table(f"model: {len(rows)} tensors a tensor-parallel rank", ("name", "shape of a rank", "type"), rows)
+
+
+def consolidate(
+    path: Path,
+    out: Path,
+    tag: str | None,
+    dtype: str | None,
+    config: Path | None = None,
+    rules: Path | None = None,
+) -> Path:
     """Write the model of a checkpoint to ``out/model.safetensors``, whole or not at all; returns the file."""
-    source = RunsSource(Archive(find_checkpoint(path, tag)).pieces("model"))
+    source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
     wanted = getattr(torch, dtype) if dtype else None
 
     def stored(name: str) -> torch.dtype:
@@ -87,13 +167,89 @@ def consolidate(path: Path, out: Path, tag: str | None, dtype: str | None) -> Pa
     return out / WEIGHTS
 
 
-def export_hf(path: Path, out: Path, config: Path, tag: str | None, dtype: str | None) -> None:
+def reshard(
+    path: Path,
+    out: Path,
+    tp: int,
+    dp: int | None,
+    tag: str | None,
+    config: Path | None = None,
+    rules: Path | None = None,
+) -> None:
+    """Write a checkpoint anew into the folder ``out``, as a job of other degrees would have saved it."""
+    archive = open_archive(path, tag, ["model", "optimizer", "values"], config, rules)
+    target = storage_of(out)
+    taken = (Path(path).resolve(), Path(archive.where).resolve())
+    if isinstance(target, LocalStorage) and target.root.resolve() in taken:
+        raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
+    work = Resharding(archive, tp, dp)
+    name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
+    with slow_bar(f"writing {target.where()}", work.steps) as advance:
+        work.write(target, name, advance)
+    for note in work.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(
+        f"{target.where(name)}: {work.steps} tensors for {work.tp * work.dp} rank(s), tp {work.tp} dp {work.dp} "
+        f"(was {_degrees(archive.degrees)})",
+        markup=False,
+    )
+
+
+def diff(
+    first: Path,
+    second: Path,
+    tolerance: float,
+    weights_only: bool,
+    config: Path | None = None,
+    rules: Path | None = None,
+) -> int:
+    """Compare two checkpoints; the exit status: 1 when they differ by more than ``tolerance``."""
+    kinds = []
+    for path in (first, second):
+        weights = _plain_weights(path)
+        if weights is not None:
+            kinds.append({"weights": weights})
+            continue
+        files = ["model"] if weights_only else ["model", "optimizer"]
+        kinds.append(compare.logical_tensors(open_archive(path, None, files, config, rules), weights_only))
+    total = compare.count(*kinds)
+    with slow_bar("comparing", total) as advance:
+        found = list(compare.differences(kinds[0], kinds[1], advance))
+    found.sort(key=lambda one: (not one.fatal, -one.relative, one.kind, one.name))
+    beyond = [one for one in found if one.fatal or one.relative > tolerance or (one.problem and not tolerance)]
+    if found:
+        rows = [(one.name, one.kind, one.problem, *_numbers(one)) for one in found[:SHOWN]]
+        table("", ("tensor", "of", "what", "max |a-b|", "relative"), rows)
+    if len(found) > SHOWN:
+        console.print(f"... and {len(found) - SHOWN} more")
+    console.print(
+        f"{total} tensors compared, {len(found)} differ, {len(beyond)} by more than the tolerance of {tolerance:g}"
+    )
+    return int(bool(beyond))
+
+
+def _plain_weights(path: Path) -> WeightSource | None:
+    """Unsharded weights, where the path is of safetensors and not of a checkpoint."""
+    storage = storage_of(path)
+    if not storage.local or holds_checkpoint(storage) or _reference(path, None) is not None:
+        return None
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return SafetensorsSource(path) if files else None
+
+
+def _numbers(one: Difference) -> tuple[str, str]:
+    return ("", "") if one.fatal else (f"{one.largest:.3g}", f"{one.relative:.3g}")
+
+
+def export_hf(
+    path: Path, out: Path, config: Path, tag: str | None, dtype: str | None, rules: Path | None = None
+) -> None:
     """:func:`consolidate` beside the configuration and the tokenizer of ``config``."""
     if not (config / CONFIG).is_file():
         raise ModelConfigError(f"{config} has no {CONFIG}: give the directory of the model that was trained")
     if out.exists() and out.samefile(config):
         raise CheckpointError(f"{out} is the directory of the configuration itself; write to another one")
-    consolidate(path, out, tag, dtype)
+    consolidate(path, out, tag, dtype, config, rules)
     for file in sorted(config.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_COPIED):
             shutil.copyfile(file, out / file.name)

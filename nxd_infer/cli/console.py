@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -37,9 +38,8 @@ def memory() -> tuple[int, int]:
     return fields["MemTotal"], fields["MemAvailable"]
 
 
-@contextmanager
-def bar() -> Iterator[Progress]:
-    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not."""
+def _progress() -> Progress:
+    """A bar where the total is known, a spinner with elapsed time where it is not."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -48,8 +48,30 @@ def bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=False) as progress:
+    return Progress(*columns, console=console, transient=False)
+
+
+@contextmanager
+def bar() -> Iterator[Progress]:
+    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not."""
+    with _progress() as progress:
         yield progress
+
+
+@contextmanager
+def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Callable[[], None]]:
+    """A bar that shows itself when the work takes longer than ``after`` seconds; call what it gives at each step."""
+    progress = _progress()
+    task = progress.add_task(description, total=total, note="")
+    timer = threading.Timer(after, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda: progress.advance(task)
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
 
 
 @contextmanager

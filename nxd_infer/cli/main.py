@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from nxd_infer.cli.ckpt_app import DType, ckpt
 from nxd_infer.errors import NxdError
 
 app = typer.Typer(
@@ -23,11 +24,6 @@ app = typer.Typer(
 )
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
-
-
-class DType(str, enum.Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Backend(str, enum.Enum):
@@ -267,44 +263,7 @@ def verify(
     raise typer.Exit(run(artifact, model_dir, tolerance, seed))
 
 
-ckpt = typer.Typer(help="Look at training checkpoints and take weights out of them, offline.", no_args_is_help=True)
 app.add_typer(ckpt, name="ckpt")
-CheckpointDir = Annotated[Path, typer.Argument(help="The folder that save_checkpoint() was given.", show_default=False)]
-Tag = Annotated[str | None, typer.Option(help="Which checkpoint. Default: the newest complete one.")]
-WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
-StoredType = Annotated[DType | None, typer.Option(help="Type of floating-point weights. Default: as they were saved.")]
-
-
-@ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
-def inspect(path: CheckpointDir, tag: Tag = None) -> None:
-    """List the complete checkpoints of a folder, and with a tag the logical tensors of one."""
-    from nxd_infer.cli import ckpt as tools
-
-    tools.inspect(path, tag)
-
-
-@ckpt.command(epilog="Example:  nxd-infer ckpt consolidate ./ckpts --out ./weights")
-def consolidate(path: CheckpointDir, out: WeightsDir, tag: Tag = None, dtype: StoredType = None) -> None:
-    """Write the whole model of a checkpoint of any degrees as one safetensors file, one tensor in memory at a time."""
-    from nxd_infer.cli import ckpt as tools
-
-    tools.consolidate(path, out, tag, dtype.value if dtype else None)
-
-
-@ckpt.command(epilog="Example:  nxd-infer ckpt export-hf ./ckpts --config ./llama --out ./llama-tuned")
-def export_hf(
-    path: CheckpointDir,
-    out: WeightsDir,
-    config: Annotated[
-        Path, typer.Option(help="A Hugging Face model directory: its configuration and tokenizer.", show_default=False)
-    ],
-    tag: Tag = None,
-    dtype: StoredType = None,
-) -> None:
-    """Write a Hugging Face model directory: the checkpoint's weights with the configuration of another directory."""
-    from nxd_infer.cli import ckpt as tools
-
-    tools.export_hf(path, out, config, tag, dtype.value if dtype else None)
 
 
 @app.command(epilog="Example:  nxd-infer doctor")

@@ -23,6 +23,7 @@ from torch import Tensor
 from nxd_infer import comm
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.params import ParamLayout
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
             "shape": list(piece.param.shape),
             "layout": layout.rank_layout(context.tp.degree, context.tp.rank).to_json(),
             "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
+            "plans": describe_plans(layout),
             "values": scalars,
         }
     groups = [

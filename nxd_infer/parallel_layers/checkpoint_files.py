@@ -8,10 +8,12 @@ ever unpickled with the right to run code.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import secrets
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,28 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sha256_of(path: Path) -> str:
+    """The checksum of a file, read once from front to back; without the GIL, so beside other work."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def parse_json(text: bytes | str) -> Any:
+    """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
     """Remove what an interrupted save left, and with ``keep`` every tensor file that is not named in it."""
     for file in folder.iterdir():
@@ -265,15 +289,23 @@ class _TensorReference:
     tid: int
 
 
-def read_pickle(path: Path) -> Any:
+def is_pickle(path: Path) -> bool:
+    """Whether it is a file of ``torch.save``."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    return start[:1] == b"\x80" or start == b"PK"
+
+
+def read_pickle(path: Path, mapped: bool = False) -> Any:
     """A file of ``torch.save``, tensors and plain values only.
 
+    ``mapped`` leaves the tensors in the file until they are read, where its form allows that.
     Raises CheckpointError for anything else, naming what it would have called; none of it is run.
     """
     stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
     try:
         with torch.serialization.safe_globals([stand_in]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # whatever a damaged file makes of the unpickler
@@ -284,13 +316,13 @@ def read_pickle(path: Path) -> Any:
         ) from error
 
 
-def read_reference_xser(path: Path) -> Any:
+def read_reference_xser(path: Path, mapped: bool = False) -> Any:
     """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``."""
     folder = tensors_folder(path)
 
     def visit(item: Any) -> Any:
         if isinstance(item, _TensorReference):
-            return read_pickle(folder / f"tensor_{int(item.tid)}.pt")
+            return read_pickle(folder / f"tensor_{int(item.tid)}.pt", mapped)
         if isinstance(item, dict):
             return {key: visit(value) for key, value in item.items()}
         if isinstance(item, list | tuple):

@@ -163,7 +163,7 @@ def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, An
         raise CheckpointError(f"{path} was saved {was} save_xser; pass load_xser={use}")
     facts: dict[str, Any] = {}
     if xser:
-        if _is_pickle(path):
+        if files.is_pickle(path):
             value = files.read_reference_xser(path)
         else:
             value, facts = files.read_many_files(path)
@@ -256,12 +256,6 @@ def _require_other_form_absent(path: Path, there: bool, how: str) -> None:
             f"{path} is there already, saved {how}; save to another directory, or remove it first "
             "(one directory holds one kind of checkpoint)"
         )
-
-
-def _is_pickle(path: Path) -> bool:
-    with open(path, "rb") as file:
-        start = file.read(2)
-    return start[:1] == b"\x80" or start == b"PK"
 
 
 def _what_is_there(root: Path) -> str:

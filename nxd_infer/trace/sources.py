@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
     Raises CheckpointError when there is no such checkpoint, it holds no weights of a module, or it is damaged.
     """
     if isinstance(weights, str | os.PathLike):
-        return _stored(Path(weights), tag)
+        return _stored(weights, tag)
     if tag is not None:
         raise CheckpointError(f"the tag {tag!r} names a checkpoint in a folder, and {type(weights).__name__} is none")
     if isinstance(weights, nn.Module):
@@ -36,21 +35,21 @@ def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
     return as_source(weights)
 
 
-def _stored(path: Path, tag: str | None) -> WeightSource:
-    from nxd_infer.trainer.checkpoint_folder import complete_checkpoints, find_checkpoint
+def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
+    from nxd_infer.trainer.checkpoint_folder import find_checkpoint, holds_checkpoint
     from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+    from nxd_infer.trainer.storage import storage_of
 
-    if tag is not None or complete_checkpoints(path):
-        found = find_checkpoint(path, tag)
-    else:  # a folder of one checkpoint, or no checkpoint at all
-        found = next((one for one in complete_checkpoints(path.parent) if one.folder == path), None)
-    if found is None:
+    storage = storage_of(path)
+    if tag is None and not holds_checkpoint(storage):
         return as_source(path)
-    source = RunsSource(Archive(found).pieces("model"))
+    archive = Archive(find_checkpoint(storage, tag))
+    archive.verify(["model"])
+    source = RunsSource(archive.pieces("model"))
     adapter = sorted(name for name in source.keys() if ".lora_" in name)  # noqa: SIM118  (a source is no mapping)
     if adapter:
         raise CheckpointError(
-            f"{found.folder} holds a LoRA adapter beside the weights ({adapter[0]}, ...), which a traced model does "
+            f"{archive.where} holds a LoRA adapter beside the weights ({adapter[0]}, ...), which a traced model does "
             "not take: save with LoraConfig(save_lora_base=True, merge_lora=True), or give the model itself"
         )
     return source

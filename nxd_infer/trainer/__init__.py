@@ -12,6 +12,7 @@
 
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from nxd_infer.trainer.config import neuronx_distributed_config
+from nxd_infer.trainer.data import ResumableLoader
 from nxd_infer.trainer.model import NxDModel
 from nxd_infer.trainer.optimizer import NxDOptimizer
 from nxd_infer.trainer.progress import TrainingProgress
@@ -23,6 +24,7 @@ from nxd_infer.trainer.weights import gather_weights
 __all__ = [
     "NxDModel",
     "NxDOptimizer",
+    "ResumableLoader",
     "TensorBoardLogger",
     "TrainingProgress",
     "gather_weights",

@@ -6,9 +6,10 @@ pickled. :mod:`nxd_infer.trainer.checkpoint_folder` says what lies where.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import in_turns, world_max
+from nxd_infer.parallel_layers.checkpoint_files import pack
 from nxd_infer.trainer import checkpoint_folder as folders
-from nxd_infer.trainer.checkpoint_optimizer import load_optimizer
+from nxd_infer.trainer import reference_files
+from nxd_infer.trainer.checkpoint_optimizer import load_optimizer, optimizer_layouts
 from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
 from nxd_infer.trainer.checkpoint_write import (
     Content,
+    checksums,
     collect,
     local_module,
     outstanding,
@@ -34,10 +38,16 @@ from nxd_infer.trainer.checkpoint_write import (
     wait_for_ranks,
     write_rank,
 )
+from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
+from nxd_infer.trainer.storage import LocalStorage, Storage, storage_of
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 WORKERS = range(1, 33)
+NOTHING, REFERENCE = 0, 1 << 62
+"""Instead of the number of a checkpoint. The largest of all ranks counts, and only rank 0 looks."""
+
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -54,20 +64,20 @@ def save_checkpoint(
     zero1_optimizer: bool = False,
     *,
     nxd_config: Mapping[str, Any] | None = None,
+    dataloader: Any = None,
 ) -> None:
     """Save a training job under ``path/tag``, all or nothing. Every rank calls it, and ``path`` is shared by them.
 
     Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
 
     Args:
-        path: the folder of the job's checkpoints.
+        path: the folder of the job's checkpoints, or ``s3://bucket/prefix`` (with boto3).
         tag: the name of this one; one of the same name is replaced in the end.
         model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
         optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
             writes its share, float32 masters included.
         scheduler: anything with ``state_dict()`` of plain values and tensors.
-        user_content: tensors, numbers, text, None, and dictionaries, lists and tuples of them; rank 0's is saved. The
-            place for the position in the data.
+        user_content: tensors, numbers, text, None, and dictionaries, lists and tuples of them; rank 0's is saved.
         num_workers: ranks that write at the same time, 1 to 32.
         use_xser: all ranks write at the same time, whatever ``num_workers`` is.
         num_kept_ckpts: remove all but so many newest checkpoints of ``path`` once this one is whole; None keeps all.
@@ -76,6 +86,8 @@ def save_checkpoint(
             what went wrong.
         zero1_optimizer: an ``optimizer`` that is a dictionary differs between data-parallel ranks.
         nxd_config: accepted; the model and the optimizer know their configuration.
+        dataloader: anything with ``state_dict()`` that knows the position in the data, such as
+            :class:`~nxd_infer.trainer.data.ResumableLoader`; every rank's is saved.
 
     The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents cannot be
     represented or a rank cannot write.
@@ -84,22 +96,23 @@ def save_checkpoint(
     if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
         raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
     tag = folders.checked_tag(tag)
-    context, root = current_context(), Path(path)
+    context, storage = current_context(), storage_of(path)
     values = {"user_content": user_content}
     if scheduler is not None:
         values["scheduler"] = scheduler.state_dict()
+    own_values = {} if dataloader is None else {"dataloader": dataloader.state_dict()}
     contents: list[Content] = []
 
     def prepare() -> None:
         outstanding.wait()
-        contents.append(collect(context, model, optimizer, zero1_optimizer, values, copy=async_save))
+        contents.append(collect(context, model, optimizer, zero1_optimizer, values, own_values, copy=async_save))
 
     _together(context, prepare)
     inner = local_module(model) if isinstance(model, nn.Module) else None
     if isinstance(inner, LoRAModel):
         contents[0].adapter = collect_adapter(inner)  # a collective
-    counter = _number_of(context, lambda: folders.begin(root, tag))
-    folder = folders.folder_of(root, counter)
+    counter = _number_of(context, lambda: folders.begin(storage, tag))
+    folder = folders.folder_of(storage, tag, counter)
     facts = {
         "world_size": context.world_size,
         "degrees": {axis: context.axis(axis).degree for axis in AXES},
@@ -107,12 +120,13 @@ def save_checkpoint(
     }
 
     def write() -> None:
-        write_rank(folder, context.rank, contents[0])
+        write_rank(storage, folder, context.rank, contents[0])
 
     def finish() -> None:
         if context.rank == 0:
-            wait_for_ranks(folder, context.world_size)
-            folders.finish(root, tag, counter, facts, num_kept_ckpts)
+            wait_for_ranks(storage, folder, context.world_size)
+            sha256 = checksums(storage, folder, context.world_size)
+            folders.finish(storage, tag, counter, facts, sha256, num_kept_ckpts)
 
     def write_and_finish() -> None:
         try:
@@ -120,18 +134,18 @@ def save_checkpoint(
             finish()
         except Exception:
             if context.rank == 0:
-                folders.abandon(root, counter)
+                folders.abandon(storage, tag, counter)
             raise
 
     if async_save:
-        outstanding.start(folder, context.rank, write_and_finish)
+        outstanding.start(storage, folder, context.rank, write_and_finish)
         return
     try:
         in_turns(context, context.world_size if use_xser else num_workers, write, of_world=True)
         _together(context, finish)
     except Exception:
         if context.rank == 0:
-            folders.abandon(root, counter)
+            folders.abandon(storage, tag, counter)
         raise
 
 
@@ -143,30 +157,49 @@ def load_checkpoint(
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
+    *,
+    dataloader: Any = None,
+    verify: bool = True,
 ) -> Any:
     """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
 
+    A folder that the reference wrote can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
+    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.trainer.reference_files`.
+
     Args:
-        path, tag: where; without a tag the newest complete checkpoint.
+        path, tag: where; without a tag the newest complete checkpoint. Where there is none yet, nothing is loaded, so
+            that a job's first start is like every other; a tag that is not there is an error.
         model, optimizer, scheduler: are given what was saved of them. An optimizer is loaded after its model. With an
             optimizer the random generators go on too, where the degrees are those of the saving job.
         num_workers: ranks that read at the same time, 1 to 32.
         strict: False leaves parameters alone that the checkpoint does not hold, and passes over what only it holds.
+        dataloader: anything with ``load_state_dict()``, is given the position in the data: of the same rank at the
+            degrees of the save; at others the one that all ranks had.
+        verify: compare the files with their checksums before anything is changed. Each file is read for it once, by
+            one rank, and is in memory when the ranks read their parts.
 
     Returns the user contents, None without. At equal degrees training goes on bit by bit.
 
-    Raises CheckpointError when there is no complete checkpoint, a file is missing or damaged, or the checkpoint holds
-    none of what is asked for; WeightMismatchError, which lists names and shapes, when it is of another model.
+    Raises CheckpointError when there is no complete checkpoint of the tag, a file is missing or damaged (by name), or
+    the checkpoint holds none of what is asked for; WeightMismatchError, which lists names and shapes, when it is of
+    another model.
     """
     _check_workers(num_workers)
-    context, root = current_context(), Path(path)
+    context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    counter = _number_of(context, lambda: folders.find_checkpoint(root, tag).counter)
+    counter = _number_of(context, lambda: _find(storage, tag))
+    if counter == NOTHING:
+        if context.rank == 0:
+            logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
+        return None
+    archive = _open(storage, counter, tag, context, verify)
+    wanted = {"model": model, "optimizer": optimizer}
+    kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
+    in_turns(context, num_workers, lambda: archive.verify(kinds, context.rank, context.world_size), of_world=True)
     user_content: list[Any] = []
 
     def read() -> None:
-        archive = _open(root, counter, context)
         if model is not None:
             _load_model(model, archive, strict, context)
         if optimizer is not None:
@@ -174,10 +207,14 @@ def load_checkpoint(
         values = archive.value(0, "values")
         if scheduler is not None:
             if "scheduler" not in values:
-                raise CheckpointError(f"{archive.checkpoint.folder} holds no scheduler; it was saved without")
+                raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
             scheduler.load_state_dict(values["scheduler"])
+        if dataloader is not None:
+            dataloader.load_state_dict(data_position(archive, context))
         if optimizer is not None and _same_degrees(archive, context):
-            restore_random_state(archive.value(context.rank, "values")["random"])
+            random_state = archive.value(context.rank, "values").get("random")
+            if random_state is not None:
+                restore_random_state(random_state)
         user_content.append(values["user_content"])
 
     in_turns(context, num_workers, read, of_world=True)
@@ -186,7 +223,10 @@ def load_checkpoint(
 
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
     """Whether :func:`load_checkpoint` would find a complete checkpoint."""
-    return any(tag is None or found.tag == tag for found in folders.complete_checkpoints(Path(path)))
+    storage = storage_of(path)
+    if any(tag is None or found.tag == tag for found in folders.complete_checkpoints(storage)):
+        return True
+    return isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None
 
 
 def wait_for_save() -> None:
@@ -214,41 +254,85 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     return world_max(context, number[0] if number else 0)
 
 
-def _open(root: Path, counter: int, context: ParallelContext) -> Archive:
-    for checkpoint in folders.complete_checkpoints(root):
-        if checkpoint.counter == counter:
-            return Archive(checkpoint)
-    raise CheckpointError(
-        f"rank {context.rank} does not see the checkpoint number {counter} of {root} that rank 0 sees: the folder must "
-        "be on a file system that all ranks share"
-    )
+def _find(storage: Storage, tag: str | None) -> int:
+    """The number of the checkpoint to load, NOTHING, or REFERENCE for one that the reference wrote."""
+    if tag is None:
+        ours = folders.holds_checkpoint(storage)
+    else:
+        ours = any(found.tag == tag for found in folders.complete_checkpoints(storage))
+    if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
+        return REFERENCE
+    if tag is None and not ours:
+        return NOTHING
+    return folders.find_checkpoint(storage, tag).counter
 
 
-def _same_degrees(archive: Archive, context: ParallelContext) -> bool:
-    return all(archive.checkpoint.degrees[axis] == context.axis(axis).degree for axis in AXES)
+def _open(storage: Storage, counter: int, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive:
+    """The checkpoint that rank 0 has found, on every rank."""
+
+    def find() -> None:
+        if counter == REFERENCE and isinstance(storage, LocalStorage):
+            found.append(reference_files.open_reference(storage.root, tag))
+            return
+        checkpoint = folders.find_checkpoint(storage, tag)
+        if checkpoint.counter != counter:
+            raise CheckpointError(
+                f"rank {context.rank} does not see the checkpoint number {counter} of {storage.where()} that rank 0 "
+                "sees: the folder must be on a file system that all ranks share"
+            )
+        found.append(Archive(checkpoint, verify))
+
+    found: list[AnyArchive] = []
+    _together(context, find)
+    return found[0]
 
 
-def _whole(kind: str, archive: Archive, context: ParallelContext) -> Any | None:
+def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
+    """What to give this rank's data loader."""
+    ranks = [archive.value(rank, "values") for rank in range(math.prod(archive.degrees.values()))]
+    missing = [rank for rank, values in enumerate(ranks) if "dataloader" not in values]
+    if missing:
+        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
+    if _same_degrees(archive, context):
+        return ranks[context.rank]["dataloader"]
+    first, *others = (pack(values["dataloader"]) for values in ranks)
+    if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
+        raise CheckpointError(
+            f"{archive.where} holds another position in the data for each rank, so it goes on at the degrees of the "
+            f"save only, {dict(archive.degrees)}; a trainer.data.ResumableLoader can go on at any"
+        )
+    return ranks[0]["dataloader"]
+
+
+def _same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
+    return all(archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
+
+
+def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:
     """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
     parts = dict(archive.parts(kind))
     if not any("structure" in part for part in parts.values()):
         return None
     if not _same_degrees(archive, context):
         raise CheckpointError(
-            f"the {kind} of {archive.checkpoint.folder} was saved as a dictionary at "
-            f"{dict(archive.checkpoint.degrees)}; it can be loaded at these degrees only: save the "
+            f"the {kind} of {archive.where} was saved as a dictionary at "
+            f"{dict(archive.degrees)}; it can be loaded at these degrees only: save the "
             "object itself to load it at others"
         )
     rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
     return archive.value(rank, kind)
 
 
-def _load_model(model: nn.Module, archive: Archive, strict: bool, context: ParallelContext) -> None:
+def _load_model(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> None:
     module = local_module(model)
     state = _whole("model", archive, context)
     if state is not None:
         module.load_state_dict(state, strict=strict)
         return
+    if isinstance(archive, ReferenceArchive):
+        if isinstance(module, LoRAModel):
+            raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
+        archive.know(weight_layout(module))
     source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
     if isinstance(module, LoRAModel):
         module.load_weights(source, rank, degree, strict)
@@ -264,11 +348,13 @@ def _load_model(model: nn.Module, archive: Archive, strict: bool, context: Paral
         fill_tensor(here[name], source, layout.rank_layout(degree, rank))
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, archive: Archive, context: ParallelContext) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, archive: AnyArchive, context: ParallelContext) -> None:
     state = _whole("optimizer", archive, context)
     if state is not None:
         optimizer.load_state_dict(state)
     elif isinstance(optimizer, NxDOptimizer):
+        if isinstance(archive, ReferenceArchive):
+            archive.know(optimizer_layouts(optimizer), optimizer.names)
         load_optimizer(optimizer, archive, context)
     else:
         raise CheckpointError(

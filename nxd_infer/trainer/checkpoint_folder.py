@@ -2,8 +2,8 @@
 
 ::
 
-    ckpts/step_100/manifest.json                  what was saved, by how many ranks, and every file with its size
-                   done                           written last: the checkpoint is whole
+    ckpts/step_100/manifest.json                  what was saved, by how many ranks, every file with its size and sha256
+                   done                           written last: the checkpoint is whole; the manifest's sha256
                    rank_00000.json ...            the runs: what each tensor of this rank's files is made of
                    rank_00000.safetensors ...     its random state; of rank 0 the tensors of user contents too
                    model.tp_rank_00.pp_rank_00.safetensors
@@ -11,22 +11,26 @@
     ckpts/.saving-00000007/                       being written, renamed to its tag when it is whole
 
 A checkpoint is known by its manifest, not by the name of its folder: whatever holds ``done`` is whole, so a job killed
-between ``done`` and the rename has saved. The next save tidies up. One job at a time saves into a folder.
+between ``done`` and the rename has saved. The next save tidies up. One job at a time saves into a folder. In a bucket,
+which cannot rename, the folder is ``step_100.00000007`` from the first file on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-import shutil
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_files import replacing, sync_directory
+from nxd_infer.parallel_layers.checkpoint_files import parse_json, sha256_of
+from nxd_infer.trainer.storage import Storage
 
 FORMAT = "nxd-checkpoint 1.0"
 MANIFEST = "manifest.json"
@@ -34,14 +38,14 @@ DONE = "done"
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
 _SAVING = ".saving-"
-_REMOVING = ".removing-"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One whole checkpoint."""
 
-    folder: Path
+    storage: Storage
+    folder: str
     manifest: Mapping[str, Any]
 
     @property
@@ -58,58 +62,156 @@ class Checkpoint:
         """Of the job that saved it, by axis."""
         return self.manifest["degrees"]
 
+    @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return self.storage.where(self.folder)
+
+    def path(self, name: str) -> Path:
+        """A file of it, to be opened. Raises CheckpointError when it is not there any more."""
+        try:
+            return self.storage.path(_inside(self.folder, name))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"the checkpoint {self.where} is damaged: {name} is missing") from error
+
+    def read(self, name: str) -> bytes:
+        """The contents of a small file, checked. Raises CheckpointError when it is missing or not what was written."""
+        try:
+            data = self.storage.read(_inside(self.folder, name))
+        except OSError as error:
+            raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
+        self._compare(name, hashlib.sha256(data).hexdigest())
+        return data
+
     def require_files(self) -> None:
         """Raise CheckpointError, naming them, when files are missing or of another size than they were written."""
+        there = self.storage.files(self.folder)
         wrong = []
         for name, size in self.manifest["files"].items():
-            path = self.folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                wrong.append(f"{name} is missing" if found is None else f"{name} has {found} bytes instead of {size}")
+            if name not in there:
+                wrong.append(f"{name} is missing")
+            elif there[name] != size:
+                wrong.append(f"{name} has {there[name]} bytes instead of {size}")
         if wrong:
             shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise CheckpointError(
-                f"the checkpoint {self.folder} of {self.manifest['world_size']} ranks is damaged: {shown}; restore "
+                f"the checkpoint {self.where} of {self.manifest['world_size']} ranks is damaged: {shown}; restore "
                 "the files, or load another tag"
             )
 
+    def verify(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError when one of these files is not what was written, byte for byte.
 
-def complete_checkpoints(root: Path) -> list[Checkpoint]:
+        The files are read once from front to back, so that whoever reads them next finds them in memory.
+        """
+        known = self.manifest.get("sha256", {})  # the first checkpoints had none
+        for name in names:
+            if name in known:
+                self._compare(name, sha256_of(self.path(name)))
+
+    def _compare(self, name: str, found: str) -> None:
+        recorded = self.manifest.get("sha256", {}).get(name, found)
+        if found != recorded:
+            raise CheckpointError(
+                f"{self.where}/{name} differs from its checksum (sha256 {found[:12]}..., recorded {recorded[:12]}...): "
+                "it was damaged or changed after it was saved; restore the file, or load another tag"
+            )
+
+
+def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
     """The whole checkpoints of a folder, oldest first; one a tag."""
-    newest: dict[str, Checkpoint] = {}
-    for folder in root.iterdir() if root.is_dir() else ():
-        found = None if folder.name.startswith(_REMOVING) else _read(folder)
-        if found and (found.tag not in newest or newest[found.tag].counter < found.counter):
-            newest[found.tag] = found
-    return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter)
+    return _survey(storage)[0]
 
 
-def find_checkpoint(root: Path, tag: str | None) -> Checkpoint:
-    """The checkpoint of ``tag``, or the newest one. Raises CheckpointError, which lists those that there are."""
-    there = complete_checkpoints(root)
+def holds_checkpoint(storage: Storage) -> bool:
+    """Whether :func:`find_checkpoint` without a tag has something to say: a checkpoint, whole or damaged."""
+    there, damaged, _ = _survey(storage)
+    return bool(there or damaged) or _read(storage, "") is not None
+
+
+def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
+    """The checkpoint of ``tag``, or the newest one. ``storage`` may be the folder of one checkpoint itself.
+
+    Raises CheckpointError, which lists those that there are; when the manifest of one that could be meant is damaged,
+    so that nothing older is taken for the newest; and when a folder is a copy of another one.
+    """
+    itself = _read(storage, "") if tag is None else None
+    if itself is not None:
+        return itself
+    there, damaged, copies = _survey(storage)
+    for folder, error in damaged.items():
+        if tag is None or tag == folder:
+            raise error
     fitting = [checkpoint for checkpoint in there if tag is None or checkpoint.tag == tag]
     if fitting:
-        return fitting[-1]
+        chosen = fitting[-1]
+        if chosen.counter in copies:
+            names = " and ".join(copies[chosen.counter])
+            raise CheckpointError(
+                f"{names} of {storage.where()} are both checkpoint number {chosen.counter} (tag {chosen.tag!r}): one "
+                "is a copy of the other; move it to a folder of its own"
+            )
+        return chosen
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
     what = "no complete checkpoint" if tag is None else f"no complete checkpoint with the tag {tag!r}"
     raise CheckpointError(
-        f"{root} holds {what}; complete are: {listed}. trainer.checkpoint.has_checkpoint(path) says whether there is "
-        "one to resume from"
+        f"{storage.where()} holds {what}; complete are: {listed}. trainer.checkpoint.has_checkpoint(path) says whether "
+        "there is one to resume from"
     )
 
 
-def _read(folder: Path) -> Checkpoint | None:
-    """The checkpoint of a folder, None when it is not whole or something else."""
+def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
+    """Whole checkpoints, oldest first, one a tag; damaged folders; folders that have the same number."""
+    newest: dict[str, Checkpoint] = {}
+    damaged: dict[str, CheckpointError] = {}
+    folders: dict[int, list[str]] = {}
+    for folder in storage.folders():
+        try:
+            found = _read(storage, folder)
+        except CheckpointError as error:
+            damaged[folder] = error
+            continue
+        if found is None:
+            continue
+        folders.setdefault(found.counter, []).append(folder)
+        if found.tag not in newest or newest[found.tag].counter < found.counter:
+            newest[found.tag] = found
+    copies = {counter: names for counter, names in folders.items() if len(names) > 1}
+    return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter), damaged, copies
+
+
+def _read(storage: Storage, folder: str) -> Checkpoint | None:
+    """The checkpoint of a folder, None when it is not whole or something else. Raises CheckpointError when damaged."""
     try:
-        if not (folder / DONE).is_file():
+        recorded = storage.read(_inside(folder, DONE)).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    where = storage.where(_inside(folder, MANIFEST))
+    try:
+        text = storage.read(_inside(folder, MANIFEST))
+    except FileNotFoundError as error:
+        if not recorded:
             return None
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        raise CheckpointError(f"{where} is missing; restore it, or remove the folder") from error
+    except OSError:
+        return None
+    if recorded and hashlib.sha256(text).hexdigest() != recorded:
+        raise CheckpointError(
+            f"{where} differs from its checksum in {DONE!r}: it was damaged or changed after it was saved; restore it, "
+            "or remove the folder"
+        )
+    try:
+        manifest = parse_json(text)
         known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
         known = known and isinstance(manifest["tag"], str) and isinstance(manifest["counter"], int)
         known = known and isinstance(manifest["degrees"], dict) and isinstance(manifest["world_size"], int)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
-    return Checkpoint(folder, manifest) if known else None
+    return Checkpoint(storage, folder, manifest) if known else None
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 # --- writing ----------------------------------------------------------------------------------------------
@@ -126,74 +228,87 @@ def checked_tag(tag: Any) -> str:
     return text
 
 
-def begin(root: Path, tag: str) -> int:
+def begin(storage: Storage, tag: str) -> int:
     """Tidy up, make the folder to write into, and return the checkpoint's number. One rank calls it."""
-    root.mkdir(parents=True, exist_ok=True)
-    _tidy_up(root)
-    target = root / (tag or UNTAGGED)
-    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is no checkpoint; it is left alone: choose another tag or path")
-    counter = 1 + max((checkpoint.counter for checkpoint in complete_checkpoints(root)), default=0)
-    folder_of(root, counter).mkdir()
+    storage.tidy_up()
+    for folder in storage.folders():
+        if _unfinished(storage, folder):
+            found = _read(storage, folder)
+            if found is None:
+                storage.remove(folder)
+            else:
+                _publish(found)
+    target = tag or UNTAGGED
+    if storage.local and _is_foreign(Path(storage.where(target))):
+        raise CheckpointError(
+            f"{storage.where(target)} exists and is no checkpoint; it is left alone: choose another tag or path"
+        )
+    counter = 1 + max((checkpoint.counter for checkpoint in complete_checkpoints(storage)), default=0)
+    storage.make(folder_of(storage, tag, counter))
     return counter
 
 
-def folder_of(root: Path, counter: int) -> Path:
+def folder_of(storage: Storage, tag: str, counter: int) -> str:
     """Where the ranks write the checkpoint of this number."""
-    return root / f"{_SAVING}{counter:08d}"
+    return f"{_SAVING}{counter:08d}" if storage.local else f"{tag or UNTAGGED}.{counter:08d}"
 
 
-def finish(root: Path, tag: str, counter: int, facts: Mapping[str, Any], keep: int | None) -> None:
-    """Every rank has written: make the checkpoint whole, give it its name, and remove all but the newest ``keep``."""
-    folder = folder_of(root, counter)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    manifest = {"format": FORMAT, "tag": tag, "counter": counter, "saved_at": time.time(), **facts, "files": files}
-    with replacing(folder / MANIFEST) as temporary:
-        temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    with replacing(folder / DONE) as temporary:
-        temporary.touch()
-    _publish(Checkpoint(folder, manifest))
-    for old in complete_checkpoints(root)[:-keep] if keep else ():
-        _remove(old.folder)
+def finish(
+    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], sha256: Mapping[str, str], keep: int | None
+) -> None:
+    """Every rank has written: make the checkpoint whole, give it its name, and remove all but the newest ``keep``.
+
+    ``sha256`` are the checksums by file.
+    """
+    folder = folder_of(storage, tag, counter)
+    manifest = {
+        "format": FORMAT,
+        "tag": tag,
+        "counter": counter,
+        "saved_at": time.time(),
+        **facts,
+        "files": storage.files(folder),
+        "sha256": dict(sha256),
+    }
+    text = json.dumps(manifest, indent=1).encode()
+    storage.write(f"{folder}/{MANIFEST}", text)
+    storage.write(f"{folder}/{DONE}", hashlib.sha256(text).hexdigest().encode())
+    _publish(Checkpoint(storage, folder, manifest))
+    there = complete_checkpoints(storage)
+    for old in there[:-keep] if keep else ():
+        storage.remove(old.folder)
 
 
-def abandon(root: Path, counter: int) -> None:
+def abandon(storage: Storage, tag: str, counter: int) -> None:
     """Remove what was written of a checkpoint that failed."""
-    shutil.rmtree(folder_of(root, counter), ignore_errors=True)
+    folder = folder_of(storage, tag, counter)
+    with contextlib.suppress(OSError):
+        if folder in storage.folders():
+            storage.remove(folder)
 
 
 def _publish(checkpoint: Checkpoint) -> None:
-    """Rename a whole checkpoint to its tag. Killed halfway, it is still found under the name it had."""
-    target = checkpoint.folder.parent / (checkpoint.tag or UNTAGGED)
-    old = _set_aside(target) if target.exists() else None
-    os.rename(checkpoint.folder, target)
-    sync_directory(target.parent)
-    if old is not None:
-        shutil.rmtree(old)
+    """Give a whole checkpoint the name of its tag. Killed halfway, it is still found under the name it had."""
+    storage, target = checkpoint.storage, checkpoint.tag or UNTAGGED
+    if storage.local:
+        storage.replace(checkpoint.folder, target)
+        return
+    for folder in storage.folders():  # one a tag, as in a file system
+        older = _read(storage, folder)
+        if older is not None and older.tag == checkpoint.tag and older.counter < checkpoint.counter:
+            storage.remove(folder)
 
 
-def _set_aside(folder: Path) -> Path:
-    """Take a checkpoint out of the list in one step, before its files go one by one."""
-    aside = folder.with_name(f"{_REMOVING}{folder.name}")
-    os.rename(folder, aside)
-    sync_directory(folder.parent)
-    return aside
+def _unfinished(storage: Storage, folder: str) -> bool:
+    """Whether it is what a killed job left, renamed or not."""
+    if storage.local:
+        return folder.startswith(_SAVING)
+    return re.search(r"\.\d{8}$", folder) is not None and DONE not in storage.files(folder)
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(_set_aside(folder))
-
-
-def _tidy_up(root: Path) -> None:
-    """Finish or remove what killed jobs left."""
-    for folder in root.iterdir():
-        if folder.name.startswith(_REMOVING):
-            shutil.rmtree(folder)
-    for folder in root.iterdir():
-        if folder.name.startswith(_SAVING):
-            found = _read(folder)
-            if found is not None:
-                _publish(found)
-            else:
-                shutil.rmtree(folder)
+def _is_foreign(target: Path) -> bool:
+    """Whether there is something that no save of ours has left, which a new one must not replace."""
+    if not target.is_dir():
+        return target.exists()
+    ours = (target / MANIFEST).is_file() or ((target / DONE).is_file() and not (target / "checkpoint").exists())
+    return not ours and any(target.iterdir())

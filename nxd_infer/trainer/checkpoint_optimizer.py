@@ -9,15 +9,16 @@ from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout import DictSource, TensorLayout, check_weights
+from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import MASTER, layout_by_name, take_over
-from nxd_infer.trainer.checkpoint_read import Archive, Piece, RunsSource
+from nxd_infer.trainer.checkpoint_read import Piece, RunsSource
+from nxd_infer.trainer.reference_files import AnyArchive
 
 
-def load_optimizer(optimizer: NxDOptimizer, archive: Archive, context: ParallelContext) -> None:
+def load_optimizer(optimizer: NxDOptimizer, archive: AnyArchive, context: ParallelContext) -> None:
     """Give each piece of ``optimizer`` the state of the elements it stands for.
 
     State of the shape of its parameter is read element by element; what is one number a parameter (``step``) is the
@@ -26,15 +27,14 @@ def load_optimizer(optimizer: NxDOptimizer, archive: Archive, context: ParallelC
     Raises WeightMismatchError for an optimizer of other parameters.
     """
     stored = archive.pieces("optimizer")
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    layouts = {name: layout_by_name(p, name) for name, p in zip(optimizer.names, params, strict=True)}
+    layouts = optimizer_layouts(optimizer)
     shapes = {name: torch.empty(shape, device="meta") for piece in stored for name, shape in piece.logical.items()}
     check_weights(layouts, DictSource(shapes))
-    elementwise, single = _classify(stored)
+    elementwise, single = classify(stored)
     sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
     names_of = {key: set(source.keys()) for key, source in sources.items()}
     first_of = {name: piece for piece in reversed(stored) for name in piece.logical}
-    same_degrees = archive.checkpoint.degrees["tp"] == context.tp.degree
+    same_degrees = archive.degrees["tp"] == context.tp.degree
     same = {(p.param, p.tp_rank, p.start, p.stop): p for p in stored if same_degrees}
     tensors: dict[str, Tensor] = {}
     values = {}
@@ -54,7 +54,7 @@ def load_optimizer(optimizer: NxDOptimizer, archive: Archive, context: ParallelC
                 raise CheckpointError(
                     f"the optimizer's {key!r} of {name!r} has the shape {list(found.shape)}, not its parameter's: it "
                     "can be loaded at the degrees it was saved at only, which are "
-                    f"{dict(archive.checkpoint.degrees)}"
+                    f"{dict(archive.degrees)}"
                 )
             tensors[f"{name}|{key}"] = found
     groups = next(part["param_groups"] for _, part in archive.parts("optimizer"))
@@ -65,7 +65,13 @@ def load_optimizer(optimizer: NxDOptimizer, archive: Archive, context: ParallelC
     take_over(optimizer, tensors, {"pieces": values, "param_groups": groups})
 
 
-def _classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
+def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:
+    """What each trained parameter is made of, by its name."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return {name: layout_by_name(param, name) for name, param in zip(optimizer.names, params, strict=True)}
+
+
+def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
     """Pieces by the keys that they hold a value an element of; and by piece the keys of other tensors."""
     keys_of: dict[int, dict[str, list[str]]] = {}
     elementwise: dict[str, list[Piece]] = {}
@@ -92,14 +98,20 @@ def _read(
         out = piece.values().reshape(-1).to("cpu", dtype, copy=True)
     else:
         out = torch.zeros(piece.stop - piece.start, dtype=dtype)
-    shape = tuple(piece.param.shape)
-    for part in flat_rectangles(shape, piece.start, piece.stop):
-        sizes = [stop - start for start, stop in part]
-        at = flat_index(part, shape) - piece.start
+    read_flat(out, source, layout, tuple(piece.param.shape), piece.start, piece.stop)
+    return out.view(piece.tensor.shape)
+
+
+def read_flat(
+    out: Tensor, source: RunsSource, layout: TensorLayout, shape: tuple[int, ...], start: int, stop: int
+) -> None:
+    """Elements ``start..stop`` of a rank's flattened tensor of ``shape`` into ``out`` [stop - start], but filling."""
+    for part in flat_rectangles(shape, start, stop):
+        sizes = [b - a for a, b in part]
+        at = flat_index(part, shape) - start
         here = out[at : at + math.prod(sizes)].view(sizes)
         for block in layout.blocks():
             both = overlap(block.local, part)
             if both is not None:
                 wanted = moved(both, block.local, block.logical)
                 here[relative(both, part)] = source.read(block.name, [slice(*b) for b in wanted])
-    return out.view(piece.tensor.shape)

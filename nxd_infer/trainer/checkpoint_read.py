@@ -6,21 +6,23 @@ read whole tensors one at a time.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError, ShardingError
+from nxd_infer.layout.describe import read_plans
 from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.layout.merge import Holding, shared_holdings
+from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
-from nxd_infer.layout.sources import SafetensorsSource, Slices, unknown_name
-from nxd_infer.parallel_layers.checkpoint_files import unpack
+from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
+from nxd_infer.parallel_layers.checkpoint_files import parse_json, unpack
 from nxd_infer.trainer.checkpoint_folder import Checkpoint
 from nxd_infer.trainer.checkpoint_write import rank_stem
 
@@ -31,7 +33,7 @@ class Piece:
 
     param: str
     tp_rank: int
-    file: SafetensorsSource
+    file: WeightSource
     layout: TensorLayout
     shape: tuple[int, ...]
     start: int
@@ -39,6 +41,9 @@ class Piece:
     logical: Mapping[str, tuple[int, ...]]
     """The logical tensors the parameter is made of, and their whole shapes."""
     values: Mapping[str, Any]
+    """State of it that is no tensor."""
+    plans: ParamLayout | None = None
+    """How the parameter is cut at any other degree, where the checkpoint says so."""
 
     def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
         """Copy what this piece holds of a rectangle of the rank's tensor into ``out``; returns how many elements."""
@@ -121,23 +126,73 @@ class RunsSource:
         return out
 
 
-class Archive:
-    """A checkpoint that is open for reading."""
+class _File:
+    """One of the checkpoint's safetensors, opened when it is first needed; one in a bucket is fetched then."""
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint, name: str, verify: bool):
+        self._checkpoint, self._name, self._verify = checkpoint, name, verify
+
+    @cached_property
+    def _source(self) -> SafetensorsSource:
+        if self._verify and not self._checkpoint.storage.local:
+            self._checkpoint.verify([self._name])
+        return SafetensorsSource(self._checkpoint.path(self._name))
+
+    def keys(self) -> Iterable[str]:
+        return self._source.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(name)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._source.read(name, slices)
+
+
+class Archive:
+    """A checkpoint that is open for reading.
+
+    The JSON that ranks have written is always checked; their tensors are by :meth:`verify`, or, with ``verify`` in a
+    bucket, each file when it is fetched.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True):
         checkpoint.require_files()
         self.checkpoint = checkpoint
+        self._verify = verify
         self._records: dict[int, dict[str, Any]] = {}
-        self._files: dict[str, SafetensorsSource] = {}
+        self._files: dict[str, WeightSource] = {}
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Of the job that saved it, by axis."""
+        return self.checkpoint.degrees
+
+    @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return self.checkpoint.where
+
+    def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
+        """Compare the files of ``kinds`` with their checksums, or of them every ``of``-th, from ``share`` on.
+
+        Each file is read once, by one rank, whatever number of ranks goes on to read it.
+        Raises CheckpointError, which names the file.
+        """
+        if self._verify and self.checkpoint.storage.local:
+            names = sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})
+            self.checkpoint.verify(names[share::of])
 
     def record(self, rank: int) -> dict[str, Any]:
         """What a rank said of its files."""
         if rank not in self._records:
-            path = self.checkpoint.folder / f"{rank_stem(rank)}.json"
+            name = f"{rank_stem(rank)}.json"
             try:
-                self._records[rank] = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                self._records[rank] = parse_json(self.checkpoint.read(name))
+            except ValueError as error:
+                raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
         return self._records[rank]
 
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -158,17 +213,18 @@ class Archive:
                     logical = {key: tuple(shape) for key, shape in piece["logical"].items()}
                     shape, values = tuple(piece["shape"]), piece.get("values", {})
                     start, stop = piece["range"]
+                    plans = read_plans(piece["plans"]) if piece.get("plans") else None
                 except (KeyError, TypeError, ValueError, ShardingError) as error:
                     raise CheckpointError(f"{rank_stem(rank)}.json: {name!r} is damaged: {error!r}") from error
                 file = self.file(part["file"])
-                found.append(Piece(name, tp_rank, file, layout, shape, start, stop, logical, values))
+                found.append(Piece(name, tp_rank, file, layout, shape, start, stop, logical, values, plans))
         if not found:
-            raise CheckpointError(f"{self.checkpoint.folder} holds no {kind}, or not of a module; it was saved without")
+            raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
         return found
 
-    def file(self, name: str) -> SafetensorsSource:
+    def file(self, name: str) -> WeightSource:
         if name not in self._files:
-            self._files[name] = SafetensorsSource(self.checkpoint.folder / name)
+            self._files[name] = _File(self.checkpoint, name, self._verify)
         return self._files[name]
 
     def value(self, rank: int, kind: str) -> Any:

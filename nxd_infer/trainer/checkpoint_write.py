@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
-import os
 import random
 import stat
 import sys
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +26,16 @@ from torch import Tensor, nn
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
+from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
-from nxd_infer.parallel_layers.checkpoint_files import pack, replacing
+from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_of
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 from nxd_infer.trainer.model import NxDModel
+from nxd_infer.trainer.storage import Storage
 
 SILENCE = 600.0
 """Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""
@@ -56,9 +57,12 @@ def collect(
     optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
     zero1_optimizer: bool,
     values: Mapping[str, Any],
+    own_values: Mapping[str, Any],
     copy: bool,
 ) -> Content:
-    """This rank's part. ``values`` are what rank 0 adds; ``copy`` makes it independent of later training steps.
+    """This rank's part. ``own_values`` are what every rank saves, ``values`` what rank 0 adds to them.
+
+    ``copy`` makes it independent of later training steps.
 
     Raises CheckpointError for values that JSON and safetensors cannot hold, with the path to them.
     """
@@ -82,7 +86,7 @@ def collect(
             files[name], described = _packed(state)
         record["optimizer"] = {"file": name, **described}
     name = f"{rank_stem(context.rank)}.safetensors"
-    files[name], described = _packed({"random": random_state(), **(values if context.rank == 0 else {})})
+    files[name], described = _packed({**own_values, "random": random_state(), **(values if context.rank == 0 else {})})
     record["values"] = {"file": name, **described}
     return Content({name: _storable(tensors, copy) for name, tensors in files.items()}, record)
 
@@ -110,6 +114,7 @@ def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[st
             "shape": list(tensor.shape),
             "layout": layout.rank_layout(degree, rank).to_json(),
             "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
+            "plans": describe_plans(layout),
         }
     return tensors, {"pieces": pieces}
 
@@ -175,46 +180,57 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 # --- writing ----------------------------------------------------------------------------------------------
 
 
-def write_rank(folder: Path, rank: int, content: Content) -> None:
-    """Write this rank's files; its JSON last."""
-    readers = stat.S_IMODE(folder.stat().st_mode) & 0o666  # safetensors writes files that only their owner can read
-    for name, tensors in content.files.items():
-        with replacing(folder / name) as temporary:
-            save_file(tensors, temporary)
-            temporary.chmod(readers)
-    if content.adapter is not None and rank == 0:
-        write_adapter(folder / SUBFOLDER, *content.adapter)
-    with replacing(folder / f"{rank_stem(rank)}.json") as temporary:
-        temporary.write_text(json.dumps(content.record), encoding="utf-8")
+def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> None:
+    """Write this rank's files; last its JSON, which holds their checksums."""
+    last = f"{rank_stem(rank)}.json"
+    with storage.writing(folder, last) as place:
+        readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors writes files that only their owner can read
+        for name, tensors in content.files.items():
+            with replacing(place / name) as temporary:
+                save_file(tensors, temporary)
+                temporary.chmod(readers)
+        written = {name: place / name for name in content.files}
+        if content.adapter is not None and rank == 0:
+            write_adapter(place / SUBFOLDER, *content.adapter)
+            adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
+            written |= {path.relative_to(place).as_posix(): path for path in adapter}
+        # What was just written is still in memory, and every rank reads its own.
+        sha256 = {name: sha256_of(path) for name, path in written.items()}
+        with replacing(place / last) as temporary:
+            temporary.write_text(json.dumps({**content.record, "sha256": sha256}), encoding="utf-8")
 
 
-def wait_for_ranks(folder: Path, world_size: int) -> None:
+def checksums(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
+    """The checksums of every file that the ranks have written, their JSONs included."""
+    found: dict[str, str] = {}
+    for rank in range(world_size):
+        name = f"{rank_stem(rank)}.json"
+        text = storage.read(f"{folder}/{name}")
+        found |= json.loads(text)["sha256"] | {name: hashlib.sha256(text).hexdigest()}
+    return found
+
+
+def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> None:
     """Wait until every rank has written. Raises CheckpointError when one has failed or nothing happens any more."""
     wanted = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
     there: dict[str, int] = {}
     last = time.monotonic()
     while True:
-        with os.scandir(folder) as entries:
-            names = {entry.name: _size(entry) for entry in entries}
+        names = storage.files(folder)
         if wanted <= names.keys():
             return
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
-            raise CheckpointError(f"{failed[0]}: {(folder / failed[0]).read_text(encoding='utf-8')}")
+            reason = storage.read(f"{folder}/{failed[0]}").decode(errors="replace")
+            raise CheckpointError(f"{storage.where(folder)}/{failed[0]}: {reason}")
         if names != there:
             there, last = names, time.monotonic()
         if time.monotonic() - last > SILENCE:
             raise CheckpointError(
-                f"{folder}: nothing came for {SILENCE:.0f} s; missing: {sorted(wanted - names.keys())[:8]}"
+                f"{storage.where(folder)}: nothing came for {SILENCE:.0f} s; missing: "
+                f"{sorted(wanted - names.keys())[:8]}"
             )
-        time.sleep(0.01)
-
-
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
-    except FileNotFoundError:  # renamed meanwhile
-        return 0
+        time.sleep(0.01 if storage.local else 1.0)
 
 
 class Outstanding:
@@ -224,14 +240,14 @@ class Outstanding:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, folder: Path, rank: int, action: Callable[[], None]) -> None:
+    def start(self, storage: Storage, folder: str, rank: int, action: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 action()
             except Exception as error:  # raised by wait()
                 self._error = error
-                with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
-                    (folder / f"{rank_stem(rank)}.failed").write_text(f"{error}", encoding="utf-8")
+                with contextlib.suppress(OSError, CheckpointError):  # rank 0 may have given up and removed the folder
+                    storage.write(f"{folder}/{rank_stem(rank)}.failed", f"{error}".encode())
 
         self.wait()
         self._thread = threading.Thread(target=run, name="nxd-async-save", daemon=False)

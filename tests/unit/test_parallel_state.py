@@ -135,3 +135,14 @@ assert not torch.distributed.is_initialized() and dict(os.environ) == before
 assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.check
+def test_groups_that_share_an_optimizer_state():
+    with use_context(make_context(8, 3, tp=2)):
+        assert (
+            ps.get_zero1_sharding_groups() == ps.get_data_parallel_group(as_list=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        )
+    with use_context(make_context(8, 0, tp=2, cp=2)):
+        assert ps.get_zero1_sharding_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert ps.get_data_parallel_group(as_list=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]

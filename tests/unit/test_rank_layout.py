@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer.context import AXES, LOCAL, current_context, make_context, rank_layout, set_default_context, use_context
+from nxd_infer.context import (
+    AXES,
+    LOCAL,
+    current_context,
+    make_context,
+    rank_layout,
+    ring_order,
+    set_default_context,
+    use_context,
+)
 from nxd_infer.errors import ParallelConfigError
 
 sizes = st.integers(1, 4)
@@ -103,3 +112,31 @@ def test_an_override_belongs_to_its_block_and_thread():
         assert seen[-1] is default
     finally:
         set_default_context(None)
+
+
+@settings(deadline=None, max_examples=50)
+@given(tp=sizes, cp=sizes, dp=sizes, pp=sizes)
+def test_ranks_with_the_same_weights(tp, cp, dp, pp):
+    """Data parallel groups, joined over context parallelism: all ranks of one stage and one tensor-parallel place."""
+    layout = rank_layout(tp * cp * dp * pp, tp, pp, cp)
+    groups = layout.replica_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    assert {len(group) for group in groups} == {dp * cp} and len(groups) == tp * pp
+    for group in groups:
+        assert len({(layout.axis("pp", rank).rank, layout.axis("tp", rank).rank) for rank in group}) == 1
+    if cp == 1:
+        assert groups == layout.groups("dp")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("degree", [*range(1, 10), 64])
+def test_rings(degree: int):
+    """On an open row of devices no hop of the folded ring, the closing one included, is longer than two."""
+    layout = rank_layout(2 * degree, degree)
+    assert layout.groups("tp", "ascending") == layout.groups("tp") == [[*range(degree)], [*range(degree, 2 * degree)]]
+    ring = ring_order(degree, "ascending_descending")
+    assert sorted(ring) == list(range(degree))
+    assert all(abs(a - b) <= 2 for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+    assert layout.groups("tp", "ascending_descending") == [ring, [place + degree for place in ring]]
+    with pytest.raises(ParallelConfigError, match="one of 'ascending', 'ascending_descending', got 'spiral'"):
+        layout.groups("tp", "spiral")

@@ -1,0 +1,110 @@
+"""The commands of ``nxd-infer ckpt``."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class DType(str, enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+ckpt = typer.Typer(help="Look at training checkpoints and take weights out of them, offline.", no_args_is_help=True)
+CheckpointDir = Annotated[
+    Path,
+    typer.Argument(
+        help="The folder that save_checkpoint() was given, one checkpoint in it, or what neuronx_distributed wrote.",
+        show_default=False,
+    ),
+]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="Of a checkpoint that neuronx_distributed wrote: the model's directory, with its config.json."
+    ),
+]
+Rules = Annotated[
+    Path | None,
+    typer.Option(help='Of such a checkpoint: a JSON file with the dimension cut, as {"*.o_proj.weight": 1}.'),
+]
+Tag = Annotated[str | None, typer.Option(help="Which checkpoint. Default: the newest complete one.")]
+WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
+StoredType = Annotated[DType | None, typer.Option(help="Type of floating-point weights. Default: as they were saved.")]
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
+def inspect(path: CheckpointDir, tag: Tag = None) -> None:
+    """List the complete checkpoints of a folder, and with a tag the logical tensors of one."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.inspect(path, tag)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt consolidate ./ckpts --out ./weights")
+def consolidate(
+    path: CheckpointDir,
+    out: WeightsDir,
+    tag: Tag = None,
+    dtype: StoredType = None,
+    config: ModelConfig = None,
+    rules: Rules = None,
+) -> None:
+    """Write the whole model of a checkpoint of any degrees as one safetensors file, one tensor in memory at a time."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.consolidate(path, out, tag, dtype.value if dtype else None, config, rules)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt export-hf ./ckpts --config ./llama --out ./llama-tuned")
+def export_hf(
+    path: CheckpointDir,
+    out: WeightsDir,
+    config: Annotated[
+        Path, typer.Option(help="A Hugging Face model directory: its configuration and tokenizer.", show_default=False)
+    ],
+    tag: Tag = None,
+    dtype: StoredType = None,
+    rules: Rules = None,
+) -> None:
+    """Write a Hugging Face model directory: the checkpoint's weights with the configuration of another directory."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.export_hf(path, out, config, tag, dtype.value if dtype else None, rules)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt reshard ./ckpts ./ckpts-tp4 --tp 4 --dp 1")
+def reshard(
+    path: CheckpointDir,
+    out: Annotated[Path, typer.Argument(help="The folder to write the checkpoint into.", show_default=False)],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree of the new checkpoint.")],
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data parallel degree. Default: as it is.")] = None,
+    tag: Tag = None,
+    config: ModelConfig = None,
+    rules: Rules = None,
+) -> None:
+    """Rewrite a checkpoint for other degrees, optimizer included; no processes, one tensor in memory at a time."""
+    from nxd_infer.cli import ckpt as tools
+
+    tools.reshard(path, out, tp, dp, tag, config, rules)
+
+
+@ckpt.command(epilog="Example:  nxd-infer ckpt diff ./ckpts/step_100 ./ckpts/step_200 --tolerance 1e-5")
+def diff(
+    first: CheckpointDir,
+    second: CheckpointDir,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest max|a-b| / max(|a|,|b|) of a tensor to accept.")
+    ] = 0.0,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizers' moments out.")] = False,
+    config: ModelConfig = None,
+    rules: Rules = None,
+) -> None:
+    """Compare names, shapes, types and values of two checkpoints of any degrees; exits 1 past the tolerance."""
+    from nxd_infer.cli import ckpt as tools
+
+    raise typer.Exit(tools.diff(first, second, tolerance, weights_only, config, rules))

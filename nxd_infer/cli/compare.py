@@ -1,0 +1,98 @@
+"""``nxd-infer ckpt diff``: two checkpoints of whatever degrees compared tensor by tensor, weights and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer.layout import DictSource, WeightSource
+from nxd_infer.trainer.checkpoint_optimizer import classify
+from nxd_infer.trainer.checkpoint_read import RunsSource
+from nxd_infer.trainer.reference_files import AnyArchive
+
+Kinds = dict[str, WeightSource]
+"""Logical tensors by what they are: ``"weights"``, ``"exp_avg"``, ``"master"``, ``"step"``, ..."""
+
+
+def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
+    """Everything a checkpoint holds of a model and, unless ``weights_only``, of an optimizer."""
+    found: Kinds = {}
+    if any(archive.parts("model")):
+        found["weights"] = RunsSource(archive.pieces("model"))
+    if weights_only or not any("pieces" in part and part["pieces"] for _, part in archive.parts("optimizer")):
+        return found
+    pieces = archive.pieces("optimizer")
+    elementwise, single = classify(pieces)
+    found |= {key: RunsSource(members, key) for key, members in elementwise.items()}
+    numbers: dict[str, dict[str, Tensor]] = {}
+    for piece in pieces:
+        for key in single.get(id(piece), ()):
+            numbers.setdefault(key, {}).setdefault(piece.param, piece.file.read(f"{piece.param}|{key}"))
+    return found | {key: DictSource(tensors) for key, tensors in numbers.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs. ``problem`` is of its name, shape or type; the numbers are of its values."""
+
+    kind: str
+    name: str
+    problem: str = ""
+    largest: float = 0.0
+    """max |a - b|; infinite where only one of them is not finite."""
+    relative: float = 0.0
+    """``largest`` over the largest absolute value of both."""
+    fatal: bool = False
+    """It counts whatever the tolerance is."""
+
+
+def count(first: Kinds, second: Kinds) -> int:
+    """How many tensors :func:`differences` compares."""
+    return sum(len(set(first[kind].keys()) & set(second[kind].keys())) for kind in first.keys() & second.keys())
+
+
+def differences(first: Kinds, second: Kinds, advance: Callable[[], None] = lambda: None) -> Iterator[Difference]:
+    """All that differ, a pair of tensors in memory at a time. A type that differs counts for itself and in value."""
+    for kind in [*first, *(kind for kind in second if kind not in first)]:
+        a, b = _names(first, kind), _names(second, kind)
+        for name in a.keys() | b.keys():
+            if name not in a or name not in b:
+                yield Difference(kind, name, f"only in {'A' if name in a else 'B'}", fatal=True)
+        for name in [name for name in a if name in b]:
+            yield from _compare(kind, name, first[kind], second[kind])
+            advance()
+
+
+def _names(kinds: Kinds, kind: str) -> Mapping[str, None]:
+    return dict.fromkeys(kinds[kind].keys()) if kind in kinds else {}
+
+
+def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) -> Iterator[Difference]:
+    shapes = first.shape(name), second.shape(name)
+    if shapes[0] != shapes[1]:
+        yield Difference(kind, name, f"shape {list(shapes[0])} and {list(shapes[1])}", fatal=True)
+        return
+    a, b = first.read(name), second.read(name)
+    problem = "" if a.dtype == b.dtype else f"type {_short(a.dtype)} and {_short(b.dtype)}"
+    largest, relative = difference_of(a, b)
+    if problem or largest:
+        yield Difference(kind, name, problem, largest, relative)
+
+
+def difference_of(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """``(max |a - b|, the same over the largest |a| and |b|)`` in float64; equal infinities and two NaN are equal."""
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0, 0.0
+    gap = (a - b).abs().masked_fill(same, 0.0)
+    largest = float(torch.where(gap.isfinite(), gap, torch.inf).max())
+    scale = max(float(side.abs().nan_to_num(0.0, 0.0, 0.0).max()) for side in (a, b))
+    return largest, largest / scale if scale else torch.inf
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

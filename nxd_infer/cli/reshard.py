@@ -1,0 +1,273 @@
+"""``nxd-infer ckpt reshard``: a checkpoint rewritten for other degrees, without processes, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_infer.context import AXES, ParallelContext, make_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
+from nxd_infer.layout.describe import describe_plans
+from nxd_infer.modules.lora.peft import SUBFOLDER
+from nxd_infer.optimizer.sharded_files import FORMAT, stem
+from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_of
+from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.trace.weights import write_safetensors
+from nxd_infer.trainer import checkpoint_folder as folders
+from nxd_infer.trainer.checkpoint import data_position
+from nxd_infer.trainer.checkpoint_optimizer import classify, read_flat
+from nxd_infer.trainer.checkpoint_read import Archive, Piece, RunsSource
+from nxd_infer.trainer.checkpoint_write import checksums, rank_stem
+from nxd_infer.trainer.reference_files import AnyArchive
+from nxd_infer.trainer.storage import Storage
+
+Read = Callable[[], Tensor]
+
+
+@dataclass
+class Part:
+    """What one rank saves of a model or an optimizer: the tensors, each read when it is written, and the record."""
+
+    file: str
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, Read]] = field(default_factory=dict)
+    pieces: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Resharding:
+    """A checkpoint laid out anew for ``tp`` x ``dp`` ranks; ``dp`` None keeps it."""
+
+    def __init__(self, archive: AnyArchive, tp: int, dp: int | None = None):
+        self.archive = archive
+        self.tp, self.dp = tp, archive.degrees["dp"] if dp is None else dp
+        self.notes: list[str] = []
+        """What could not be taken over, for the user."""
+        world = self.tp * self.dp
+        self.contexts = [make_context(world, rank, tp=tp) for rank in range(world)]
+        for kind in ("model", "optimizer"):
+            if any("structure" in part for _, part in archive.parts(kind)):
+                raise CheckpointError(
+                    f"the {kind} of {archive.where} was saved as a dictionary, which fits its own degrees only: save "
+                    "the object itself"
+                )
+        self._model = archive.pieces("model") if any(archive.parts("model")) else []
+        self._optimizer = self._optimizer_pieces()
+        self._weights = RunsSource(self._model)
+        elementwise, self._single = classify(self._optimizer)
+        self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
+        self._parts = [self._parts_of(context) for context in self.contexts]
+        self.steps = sum(len(part.tensors) for parts in self._parts for part in parts.values())
+        """Tensors to write."""
+
+    def _optimizer_pieces(self) -> list[Piece]:
+        if not any(self.archive.parts("optimizer")):
+            return []
+        if isinstance(self.archive, Archive):
+            return self.archive.pieces("optimizer")
+        self.notes.append(
+            "the optimizer's state is left out: the reference's files number the parameters and do not name them. "
+            "Load the checkpoint in a job with load_checkpoint(), which knows them, and save it there"
+        )
+        return []
+
+    # --- what each rank gets --------------------------------------------------------------------------
+
+    def _parts_of(self, context: ParallelContext) -> dict[str, Part]:
+        parts = {}
+        if self._model and context.dp.rank == 0:
+            parts["model"] = self._model_part(context)
+        sharded = self._is_zero1()
+        if self._optimizer and (sharded or context.dp.rank == 0):
+            parts["optimizer"] = self._optimizer_part(context, sharded)
+        return parts
+
+    def _is_zero1(self) -> bool:
+        return isinstance(self.archive, Archive) and any(
+            self.archive.record(rank)["place"]["dp"] > 0 for rank, _ in self.archive.parts("optimizer")
+        )
+
+    def _model_part(self, context: ParallelContext) -> Part:
+        part = Part(f"model.tp_rank_{context.tp.rank:02d}.pp_rank_00.safetensors")
+        source = self._weights
+        for name, plans in _plans(self._model, self.archive).items():
+            shape = plans.rank_shape(self.tp)
+            numel = math.prod(shape)
+            if plans.alias_of or not (
+                owned_blocks(plans, self.tp, context.tp.rank) or (context.tp.rank == 0 and not numel)
+            ):
+                continue
+            layout = plans.rank_layout(self.tp, context.tp.rank)
+            dtype = source.dtype(plans.logical_names[0])
+            part.tensors[name] = shape, dtype, lambda layout=layout, dtype=dtype: shard_tensor(source, layout, dtype)
+            part.pieces[name] = _describe(plans, self.tp, context.tp.rank, 0, numel)
+        return part
+
+    def _optimizer_part(self, context: ParallelContext, sharded: bool) -> Part:
+        part = Part(f"{stem(context)}.safetensors")
+        first_of = {piece.param: piece for piece in reversed(self._optimizer)}
+        for name, plans in _plans(self._optimizer, self.archive).items():
+            shape = plans.rank_shape(self.tp)
+            numel = math.prod(shape)
+            share, place = (-(-numel // self.dp), context.dp.rank) if sharded else (numel, 0)
+            start, stop = min(place * share, numel), min((place + 1) * share, numel)
+            if start >= stop:
+                continue
+            layout = plans.rank_layout(self.tp, context.tp.rank)
+            stored = (stop - start,) if sharded else shape
+            for key, source in self._moments.items():
+                if not set(plans.logical_names) <= set(source.keys()):
+                    continue
+                dtype = source.dtype(plans.logical_names[0])
+
+                def read(
+                    source: RunsSource = source,
+                    layout: Any = layout,
+                    shape: tuple[int, ...] = shape,
+                    stored: tuple[int, ...] = stored,
+                    bounds: tuple[int, int] = (start, stop),
+                    dtype: torch.dtype = dtype,
+                ) -> Tensor:
+                    out = torch.zeros(bounds[1] - bounds[0], dtype=dtype)
+                    read_flat(out, source, layout, shape, *bounds)
+                    return out.view(stored)
+
+                part.tensors[f"{name}|{key}"] = stored, dtype, read
+            first = first_of[name]
+            for key in self._single.get(id(first), ()):
+                value = first.file.read(f"{name}|{key}")
+                if value.numel() > 1:
+                    raise CheckpointError(
+                        f"the optimizer's {key!r} of {name!r} has the shape {list(value.shape)}, not its parameter's: "
+                        "it fits the degrees it was saved at only"
+                    )
+                part.tensors[f"{name}|{key}"] = tuple(value.shape), value.dtype, lambda value=value: value
+            part.pieces[name] = {
+                **_describe(plans, self.tp, context.tp.rank, start, stop),
+                "values": dict(first.values),
+            }
+        groups = next(part["param_groups"] for _, part in self.archive.parts("optimizer"))
+        degrees = {"dp": self.dp, "tp": self.tp, "pp": 1}
+        part.record = {"format": FORMAT, "degrees": degrees, "param_groups": groups}
+        return part
+
+    def _values(self, context: ParallelContext) -> dict[str, Any]:
+        """The random state where the degrees stay, the position in the data where it can be had, of rank 0 the rest."""
+        first = self.archive.value(0, "values")
+        same = all(self.archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
+        own = dict(self.archive.value(context.rank, "values")) if same else {}
+        if "dataloader" in first and not same:
+            try:
+                own["dataloader"] = data_position(self.archive, context)
+            except CheckpointError as error:
+                if context.rank == 0:
+                    self.notes.append(f"the position in the data is left out: {error}")
+        if context.rank == 0:
+            own |= {key: item for key, item in first.items() if key not in ("random", "dataloader")}
+        return own
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    def write(self, storage: Storage, tag: str, advance: Callable[[], None]) -> None:
+        """Write the checkpoint ``tag``, whole or not at all; ``advance`` is called after each tensor."""
+        tag = folders.checked_tag(tag)
+        if any(found.tag == tag for found in folders.complete_checkpoints(storage)):
+            raise CheckpointError(f"{storage.where()} holds a checkpoint {tag!r} already; choose another folder")
+        counter = folders.begin(storage, tag)
+        folder = folders.folder_of(storage, tag, counter)
+        try:
+            for context, parts in zip(self.contexts, self._parts, strict=True):
+                self._write_rank(storage, folder, context, parts, advance)
+            facts = {
+                "world_size": len(self.contexts),
+                "degrees": {axis: self.contexts[0].axis(axis).degree for axis in AXES},
+                "torch": str(torch.__version__),
+                "resharded_from": dict(self.archive.degrees),
+            }
+            folders.finish(storage, tag, counter, facts, checksums(storage, folder, len(self.contexts)), None)
+        except BaseException:
+            folders.abandon(storage, tag, counter)
+            raise
+
+    def _write_rank(
+        self,
+        storage: Storage,
+        folder: str,
+        context: ParallelContext,
+        parts: Mapping[str, Part],
+        advance: Callable[[], None],
+    ) -> None:
+        name = rank_stem(context.rank)
+        record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
+        with storage.writing(folder, f"{name}.json") as place:
+            written = []
+            for kind, part in parts.items():
+                _write_part(place / part.file, part, advance)
+                record[kind] = {"file": part.file, "pieces": part.pieces, **part.record}
+                written.append(part.file)
+            structure, tensors = pack(self._values(context))
+            values = f"{name}.safetensors"
+            with replacing(place / values) as temporary:
+                save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, temporary)
+            record["values"] = {"file": values, "structure": structure}
+            written.append(values)
+            if context.rank == 0:
+                written += self._copy_adapter(place)
+            record["sha256"] = {file: sha256_of(place / file) for file in written}
+            with replacing(place / f"{name}.json") as temporary:
+                temporary.write_text(json.dumps(record), encoding="utf-8")
+
+    def _copy_adapter(self, place: Path) -> Iterator[str]:
+        """A LoRA adapter beside the checkpoint is the same at any degrees."""
+        if not isinstance(self.archive, Archive):
+            return
+        for name in self.archive.checkpoint.manifest["files"]:
+            if name.startswith(f"{SUBFOLDER}/"):
+                (place / SUBFOLDER).mkdir(exist_ok=True)
+                (place / name).write_bytes(self.archive.checkpoint.read(name))
+                yield name
+
+
+def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
+    specs = [
+        WeightSpec.of(name, torch.empty(shape, dtype=dtype, device="meta"))
+        for name, (shape, dtype, _) in part.tensors.items()
+    ]
+
+    def tensor(spec: WeightSpec) -> Tensor:
+        advance()
+        return part.tensors[spec.name][2]()
+
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        write_safetensors(file, specs, tensor)
+
+
+def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
+    """How each parameter is cut at any degree. Raises CheckpointError when the checkpoint does not say so."""
+    found: dict[str, ParamLayout] = {}
+    for piece in pieces:
+        if piece.plans is None:
+            raise CheckpointError(
+                f"{archive.where} does not say how {piece.param!r} is cut at other degrees (it was saved by an earlier "
+                "version, or cut by a plan of its own): load it in a job at the degrees wanted and save it there"
+            )
+        found.setdefault(piece.param, piece.plans)
+    return found
+
+
+def _describe(plans: ParamLayout, degree: int, rank: int, start: int, stop: int) -> dict[str, Any]:
+    return {
+        "range": [start, stop],
+        "shape": list(plans.rank_shape(degree)),
+        "layout": plans.rank_layout(degree, rank).to_json(),
+        "logical": {logical: list(shape) for logical, shape in plans.logical_shapes.items()},
+        "plans": describe_plans(plans),
+    }

@@ -1,0 +1,64 @@
+"""A :class:`ParamLayout` as plain JSON and back: how a weight is cut at any degree, written beside the weight.
+
+A file that holds only the runs of the degree it was saved at can be read at any degree; with the plans it can be
+rewritten for any degree too, without the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from nxd_infer.errors import NxdError, ShardingError
+from nxd_infer.layout.gqa import GQAAxis
+from nxd_infer.layout.params import ParamLayout
+from nxd_infer.layout.plans import AxisPlan, Fused, Padded, Recut, Replicated, Sections, Spelled
+from nxd_infer.layout.runs import Fill, Run
+
+KINDS = {kind.__name__: kind for kind in (Replicated, Padded, Sections, Fused, Spelled, Recut, GQAAxis, Run, Fill)}
+
+
+def describe_plans(layout: ParamLayout) -> dict[str, Any] | None:
+    """``{"axes": [...], "sources": [[part, logical name], ...]}``; None for a plan of a class that is not ours."""
+    try:
+        axes = [_encode(plan) for plan in layout.axes]
+    except ShardingError:
+        return None
+    return {"axes": axes, "sources": [list(pair) for pair in layout.sources]}
+
+
+def read_plans(data: Any) -> ParamLayout:
+    """The inverse of :func:`describe_plans`. Raises ShardingError when ``data`` is no such description."""
+    try:
+        axes = tuple(_decode(axis) for axis in data["axes"])
+        sources = tuple((str(part), str(name)) for part, name in data["sources"])
+        if not all(isinstance(axis, AxisPlan) for axis in axes):
+            raise TypeError("an axis is no plan")
+        return ParamLayout(axes, sources)
+    except (KeyError, TypeError, ValueError, AttributeError, NxdError) as error:
+        raise ShardingError(f"not the description of a weight's plans: {error!r} in {str(data)[:200]}") from error
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$": "float", "text": str(value)}
+    if isinstance(value, bool | int | float | str):
+        return value
+    if KINDS.get(type(value).__name__) is not type(value):
+        raise ShardingError(f"a {type(value).__name__} cannot be written down")
+    fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"$": type(value).__name__, **fields}
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return tuple(_decode(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    fields = {name: _decode(value) for name, value in data.items() if name != "$"}
+    if data["$"] == "float":
+        return float(fields["text"])
+    return KINDS[data["$"]](**fields)

@@ -1,0 +1,115 @@
+"""Batches of a dataset that a job goes on with exactly where it was, at the same or at another data-parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError, ParallelConfigError
+
+__all__ = ["ResumableLoader"]
+
+
+class ResumableLoader:
+    """This rank's batches of ``dataset``: ``for batch in loader`` is one epoch, or the rest of the one that was begun.
+
+    Args:
+        dataset: with ``len()`` and ``[index]``; the same on every rank.
+        batch_size: samples a data-parallel rank. A step of all ranks takes ``batch_size * dp`` consecutive samples of
+            the epoch's order, and each rank the part of its place; what does not fill such a step is left out.
+        shuffle: a new order every epoch, from ``seed`` and the number of the epoch alone.
+        options: handed to ``torch.utils.data.DataLoader`` (``num_workers``, ``collate_fn``, ...).
+
+    The position counts samples of all ranks that were handed out, not those that workers have fetched ahead, so
+    ``save_checkpoint(..., dataloader=loader)`` between two steps and ``load_checkpoint(..., dataloader=loader)`` go on
+    with the very next batch. It is the same on every rank, and at another data-parallel degree, with ``batch_size``
+    changed so that a step has as many samples, the steps are of the same samples. Drawing batches leaves the global
+    random generators alone.
+
+    Raises ParallelConfigError when the dataset does not fill one step.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int = 1, *, shuffle: bool = False, seed: int = 0, **options: Any):
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ParallelConfigError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        taken = {"batch_sampler", "sampler", "drop_last", "generator"} & options.keys()
+        if taken:
+            raise ParallelConfigError(f"{sorted(taken)} cannot be given: this loader decides the order itself")
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self._options = options
+        self.epoch = 0
+        """Epochs that were finished."""
+        self._samples = 0
+        """Samples of all ranks that were handed out in this epoch."""
+        if len(self) < 1:
+            raise ParallelConfigError(
+                f"a dataset of {self._length} samples does not fill a step of {self._step}: batch_size {batch_size} on "
+                f"{current_context().dp.degree} data-parallel ranks"
+            )
+
+    @property
+    def _length(self) -> int:
+        return len(self.dataset)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def _step(self) -> int:
+        """Samples of all ranks in a step."""
+        return self.batch_size * current_context().dp.degree
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return self._length // self._step
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=self._batches(),  # pyright: ignore[reportArgumentType]
+            generator=torch.Generator().manual_seed(self.seed + self.epoch),
+            **self._options,
+        )
+        step = self._step
+        for batch in loader:
+            self._samples += step
+            yield batch
+        self.epoch, self._samples = self.epoch + 1, 0
+
+    def _batches(self) -> list[list[int]]:
+        """The indices of this rank's batches from the position to the end of the epoch."""
+        if self.shuffle:
+            order = torch.randperm(self._length, generator=_generator(self.seed, self.epoch))
+        else:
+            order = torch.arange(self._length)
+        step, place = self._step, current_context().dp.rank * self.batch_size
+        starts = range(self._samples, self._length - step + 1, step)
+        return [order[start + place : start + place + self.batch_size].tolist() for start in starts]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: plain numbers, the same on every rank."""
+        return {"epoch": self.epoch, "samples": self._samples, "length": self._length, **self._order()}
+
+    def _order(self) -> dict[str, int]:
+        return {"seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at a position. Takes effect where the next iteration begins.
+
+        Raises CheckpointError for that of another dataset or another order.
+        """
+        mine = self.state_dict()
+        for key in ("length", *self._order()):
+            if state.get(key) != mine[key]:
+                raise CheckpointError(
+                    f"the position in the data is of a loader with {key} {state.get(key)!r}, and this one has "
+                    f"{mine[key]!r}: the order would be another one"
+                )
+        self.epoch, self._samples = state["epoch"], state["samples"]
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    """A generator for one epoch; neighbouring seeds share no epoch's order."""
+    draws = torch.randint(1 << 62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))
+    return torch.Generator().manual_seed(int(draws[epoch]))

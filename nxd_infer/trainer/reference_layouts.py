@@ -1,0 +1,86 @@
+"""What the tensors of a reference checkpoint are parts of, where no model is there to say it.
+
+Known without help is only what the tensors show: with one tensor-parallel rank everything is whole; what is equal on
+all ranks is replicated; a vector that differs is cut along its one dimension. A matrix that differs may be cut along
+either, and a guess would be a silent mistake, so those need the layouts of a model or rules.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import AxisPlan, ParamLayout
+from nxd_infer.trainer.reference_files import ReferenceArchive
+
+Rules = Mapping[str, int | None]
+"""Patterns of names (``*.o_proj.weight``) to the dimension that is cut, None where every rank has all of it."""
+
+
+def infer_layouts(
+    archive: ReferenceArchive, rules: Rules | None = None, known: Mapping[str, ParamLayout] | None = None
+) -> dict[str, ParamLayout]:
+    """The layout of every tensor of the model that is not ``known``. The first pattern of ``rules`` that fits counts.
+
+    Padding cannot be told from values and stays. Raises CheckpointError, which lists the tensors that nothing is known
+    about, and for a rule that does not fit.
+    """
+    found: dict[str, ParamLayout] = {}
+    unknown: list[str] = []
+    for ranks in archive.stages():
+        for name in (name for name in ranks[0] if name not in found and name not in (known or {})):
+            tensors = [rank[name] for rank in ranks if name in rank]
+            dim = _dimension(name, tensors, rules or {})
+            if dim == UNKNOWN:
+                unknown.append(f"{name} {list(tensors[0].shape)}")
+                continue
+            shape = list(tensors[0].shape)
+            axes: list[AxisPlan | int] = list(shape)
+            if dim is not None:
+                if not -len(shape) <= dim < len(shape):
+                    raise CheckpointError(f"the rule for {name!r} cuts dimension {dim}, and its shape is {shape}")
+                axes[dim] = AxisPlan.even(shape[dim] * len(ranks))
+            found[name] = ParamLayout.of(axes, name)
+    if unknown:
+        raise CheckpointError(
+            f"{archive.where}: these files do not say along which dimension a tensor was cut, and of {len(unknown)} "
+            f"it cannot be seen: {', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}. Give the model's "
+            'directory with --config, or with --rules a JSON file such as {"*.o_proj.weight": 1, "*.weight": 0}'
+        )
+    return found
+
+
+UNKNOWN = 1 << 30
+
+
+def _dimension(name: str, ranks: Sequence[Tensor], rules: Rules) -> int | None:
+    """The dimension that is cut, None for none, or UNKNOWN."""
+    for pattern, dim in rules.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return dim
+    if all(rank.equal(ranks[0]) for rank in ranks[1:]):
+        return None
+    return 0 if ranks[0].dim() == 1 else UNKNOWN
+
+
+def read_rules(path: Path) -> dict[str, int | None]:
+    """Rules from a JSON file. Raises CheckpointError when it is none."""
+    try:
+        rules: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no rules: {error}") from error
+    good = isinstance(rules, dict) and all(
+        dim is None or (isinstance(dim, int) and not isinstance(dim, bool)) for dim in rules.values()
+    )
+    if not good:
+        raise CheckpointError(
+            f'{path} must be a JSON object of name patterns and dimensions, such as {{"*.o_proj.weight": 1}} (null: '
+            "every rank has all of it)"
+        )
+    return rules

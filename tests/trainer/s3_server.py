@@ -1,0 +1,110 @@
+"""A small S3: the calls that checkpoints need, over HTTP, objects in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+PAGE = 3
+"""Entries a listing, so that every listing has several pages."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    objects: dict[str, bytes]
+    calls: list[str]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def _key(self) -> str:
+        return unquote(urlsplit(self.path).path).lstrip("/")
+
+    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), "ETag": '"x"', **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        assert "aws-chunked" not in self.headers.get("Content-Encoding", "")
+        self.calls.append(f"PUT {self._key()}")
+        self.objects[self._key()] = data
+        self._answer(200)
+
+    def do_DELETE(self) -> None:
+        self.calls.append(f"DELETE {self._key()}")
+        self.objects.pop(self._key(), None)
+        self._answer(204)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        if query.get("list-type") == "2":
+            self._list(query)
+            return
+        key = self._key()
+        if key.startswith("forbidden/"):
+            self._error(403, "AccessDenied")
+        elif key not in self.objects:
+            self._error(404, "NoSuchKey")
+        else:
+            data = self.objects[key]
+            first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+            if first:
+                stop = int(last) + 1 if last else len(data)
+                part = data[int(first) : stop]
+                self._answer(206, part, Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}")
+            else:
+                self._answer(200, data)
+
+    def _error(self, status: int, code: str) -> None:
+        self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+
+    def _list(self, query: dict[str, str]) -> None:
+        bucket, prefix, delimiter = self._key(), query.get("prefix", ""), query.get("delimiter", "")
+        entries = set()
+        for key in self.objects:
+            name = key.removeprefix(f"{bucket}/")
+            if name != key and name.startswith(prefix):
+                rest = name[len(prefix) :]
+                folder = delimiter and delimiter in rest
+                entries.add(
+                    (prefix + rest.split(delimiter)[0] + delimiter, -1) if folder else (name, len(self.objects[key]))
+                )
+        rows = sorted(entry for entry in entries if entry[0] > query.get("continuation-token", ""))
+        body = "".join(
+            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+            if size < 0
+            else f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>"
+            for name, size in rows[:PAGE]
+        )
+        more = f"<NextContinuationToken>{escape(rows[PAGE - 1][0])}</NextContinuationToken>" if rows[PAGE:] else ""
+        truncated = str(bool(rows[PAGE:])).lower()
+        xml = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{more}{body}</ListBucketResult>"
+        self._answer(200, xml.encode(), Content_Type="application/xml")
+
+
+@contextmanager
+def s3_server() -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
+    """``(endpoint, objects by bucket/key, calls that changed something)`` of a server that runs inside the block."""
+    handler = type("Handler", (_Handler,), {"objects": {}, "calls": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler.objects, handler.calls
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,211 @@
+"""A first start without a checkpoint; files that are missing, damaged, changed or there twice: each is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_infer as nxd
+from nxd_infer.errors import CheckpointError
+from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
+from tests.ranks import run_ranks
+from tests.trainer.jobs import AdamW, training
+from tests.trainer.models import mlp, vectors
+
+
+def small():
+    """A model and an optimizer that have made a step."""
+    model, optimizer = training(mlp)
+    model.run_train(**vectors())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.check
+def test_the_first_start_of_a_job_that_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The documented loop: load whatever there is, train, save; the second start goes on where the first was killed."""
+    seen = []
+    for _ in range(3):
+        model, optimizer = training(mlp)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        with caplog.at_level(logging.WARNING):
+            user_content = load_checkpoint(tmp_path / "ckpts", **named)
+        step = 0 if user_content is None else user_content["total_steps"]
+        seen.append((step, scheduler.last_epoch, len(caplog.records)))
+        model.run_train(**vectors())
+        optimizer.step()
+        scheduler.step()
+        save_checkpoint(tmp_path / "ckpts", **named, user_content={"total_steps": step + 1})
+    assert seen == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
+    assert "holds no checkpoint: nothing is loaded, training starts from the beginning" in caplog.text
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint with the tag 'step_9'; complete are: ''"):
+        load_checkpoint(tmp_path / "ckpts", "step_9")
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def repeat_a_key(path: Path) -> None:
+    path.write_text(path.read_text().replace('{"place"', '{"values": 1, "place"', 1))
+
+
+MODEL, OPTIMIZER = "model.tp_rank_00.pp_rank_00.safetensors", "optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (MODEL, flip, f"a/{MODEL} differs from its checksum .*it was damaged or changed after it was saved"),
+        (OPTIMIZER, flip, f"a/{OPTIMIZER} differs from its checksum"),
+        ("rank_00000.safetensors", flip, "a/rank_00000.safetensors differs from its checksum"),
+        ("rank_00000.json", flip, "a/rank_00000.json differs from its checksum"),
+        ("rank_00000.json", repeat_a_key, "damaged: rank_00000.json has"),
+        ("manifest.json", flip, "manifest.json differs from its checksum in 'done'"),
+        ("manifest.json", Path.unlink, "manifest.json is missing"),
+        (MODEL, Path.unlink, f"damaged: {MODEL} is missing; restore the files, or load another tag"),
+        (MODEL, lambda path: path.write_bytes(path.read_bytes()[:-1]), f"{MODEL} has [0-9]+ bytes instead of [0-9]+"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object], message: str):
+    """With and without a tag: nothing older is taken for the newest checkpoint."""
+    model, optimizer = small()
+    save_checkpoint(tmp_path, "older", model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer, num_kept_ckpts=None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    damage(tmp_path / "a" / file)
+    for tag in ("a", None):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, tag, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load_checkpoint(tmp_path, "older", model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)  # takes the place of the damaged one
+    load_checkpoint(tmp_path, None, model, optimizer)
+
+
+def test_what_is_not_read_is_not_verified(tmp_path: Path):
+    model, optimizer = small()
+    save_checkpoint(tmp_path, "a", model, optimizer, user_content=1)
+    flip(tmp_path / "a" / OPTIMIZER)
+    assert load_checkpoint(tmp_path, "a", model) == 1
+    assert load_checkpoint(tmp_path, "a", model, optimizer, verify=False) == 1
+
+
+@pytest.mark.check
+def test_a_copy_beside_the_checkpoint_is_refused(tmp_path: Path):
+    save_checkpoint(tmp_path, "a", nn.Linear(2, 2), user_content=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"a and b of .* are both checkpoint number 1 \(tag 'a'\): one is a copy"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(tmp_path / "b") == 1  # by its own name it is clear
+
+
+@pytest.mark.check
+def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
+    """A second rank that says it holds what the first one holds, in a checkpoint without checksums."""
+    model, _ = small()
+    save_checkpoint(tmp_path, "a", model)
+    folder = tmp_path / "a"
+    shutil.copyfile(folder / "rank_00000.json", folder / "rank_00001.json")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["world_size"] = 2
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "done").write_text("")
+    with pytest.raises(CheckpointError, match=r"'unused': the checkpoint holds 6 of the 3 elements asked for"):
+        load_checkpoint(tmp_path, "a", nn.ParameterDict({"unused": torch.zeros(3)}), strict=False)
+
+
+def test_a_checkpoint_of_the_first_version(tmp_path: Path):
+    """Without checksums, with an empty ``done``."""
+    model, optimizer = small()
+    save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    del manifest["sha256"]
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "a" / "done").write_text("")
+    assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7
+
+
+# --- killed at any moment ---------------------------------------------------------------------------------
+
+
+def save_until_killed(root: Path, model: nn.Module) -> None:
+    for step in range(1000):
+        with torch.no_grad():
+            model.weight.fill_(step)  # pyright: ignore[reportCallIssue]
+        save_checkpoint(root, f"step_{step}", model, user_content=step, num_kept_ckpts=2, async_save=step % 2 == 0)
+    os._exit(1)
+
+
+def killed_at_random(folder: str) -> list[int]:
+    """Twenty processes that save all the time, each killed after a random while; what the newest checkpoint holds."""
+    root, draw, found = Path(folder), random.Random(5), []
+    model = nn.Linear(512, 512)
+    for number in range(20):
+        path = root / str(number)
+        save_checkpoint(path, "first", model, user_content=-1)
+        child = os.fork()
+        if child == 0:
+            save_until_killed(path, model)
+        time.sleep(draw.uniform(0.005, 0.25))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        assert has_checkpoint(path)
+        weights = nn.Linear(512, 512)
+        step = load_checkpoint(path, model=weights)
+        if step >= 0:
+            assert torch.equal(weights.weight, torch.full((512, 512), float(step)))
+        else:
+            assert torch.equal(weights.weight, model.weight)
+        save_checkpoint(path, "after", model, user_content="after")
+        assert load_checkpoint(path) == "after"
+        assert not [name for name in os.listdir(path) if name.startswith(".")]  # the next save has tidied up
+        found.append(step)
+        shutil.rmtree(path)
+    return found
+
+
+def test_killed_at_twenty_random_moments(tmp_path: Path):
+    (steps,) = run_ranks(killed_at_random, 1, str(tmp_path), timeout=120)
+    assert len(steps) == 20 and max(steps) > 0
+
+
+# --- the documents ----------------------------------------------------------------------------------------
+
+
+def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The loop of docs/training.md, started three times; each start trains two epochs of three steps more."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    (loop,) = re.findall(r"```python\n(loader = .*?)```", text, re.DOTALL)
+    names: dict[str, object] = {}
+    for start in range(3):
+        model, optimizer = training(mlp)
+        batch = vectors(rows=12)
+        dataset = [{name: value[i] for name, value in batch.items()} for i in range(12)]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataset": dataset, "nxd": nxd}
+        names["epochs"] = 2 * start + 2
+        exec(compile(loop.replace("% 100", "% 2"), "docs/training.md", "exec"), names)
+        wait_for_save()
+        assert names["step"] == scheduler.last_epoch == 6 * start + 6
+    assert sorted(os.listdir("ckpts")) == ["step_14", "step_16", "step_18"]

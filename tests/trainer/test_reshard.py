@@ -1,0 +1,225 @@
+"""``nxd-infer ckpt reshard`` and ``diff``: other degrees offline, equal to what a job of those degrees has."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nxd_infer.cli.compare import difference_of
+from nxd_infer.cli.console import slow_bar
+from nxd_infer.context import current_context
+from nxd_infer.errors import ShardingError
+from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan, weight_layout
+from nxd_infer.layout.describe import describe_plans, read_plans
+from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tests.e2e.command import nxd_infer_here
+from tests.ranks import run_ranks
+from tests.trainer.jobs import ZERO1, mine, training
+from tests.trainer.models import decoder, tokens
+
+FAMILY = "odd_heads"  # padded at tp 2, padded and replicated at tp 4
+
+
+def parts_of(options: dict[str, Any], seed: int) -> tuple[Any, Any]:
+    return training(partial(decoder, FAMILY, torch.float32), seed=seed, **options)
+
+
+def go_on(parts: tuple[Any, Any], count: int) -> list[float]:
+    model, optimizer = parts
+    losses = []
+    for _ in range(count):
+        losses.append(float(model.run_train(**mine(tokens()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def saved(root: str, options: dict[str, Any]) -> None:
+    parts = parts_of(options, 0)
+    go_on(parts, 2)
+    save_checkpoint(root, "trained", *parts, user_content={"step": 2})
+
+
+def resumed(root: str, copy: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Three losses after loading the checkpoint itself, and after loading what was made of it for these degrees."""
+    found = []
+    for path in (root, copy):
+        parts = parts_of(options, 1)
+        assert load_checkpoint(path, None, *parts)["step"] == 2
+        found.append(go_on(parts, 3))
+    return found[0], found[1]
+
+
+def saved_again(root: str, out: str, options: dict[str, Any]) -> None:
+    """What a job of the degrees in force makes of the checkpoint."""
+    parts = parts_of(options, 1)
+    load_checkpoint(root, None, *parts)
+    save_checkpoint(out, "trained", *parts)
+
+
+def command(capsys, monkeypatch, *arguments: object):
+    return nxd_infer_here(capsys, monkeypatch, "ckpt", *arguments)
+
+
+def same_files(first: Path, second: Path, pattern: str) -> None:
+    names = sorted(path.name for path in first.glob(pattern))
+    assert names and names == sorted(path.name for path in second.glob(pattern))
+    for name in names:
+        a, b = load_file(first / name), load_file(second / name)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a), name
+
+
+def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path, capsys, monkeypatch):
+    """tp 2 -> tp 1 dp 2 (ZeRO-1 stays unsharded) -> tp 4 -> tp 2: tensor for tensor, and the two ends are equal."""
+    start = tmp_path / "start"
+    run_ranks(saved, 2, str(start), {}, tp=2, timeout=120)
+    before = start
+    for tp, dp in ((1, 2), (4, 1), (2, 1)):
+        out = tmp_path / f"tp{tp}"
+        done = command(capsys, monkeypatch, "reshard", before, out, "--tp", tp, "--dp", dp)
+        assert done.status == 0, done.err
+        assert f"tp {tp} dp {dp}" in done.out
+        same = command(capsys, monkeypatch, "diff", start, out)
+        assert same.status == 0 and " 0 differ" in same.out, same.out
+        before = out
+    same_files(start / "trained", tmp_path / "tp2" / "trained", "model.*.safetensors")
+    same_files(start / "trained", tmp_path / "tp2" / "trained", "optim.*.safetensors")
+    native = tmp_path / "native"
+    run_ranks(saved_again, 1, str(start), str(native), {}, tp=1, timeout=120)
+    same_files(native / "trained", tmp_path / "tp1" / "trained", "model.*.safetensors")
+    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "tp1"), {}, tp=1, timeout=120):
+        assert losses == again
+
+
+def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
+    """ZeRO-1 over two ranks -> tp 2 dp 1 and tp 2 dp 3, whose losses are those of loading the original."""
+    start = tmp_path / "start"
+    run_ranks(saved, 2, str(start), ZERO1, tp=1, timeout=120)
+    for tp, dp in ((2, 1), (2, 3)):
+        out = tmp_path / f"dp{dp}"
+        assert command(capsys, monkeypatch, "reshard", start, out, "--tp", tp, "--dp", dp).status == 0
+        assert len(list((out / "trained").glob("optim.*"))) == tp * dp
+        assert " 0 differ" in command(capsys, monkeypatch, "diff", out, start).out
+        manifest = json.loads((out / "trained" / "manifest.json").read_text())
+        assert manifest["resharded_from"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1} and manifest["sha256"]
+    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "dp3"), {}, tp=2, timeout=120):
+        assert losses == again
+
+
+def alone(root: Path, tag: str = "a", change: float = 0.0, **options: Any) -> None:
+    """A job of one rank, all of whose weights are ``change`` larger."""
+    parts = parts_of(options, 0)
+    go_on(parts, 1)
+    with torch.no_grad():
+        for param in parts[0].parameters():
+            param.add_(change)
+    save_checkpoint(root, tag, *parts)
+
+
+def test_what_differs_is_listed(tmp_path: Path, capsys, monkeypatch):
+    alone(tmp_path / "a", "one")
+    alone(tmp_path / "a", "two", 1e-3)
+    two = (tmp_path / "a" / "one", tmp_path / "a" / "two")
+    done = command(capsys, monkeypatch, "diff", *two)
+    assert done.status == 1 and "0.001" in done.out and "weights" in done.out and "exp_avg" not in done.out
+    assert command(capsys, monkeypatch, "diff", *two, "--tolerance", 1).status == 0
+    assert command(capsys, monkeypatch, "diff", *two, "--tolerance", 1e-4).status == 1
+    weights = tmp_path / "weights"
+    assert command(capsys, monkeypatch, "consolidate", two[0], "--out", weights, "--dtype", "bfloat16").status == 0
+    half = ("diff", two[0], weights, "--weights-only")
+    done = command(capsys, monkeypatch, *half)
+    assert done.status == 1 and "type float32 and bfloat16" in done.out
+    assert command(capsys, monkeypatch, *half, "--tolerance", 1e-2).status == 0
+    done = command(capsys, monkeypatch, "diff", two[0], weights, "--tolerance", 1)
+    assert done.status == 1 and "only in A" in done.out  # the optimizer's state
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    save_checkpoint(tmp_path / "b", "one", model)
+    save_checkpoint(tmp_path / "c", "one", torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    done = command(capsys, monkeypatch, "diff", tmp_path / "b", tmp_path / "c", "--tolerance", 9)
+    assert done.status == 1 and "shape [2, 2] and [2, 3]" in done.out
+
+
+def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
+    alone(tmp_path / "a")
+    before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
+    for out in (tmp_path / "a", tmp_path / "a" / "a"):
+        done = command(capsys, monkeypatch, "reshard", tmp_path / "a", out, "--tp", 2)
+        assert done.status == 1 and "the folder of the checkpoint itself; write to another one" in done.err
+    assert command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2).status == 0
+    done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2)
+    assert done.status == 1 and "holds a checkpoint 'a' already; choose another folder" in done.err
+    done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "c", "--tp", 0)
+    assert done.status == 2
+    file = next((tmp_path / "b" / "a").glob("model.tp_rank_01*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    done = command(capsys, monkeypatch, "reshard", tmp_path / "b", tmp_path / "c", "--tp", 1)
+    assert done.status == 1 and f"{file.name} differs from its checksum" in done.err
+    save_checkpoint(tmp_path / "d", "dict", {"weight": torch.ones(2)})
+    done = command(capsys, monkeypatch, "reshard", tmp_path / "d", tmp_path / "c", "--tp", 1)
+    assert done.status == 1 and "saved as a dictionary, which fits its own degrees only" in done.err
+    for record_file in (tmp_path / "a" / "a").glob("rank_*.json"):  # as the first version wrote it
+        record = json.loads(record_file.read_text())
+        for piece in record["model"]["pieces"].values():
+            del piece["plans"]
+        record_file.write_text(json.dumps(record))
+        manifest = json.loads((tmp_path / "a" / "a" / "manifest.json").read_text())
+        manifest["files"][record_file.name] = record_file.stat().st_size
+        del manifest["sha256"]
+        (tmp_path / "a" / "a" / "manifest.json").write_text(json.dumps(manifest))
+        (tmp_path / "a" / "a" / "done").write_text("")
+    done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "c", "--tp", 2)
+    assert done.status == 1 and "does not say how" in done.err and "save it there" in done.err
+    assert not (tmp_path / "c").exists()
+    assert before == sorted(path.name for path in (tmp_path / "a").rglob("*"))
+
+
+def test_a_bar_after_a_while_only(capsys):
+    with slow_bar("quick", 2) as advance:
+        advance()
+    assert "quick" not in capsys.readouterr().out
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("a", "b", "largest", "relative"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0),
+        ([1.0, 2.0], [1.0, 4.0], 2.0, 0.5),
+        ([0.0, float("nan")], [0.0, float("nan")], 0.0, 0.0),
+        ([0.0, float("inf")], [0.5, float("inf")], 0.5, 1.0),
+        ([0.0, 3.0], [0.0, float("nan")], float("inf"), float("inf")),
+        ([0.0, float("inf")], [0.0, -float("inf")], float("inf"), float("inf")),
+        ([], [], 0.0, 0.0),
+    ],
+)
+def test_how_much_two_tensors_differ(a: list[float], b: list[float], largest: float, relative: float):
+    assert difference_of(torch.tensor(a), torch.tensor(b)) == (largest, relative)
+
+
+@pytest.mark.check
+def test_plans_written_down_are_the_same_plans():
+    heads = gqa_plan(6, 3, 4)
+    plans = [
+        AxisPlan.padded(61, 8, fill=float("-inf")),
+        AxisPlan.heads(3, 4),
+        AxisPlan.strided(12, 2),
+        AxisPlan.recut(AxisPlan.even(7), 4),
+        AxisPlan.from_runs(AxisPlan.even(7).runs(2, 1)),
+        heads.q_axis(4),
+        AxisPlan.fused({"q": heads.q_axis(4), "k": heads.kv_axis(4)}),
+    ]
+    layouts = [ParamLayout.of([plan, 5], {part: f"x.{part}" for part in plan.parts}) for plan in plans]
+    layouts += weight_layout(decoder(FAMILY)).values()
+    for layout in layouts:
+        assert read_plans(json.loads(json.dumps(describe_plans(layout)))) == layout
+    for broken in ({}, {"axes": [1], "sources": []}, {"axes": [{"$": "Popen"}], "sources": []}, None):
+        with pytest.raises(ShardingError, match="not the description of a weight's plans"):
+            read_plans(broken)
+    assert current_context().world_size == 1
