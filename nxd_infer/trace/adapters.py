@@ -30,7 +30,7 @@ class _Table:
     """One table of one layer: its spec on a rank, and its layout on every rank."""
 
     spec: WeightSpec
-    logical: tuple[int, int, int]
+    logical: tuple[int, ...]
     """The whole shape: slots + 1 first, then the slot's matrix."""
     ranks: Sequence[Any]
 

@@ -68,7 +68,8 @@ def traced_run(model, step):
         rows, length = inputs["tokens"].shape
         fits = [name for name, (b, s) in shapes.items() if b >= rows and s >= length]
         name = min(fits, key=lambda n: shapes[n][0] * shapes[n][1])
-        full = step_inputs(step.config.vocab_size, *shapes[name], step.slots, step.bias_slots)
+        sizes = (step.config.vocab_size, *shapes[name], step.slots, step.bias_slots)
+        full = step_inputs(*sizes, adapter=step.adapter_slots is not None)
         for key, value in inputs.items():
             full[key][tuple(slice(size) for size in value.shape)] = value
         outputs = model.run_bucket(name, full)
