@@ -54,18 +54,18 @@ class Bucket:
     flat: Tensor | None = None
     waiting: int = 0
     pending: Pending | None = None
-    seen: list[tuple[int, int]] = field(default_factory=list)
-    """What the gradients were when they were copied: identity and version."""
+    seen: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    """The gradients that were copied, and their versions then."""
     dirty: bool = False
     result: Tensor | None = None
     """The average: of the whole bucket, or with ``scatter`` of this rank's equal piece of it."""
 
 
-def make_buckets(params: Sequence[Tensor], degree: int, cap_mb: float) -> list[Bucket]:
-    """Buckets over ``params``, last first, of one device and type each; a parameter is never split over buckets."""
+def make_buckets(params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0) -> list[Bucket]:
+    """Buckets over ``params[first:]``, last first, of one device and type each; a parameter is never split over two."""
     buckets: list[Bucket] = []
     open_for: dict[tuple, Bucket] = {}
-    for index in reversed(range(len(params))):
+    for index in reversed(range(first, len(params))):
         param = params[index]
         dtype = wide_type(param.dtype)
         key = (param.device, param.dtype)
@@ -76,7 +76,7 @@ def make_buckets(params: Sequence[Tensor], degree: int, cap_mb: float) -> list[B
         bucket.slots.append(Slot(index, bucket.size, bucket.size + param.numel()))
         bucket.size += param.numel()
     for bucket in buckets:
-        bucket.size += -bucket.size % degree
+        bucket.size = max(bucket.size + -bucket.size % degree, degree)  # parameters may be empty, messages may not
     return buckets
 
 
@@ -99,28 +99,42 @@ class GradReducer:
     ):
         if not cap_mb > 0:
             raise ParallelConfigError(f"a bucket holds a positive number of megabytes, got {cap_mb}")
-        self.params = list(params)
+        self.params: list[Tensor] = []
         self.context = context
         self.scatter = scatter
         self.degree = context.dp.degree
-        self.buckets = make_buckets(self.params, self.degree, cap_mb)
-        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._wide = [accumulate_wide and wide_type(p.dtype) != p.dtype for p in self.params]
-        self._passes = [0] * len(self.params)
-        self._silent = [False] * len(self.params)
+        self.buckets: list[Bucket] = []
+        self._accumulate_wide, self._cap_mb = accumulate_wide, cap_mb
+        self._bucket_of: dict[int, Bucket] = {}
+        self._wide: list[bool] = []
+        self._passes: list[int] = []
+        self._silent: list[bool] = []
         """Parameters that no backward pass of the last step reached: no bucket waits for them."""
         self._expected = 1
         self._next = 0
-        self._known: list[weakref.ref[Tensor] | None] = [None] * len(self.params)
+        self._known: list[weakref.ref[Tensor] | None] = []
         self._hooks = []
-        for index, param in enumerate(self.params):
+        self.extend(params)
+
+    def extend(self, params: Sequence[Tensor]) -> None:
+        """Reduce the gradients of more parameters too, in buckets of their own after the others."""
+        first = len(self.params)
+        self.params += params
+        self._wide += [self._accumulate_wide and wide_type(p.dtype) != p.dtype for p in params]
+        self._passes += [0] * len(params)
+        self._silent += [False] * len(params)
+        self._known += [None] * len(params)
+        for bucket in make_buckets(self.params, self.degree, self._cap_mb, first):
+            self.buckets.append(bucket)
+            self._bucket_of.update({slot.index: bucket for slot in bucket.slots})
+            self._empty(bucket)
+        for index, param in enumerate(params, first):
             former = _reducer_of.get(param)
             former = former and former()
             if former is not None:
                 former.close()  # its optimizer has been replaced; both reducing would be once too often
             _reducer_of[param] = weakref.ref(self)
             self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
-        self._start_over()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -130,7 +144,11 @@ class GradReducer:
 
     @property
     def communicates(self) -> bool:
-        return self.degree > 1
+        return self.degree > 1 and bool(self.params)
+
+    def sums_apart(self, index: int) -> bool:
+        """Whether the gradient of a parameter is summed up in ``main_grad``."""
+        return self._wide[index]
 
     def gradient(self, index: int) -> Tensor | None:
         """What backward passes on this rank have summed up for a parameter."""
@@ -171,7 +189,7 @@ class GradReducer:
         bucket.seen = []
         for slot in bucket.slots:
             grad, place = self.gradient(slot.index), bucket.flat[slot.start : slot.stop]
-            bucket.seen.append(_identity(grad))
+            bucket.seen.append((grad, 0 if grad is None else grad._version))
             if grad is None:
                 place.zero_()
             else:
@@ -237,18 +255,23 @@ class GradReducer:
         return bucket.result[first + start : first + stop]
 
     def _modified(self, bucket: Bucket) -> bool:
-        return bucket.seen != [_identity(self.gradient(slot.index)) for slot in bucket.slots]
+        """Whether a gradient is another one, or has other values, than when it was copied."""
+        grads = [self.gradient(slot.index) for slot in bucket.slots]
+        return any(
+            grad is not seen or (grad is not None and grad._version != version)
+            for grad, (seen, version) in zip(grads, bucket.seen, strict=True)
+        )
 
     def _start_over(self) -> None:
         self._passes = [0] * len(self.params)
         self._next = 0
         for bucket in self.buckets:
-            bucket.waiting = sum(not self._silent[slot.index] for slot in bucket.slots)
-            bucket.pending, bucket.dirty = None, False
+            self._empty(bucket)
 
-
-def _identity(grad: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    def _empty(self, bucket: Bucket) -> None:
+        """Nothing of the next step has arrived yet."""
+        bucket.waiting = sum(not self._silent[slot.index] for slot in bucket.slots)
+        bucket.pending, bucket.dirty, bucket.seen = None, False, []
 
 
 def _hook(reducer: weakref.ref[GradReducer], index: int) -> Callable[[Tensor], None]:

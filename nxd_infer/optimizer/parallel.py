@@ -18,7 +18,7 @@ from torch import Tensor
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError, NonFiniteGradientError, ParallelConfigError
 from nxd_infer.optimizer.buckets import GradReducer
-from nxd_infer.optimizer.pieces import Piece, Publisher, shard_pieces, whole_pieces
+from nxd_infer.optimizer.pieces import Piece, Publisher, make_pieces
 from nxd_infer.parallel_layers import grads as gradients
 
 __all__ = ["NxDOptimizer"]
@@ -33,7 +33,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     Args:
         parameters: tensors, ``(name, tensor)`` pairs or parameter groups, as for any optimizer; the same on every rank.
         optimizer_class: what does the stepping. With ``zero1`` it gets flat ranges of parameters, so it must treat
-            each element by itself (as Adam and SGD do, and optimizers that look at matrices do not).
+            each element by itself (as Adam and SGD do; PyTorch's that look at matrices are refused).
         zero1: each data-parallel rank steps, and holds the state of, an equal share of the elements.
         grad_clipping, max_grad_norm: scale all gradients so that the 2-norm of the model's is at most so much.
         on_nonfinite: ``"raise"`` NonFiniteGradientError when a gradient is NaN or infinite on any rank, before anything
@@ -63,12 +63,14 @@ class NxDOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = 25.0,
         defaults: Mapping[str, Any] | None = None,
     ):
+        self._made = False
         if on_nonfinite not in ON_NONFINITE:
             raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         if grad_clipping and not max_grad_norm > 0:
             raise ParallelConfigError(f"max_grad_norm must be above 0, got {max_grad_norm!r}")
         self.context: ParallelContext = current_context()
         _require_plain_axes(self.context)
+        _require_elementwise(optimizer_class, zero1, self.context)
         self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, float(max_grad_norm)
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
@@ -77,52 +79,59 @@ class NxDOptimizer(torch.optim.Optimizer):
         self._grad_norm: Tensor | None = None
         self._final = False
         groups = _groups(parameters)
-        self._params = [param for group in groups for param in group["params"] if param.requires_grad]
-        self._frozen = [param for group in groups for param in group["params"] if not param.requires_grad]
-        self.names = _names(groups, self._params)
+        self._frozen: list[Tensor] = []
+        self.names: list[str] = []
         """Of each trained parameter, in order."""
         self._reducer = GradReducer(
-            self._params, self.context, scatter=zero1, accumulate_wide=fp32_grad_acc, cap_mb=bucket_cap_mb
+            [], self.context, scatter=zero1, accumulate_wide=fp32_grad_acc, cap_mb=bucket_cap_mb
         )
-        self.pieces: list[Piece] = (
-            shard_pieces(self._reducer, master_weights)
-            if zero1 and self._reducer.communicates
-            else whole_pieces(self._params, master_weights, self.context)
-        )
-        self._publisher = Publisher(self._reducer, self.pieces)
-        self.optimizer = optimizer_class(self._inner_groups(groups), **dict(defaults or {}))
+        self.pieces: list[Piece] = []
+        self.optimizer = optimizer_class(self._take(groups), **dict(defaults or {}))
         """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
-        own = [
-            {**{k: v for k, v in inner.items() if k not in _NOT_HYPERPARAMETERS}, **group}
-            for inner, group in zip(self.optimizer.param_groups, groups, strict=True)
-        ]
-        self._closed = False
+        own = [_with_defaults(group, inner) for group, inner in zip(groups, self.optimizer.param_groups, strict=True)]
         super().__init__(own, self.optimizer.defaults)
-        self._closed = True
+        self._made = True
         self.state = self.optimizer.state
 
     # --- construction ---------------------------------------------------------------------------------
 
-    def _inner_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer: those of the user over this rank's pieces."""
-        pieces: dict[int, list[Tensor]] = {}
-        for piece in self.pieces:
-            pieces.setdefault(id(piece.param), []).append(piece.tensor)
+    def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Look after the parameters of more groups; the groups of the wrapped optimizer, over this rank's pieces."""
+        first = len(self._params)
+        members = [param for group in groups for param in group["params"]]
+        once = {id(param) for param in (*self._params, *self._frozen, *members)}
+        if len(once) < first + len(self._frozen) + len(members):
+            raise ParallelConfigError("a parameter stands more than once in the optimizer's groups; name each once")
+        self._frozen += [param for param in members if not param.requires_grad]
+        self._reducer.extend([param for param in members if param.requires_grad])
+        self.names += _names(groups, self._params[first:], self.names, len(self.param_groups) if self._made else 0)
+        added = make_pieces(self._reducer, self.master_weights, first)
+        self.pieces += added
+        self._publisher = Publisher(self._reducer, self.pieces)
+        tensors = {id(piece.param): piece.tensor for piece in added}
         return [
             {
                 **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
-                "params": [tensor for param in group["params"] for tensor in pieces.get(id(param), ())],
+                "params": [tensors[id(param)] for param in group["params"] if id(param) in tensors],
             }
             for group in groups
         ]
 
+    @property
+    def _params(self) -> list[Tensor]:
+        """The trained parameters."""
+        return self._reducer.params
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer exists: the buckets are laid out. Make a new optimizer."""
-        if self._closed:
-            raise ParallelConfigError(
-                "parameters cannot be added to a parallel optimizer, because its buckets are laid out over the ranks: "
-                "make a new optimizer with all parameters"
-            )
+        """Train more parameters, as with any optimizer; their gradients travel in buckets of their own.
+
+        Every rank must call it, between steps; an optimizer that is to load its ``state_dict`` is made in the same
+        order. Raises ParallelConfigError for a parameter that is there already.
+        """
+        if self._made:
+            groups = _groups([param_group])
+            self.optimizer.add_param_group(self._take(groups)[0])
+            param_group = _with_defaults(groups[0], self.optimizer.param_groups[-1])
         super().add_param_group(param_group)
 
     # --- gradients ------------------------------------------------------------------------------------
@@ -160,11 +169,10 @@ class NxDOptimizer(torch.optim.Optimizer):
             piece.refresh()
             source = self._reducer.gradient(piece.index)
             grad = self._average(piece) if present[piece.index] else None
-            if piece.tensor is piece.param and grad is not None and source is not None:
-                if grad is not source:
-                    source.copy_(grad)
-            else:
+            if piece.tensor is not piece.param:
                 piece.tensor.grad = grad
+            elif grad is not source:
+                _give(piece.param, grad)
             grad = piece.tensor.grad
             # What lies in the parameter's own gradient has been summed before, unless a backward added to it.
             if (
@@ -308,7 +316,20 @@ class NxDOptimizer(torch.optim.Optimizer):
                     piece.settled()
 
 
+def _give(param: Tensor, grad: Tensor | None) -> None:
+    """Make ``grad`` the gradient of ``param``, in memory of its own: what it is a view of takes the next sums."""
+    if grad is not None and param.grad is not None and not param.grad.is_sparse:
+        param.grad.copy_(grad)
+    else:
+        param.grad = None if grad is None else grad.clone()
+
+
 _NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def _with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The group of a user with the hyperparameters that it does not name, as the wrapped optimizer has them."""
+    return {**{k: v for k, v in inner.items() if k not in _NOT_HYPERPARAMETERS}, **group}
 
 
 def _require_plain_axes(context: ParallelContext) -> None:
@@ -318,6 +339,21 @@ def _require_plain_axes(context: ParallelContext) -> None:
                 f"training over the axis {axis!r} is not supported yet, and its degree is {context.axis(axis).degree}; "
                 "use tensor and data parallelism"
             )
+
+
+def _require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
+    """Refuse PyTorch's optimizers whose step on pieces of the model is not the model's step."""
+    kind = optimizer_class if isinstance(optimizer_class, type) else object
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ParallelConfigError(
+            "LBFGS evaluates the model several times a step, which no rank can do alone; use Adam"
+        )
+    matrices = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+    if issubclass(kind, matrices) and (zero1 or context.tp.degree > 1):
+        raise ParallelConfigError(
+            f"{kind.__name__} looks at whole matrices, and ZeRO-1 and tensor parallelism cut them: use an optimizer "
+            "that treats each element by itself, such as AdamW, or train with data parallelism alone"
+        )
 
 
 def _groups(parameters: Parameters) -> list[dict[str, Any]]:
@@ -340,12 +376,16 @@ def _groups(parameters: Parameters) -> list[dict[str, Any]]:
     return out
 
 
-def _names(groups: list[dict[str, Any]], params: list[Tensor]) -> list[str]:
-    """What the parameters are called in the model, or where they stand when nobody has said."""
-    known: dict[int, str] = {}
-    for number, group in enumerate(groups):
+def _names(groups: list[dict[str, Any]], params: list[Tensor], taken: list[str], first: int) -> list[str]:
+    """What the parameters are called in the model, or where they stand when nobody has said or two are called alike.
+
+    ``taken`` are names in use; ``first`` is the number of the first group.
+    """
+    used, known = set(taken), {}
+    for number, group in enumerate(groups, first):
         given = group.get("param_names") or [None] * len(group["params"])
         for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
-            name = name or getattr(param, "nxd_name", None) or f"group {number} parameter {place}"
-            known.setdefault(id(param), name)
+            name = name or getattr(param, "nxd_name", None)
+            known[id(param)] = name if name and name not in used else f"group {number} parameter {place}"
+            used.add(known[id(param)])
     return [known[id(param)] for param in params]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
-from nxd_infer.optimizer.buckets import Bucket, GradReducer
+from nxd_infer.optimizer.buckets import Bucket, GradReducer, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
 
@@ -29,7 +29,7 @@ class Piece:
     start: int
     stop: int
     tensor: Tensor
-    """What the optimizer steps: the parameter's shape when it is all of it, else flat."""
+    """What the optimizer steps: flat with ZeRO-1, else of the parameter's shape."""
     spans: Spans
     """The elements of the piece that this rank counts in a norm, before the data-parallel ranks are added."""
     own_memory: bool
@@ -49,12 +49,15 @@ class Piece:
     def refresh(self) -> None:
         """Follow a parameter that has been given other memory, or, for a master, other values, by somebody else.
 
-        ``module.to()`` and ``load_state_dict(assign=True)`` do the one, ``load_state_dict()`` the other.
+        ``module.to()`` and ``load_state_dict(assign=True)`` do the one, ``load_state_dict()`` the other. A master keeps
+        the elements whose rounded value the parameter still has: a state that is loaded before its model stays exact.
         """
         if self.tensor is self.param or self.seen == self._now():
             return
         if self.own_memory:
-            self.tensor.copy_(self.param.detach().reshape(-1)[self.start : self.stop].view(self.tensor.shape))
+            now = self.param.detach().reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+            kept = now == self.tensor.to(now.dtype)
+            self.tensor.copy_(torch.where(kept, self.tensor, now.to(self.tensor.dtype)))
         else:
             self.tensor.data = self.param.detach().view(-1)[self.start : self.stop].view(self.tensor.shape)
         self.settled()
@@ -67,19 +70,36 @@ class Piece:
         return self.param._version if self.own_memory else self.param.data_ptr()
 
 
-def make_piece(
-    index: int, param: Tensor, start: int, stop: int, dtype: torch.dtype, context: ParallelContext, *, sharded: bool
-) -> Piece:
-    """A piece that is stepped in ``dtype``."""
+def make_pieces(reducer: GradReducer, master_weights: bool, first: int = 0) -> list[Piece]:
+    """What this rank steps of the parameters from place ``first`` on, in their order.
+
+    Whole parameters, or where ``reducer`` scatters, what this rank's equal share of every bucket holds of them.
+    """
+    if not (reducer.scatter and reducer.communicates):
+        return [_piece(reducer, index, None, master_weights) for index, _ in list(enumerate(reducer.params))[first:]]
+    pieces = []
+    for bucket in reducer.buckets:
+        low, high = shard_of(bucket, reducer.context)
+        for slot in bucket.slots:
+            start, stop = max(low, slot.start), min(high, slot.stop)
+            if slot.index >= first and start < stop:
+                pieces.append(_piece(reducer, slot.index, (start - slot.start, stop - slot.start), master_weights))
+    return sorted(pieces, key=lambda piece: piece.index)
+
+
+def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, master_weights: bool) -> Piece:
+    """The range ``shard`` of a parameter, flat; or all of it, in its shape."""
+    param = reducer.params[index]
+    start, stop = shard or (0, param.numel())
+    dtype = wide_type(param.dtype) if master_weights else param.dtype
     own_memory = dtype != param.dtype or not param.is_contiguous()
-    if not sharded and not own_memory:
+    if shard is None and not own_memory and not reducer.sums_apart(index):
         tensor = param
     else:
-        flat = param.detach().reshape(-1)[start:stop]
-        tensor = flat.to(dtype, copy=True) if own_memory else flat
-        if not sharded:
-            tensor = tensor.view(param.shape)
-    spans = cut_spans(counted_spans(param, context), start, stop)
+        tensor = param.detach().reshape(-1)[start:stop]
+        tensor = tensor.to(dtype, copy=True) if own_memory else tensor
+        tensor = tensor.view(param.shape) if shard is None else tensor
+    spans = cut_spans(counted_spans(param, reducer.context), start, stop)
     if tensor is not param:
         tensor.nxd_spans = spans  # pyright: ignore[reportAttributeAccessIssue]
     piece = Piece(index, param, start, stop, tensor, spans, own_memory)
@@ -87,37 +107,10 @@ def make_piece(
     return piece
 
 
-def whole_pieces(params: Sequence[Tensor], master_weights: bool, context: ParallelContext) -> list[Piece]:
-    """One piece a parameter, stepped as it is or as a float32 master."""
-    return [
-        make_piece(i, p, 0, p.numel(), _step_type(p, master_weights), context, sharded=False)
-        for i, p in enumerate(params)
-    ]
-
-
-def shard_pieces(reducer: GradReducer, master_weights: bool) -> list[Piece]:
-    """The pieces of this data-parallel rank: what its equal share of every bucket holds, in the parameters' order."""
-    context, pieces = reducer.context, []
-    for bucket in reducer.buckets:
-        low, high = shard_of(bucket, context)
-        for slot in bucket.slots:
-            start, stop = max(low, slot.start), min(high, slot.stop)
-            if start < stop:
-                param = reducer.params[slot.index]
-                bounds = start - slot.start, stop - slot.start
-                dtype = _step_type(param, master_weights)
-                pieces.append(make_piece(slot.index, param, *bounds, dtype, context, sharded=True))
-    return sorted(pieces, key=lambda piece: piece.index)
-
-
 def shard_of(bucket: Bucket, context: ParallelContext) -> tuple[int, int]:
     """The range of a bucket that belongs to this data-parallel rank."""
     size = bucket.size // context.dp.degree
     return context.dp.rank * size, (context.dp.rank + 1) * size
-
-
-def _step_type(param: Tensor, master_weights: bool) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32) if master_weights else param.dtype
 
 
 class Publisher:

@@ -120,10 +120,11 @@ def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, 
 
 
 def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
-    """In float32, or in float64 when asked for, for float64 gradients, and where there is nothing."""
+    """In float32, or in float64 when asked for and for float64 gradients."""
     parts = [part for share in shares for part in _counted(share)]
     if not parts:
-        return torch.zeros((), dtype=torch.float64, device=shares[0].grad.device if shares else None)
+        kind = torch.float64 if wide else torch.float32
+        return torch.zeros((), dtype=kind, device=shares[0].grad.device if shares else None)
     norms: list[Tensor] = []
     if wide:
         norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
@@ -151,20 +152,22 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _over_ranks(norm: Tensor, p: float, context: ParallelContext, axis: str) -> Tensor:
-    """The norm of the ranks' norms; at degree 1 the same tensor."""
+    """The norm of the ranks' norms, in the widest of their types, bit-equal on all; at degree 1 the same tensor."""
     if context.axis(axis).degree == 1:
         return norm
     wide = norm.double()
+    is_wide = torch.full_like(wide, norm.dtype == torch.float64)  # a rank that counts nothing cannot tell
     # A maximum over ranks may lose a NaN, so whether there is one travels beside it.
-    top, missing = comm.all_reduce(
-        torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan()]), context, axis, "max"
+    top, missing, is_wide = comm.all_reduce(
+        torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan(), is_wide]), context, axis, "max"
     )
+    dtype = torch.float64 if is_wide else torch.float32
     if math.isinf(p):
-        return top.masked_fill(missing > 0, math.nan).to(norm.dtype)
+        return top.masked_fill(missing > 0, math.nan).to(dtype)
     # Divided by the largest, because its p-th power may be no float64.
     scale = torch.where(torch.isfinite(top) & (top > 0), top, torch.ones_like(top))
     total = comm.all_reduce((wide / scale).pow(p), context, axis)
-    return (scale * total.pow(1 / p)).to(norm.dtype)
+    return (scale * total.pow(1 / p)).to(dtype)
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
