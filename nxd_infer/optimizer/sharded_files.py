@@ -25,6 +25,7 @@ from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.params import ParamLayout
+from nxd_infer.parallel_layers.checkpoint_files import replacing
 
 if TYPE_CHECKING:
     from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -39,20 +40,21 @@ def stem(context: ParallelContext) -> str:
 
 
 def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
+    """Write this rank's two files. Raises CheckpointError on every rank when one of them cannot."""
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors, description = describe(optimizer)
 
     def write() -> None:
         path = folder / stem(optimizer.context)
-        # The description comes last and whole: without it a shard counts as missing.
-        for ending in (".safetensors", ".json"):
-            temporary = path.with_name(f".{path.name}{ending}.{os.getpid()}")
-            if ending == ".json":
-                temporary.write_text(json.dumps(description, indent=1))
-            else:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path.with_name(f"{path.name}.safetensors")) as temporary:
                 save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, str(temporary))
-            os.replace(temporary, path.with_name(path.name + ending))
+            # The description comes last and whole: without it a shard counts as missing.
+            with replacing(path.with_name(f"{path.name}.json")) as temporary:
+                temporary.write_text(json.dumps(description, indent=1))
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written: {error}") from error
 
     in_turns(optimizer.context, at_a_time, write)
 
@@ -116,8 +118,11 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
     try:
         description = json.loads(json_file.read_text())
         found_format, found_degrees = description["format"], description["degrees"]
-        stored: dict[str, Any] = description["pieces"]
-    except (ValueError, KeyError, TypeError) as error:
+        stored = {name: (piece["range"], piece["shape"]) for name, piece in description["pieces"].items()}
+        if not all(isinstance(piece["values"], dict) for piece in description["pieces"].values()):
+            raise TypeError("a piece has no values")
+        groups = len([dict(group) for group in description["param_groups"]])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{json_file} describes no optimizer shard: {error!r}") from error
     _, mine = describe(optimizer)
     if found_format != FORMAT:
@@ -127,12 +132,13 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
             f"{folder} was saved at {_degrees(found_degrees)}, and this job runs at {_degrees(mine['degrees'])}; "
             "load it with nxd_infer.load_checkpoint(), which reads any degrees, or run at the same ones"
         )
-    differing = [
-        name
-        for name in {**stored, **mine["pieces"]}
-        if [(of.get(name) or {}).get(key) for of in (stored,) for key in ("range", "shape")]
-        != [(mine["pieces"].get(name) or {}).get(key) for key in ("range", "shape")]
-    ]
+    wanted = {name: (piece["range"], piece["shape"]) for name, piece in mine["pieces"].items()}
+    differing = [name for name in stored | wanted if stored.get(name) != wanted.get(name)]
+    if groups != len(mine["param_groups"]):
+        raise CheckpointError(
+            f"{json_file} has {groups} parameter groups, and this optimizer {len(mine['param_groups'])}; make it of "
+            "the same groups"
+        )
     if differing:
         raise CheckpointError(
             f"{json_file} belongs to another model: {len(differing)} parameters differ in name, shape or range, "
@@ -143,6 +149,9 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{tensors_file} cannot be read: {error}") from error
+    strangers = [key for key in tensors if key.rpartition("|")[0] not in stored]
+    if strangers:
+        raise CheckpointError(f"{tensors_file} holds {strangers[0]!r}, which {json_file.name} does not describe")
     take_over(optimizer, tensors, description)
 
 

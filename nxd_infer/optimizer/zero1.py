@@ -96,7 +96,10 @@ def _require_groups(name: str, groups: Groups | None, axis: str) -> None:
     if groups is None:
         return
     layout = current_context().layout
-    given = sorted(sorted(int(rank) for rank in group) for group in groups)
+    try:
+        given: Any = sorted(sorted(int(rank) for rank in group) for group in groups)
+    except (TypeError, ValueError):  # a process group, say
+        given = groups
     if given == sorted(sorted(group) for group in layout.groups(axis)):
         return
     other = next((a for a in ("tp", "dp", "pp") if given == sorted(sorted(g) for g in layout.groups(a))), None)

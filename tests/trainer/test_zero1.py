@@ -47,6 +47,7 @@ def seed_sample() -> dict[str, Any]:
     for name, groups in (
         ("sharding_groups", parallel_state.get_tensor_model_parallel_group(as_list=True)),
         ("grad_norm_groups", [[0, 3], [1, 2]]),
+        ("sharding_groups", parallel_state.get_data_parallel_group()),
     ):
         try:
             NeuronZero1Optimizer(model.parameters(), AdamW, **{name: groups})
@@ -59,7 +60,8 @@ def test_the_seed_documents_sample():
     found = run_ranks(seed_sample, 4, tp=2)
     for rank in found:
         assert 0.45 < rank["share"] < 0.55 and rank["norm"] > 0
-        mixed_up, foreign = rank["messages"]
+        mixed_up, foreign, no_list = rank["messages"]
+        assert no_list.endswith("; pass parallel_state.get_data_parallel_group(as_list=True), or leave it out")
         assert "sharding_groups must be the groups of axis 'dp', [[0, 2], [1, 3]]" in mixed_up
         assert "they are [[0, 1], [2, 3]], the groups of axis 'tp'" in mixed_up
         assert "get_data_parallel_group(as_list=True)" in mixed_up
@@ -109,6 +111,31 @@ def test_a_sharded_state_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype)
     names = [f"optim.dp_rank_0{dp}.tp_rank_0{tp}.pp_rank_00" for dp in range(2) for tp in range(2)]
     wanted = sorted(name + ending for name in names for ending in (".json", ".safetensors"))
     assert sorted(path.name for path in tmp_path.iterdir()) == wanted
+
+
+@pytest.mark.check
+def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
+    model, optimizer = training(llama, **ZERO1)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        optimizer.save_sharded_state_dict(blocked)
+    optimizer.save_sharded_state_dict(tmp_path)
+    described = tmp_path / "optim.dp_rank_00.tp_rank_00.pp_rank_00.json"
+    text = described.read_text()
+    two_groups = [{"params": [p]} for p in model.parameters()]
+    other = NeuronZero1Optimizer(two_groups, AdamW)
+    with pytest.raises(CheckpointError, match="has 1 parameter groups, and this optimizer"):
+        other.load_sharded_state_dict(tmp_path)
+    optimizer = NeuronZero1Optimizer(model.parameters(), AdamW)
+    for damaged in ("[]", "{", text.replace('"pieces"', '"peaces"'), text.replace('"values": {}', '"values": 3')):
+        assert damaged != text
+        described.write_text(damaged)
+        with pytest.raises(CheckpointError, match="describes no optimizer shard"):
+            optimizer.load_sharded_state_dict(tmp_path)
+    described.write_text(text)
+    optimizer.load_sharded_state_dict(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".json") == [described.name]
 
 
 def wrong_states(folder: str) -> list[str]:
