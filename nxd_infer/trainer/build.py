@@ -85,7 +85,8 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
     """Give a model on the meta device memory and values, in place; ties and marks of parameters are kept.
 
     ``param_init_fn`` gets every module that holds parameters or buffers itself, and fills those; without it their
-    ``reset_parameters`` is called. Raises ParallelConfigError for a module that has neither.
+    ``reset_parameters`` is called. Raises ParallelConfigError for a module that has neither. Buffers that were built
+    with values keep them.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     marks: dict[int, dict[str, Any]] = {}
@@ -94,11 +95,17 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
             if param is not None:
                 places.setdefault(id(param), []).append((module, name))
                 marks[id(param)] = dict(vars(param))
+    held = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
     if not param_init_fn:
         bare = [
             name or type(module).__name__
             for name, module in model.named_modules()
-            if any(p is not None and p.is_meta for p in module._parameters.values())
+            if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
             and not hasattr(module, "reset_parameters")
         ]
         if bare:
@@ -114,11 +121,15 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
             other._parameters[other_name] = param
         for mark, value in marks[key].items():
             setattr(param, mark, value)
+    for module, name, buffer in held:
+        module._buffers[name] = buffer.to(default_device())
     for module in model.modules():
+        if not module._parameters and not module._buffers:
+            continue
         if param_init_fn is None:
-            if module._parameters and hasattr(module, "reset_parameters"):
+            if hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # pyright: ignore[reportCallIssue]
-        elif module._parameters or module._buffers:
+        else:
             with torch.no_grad():
                 param_init_fn(module)
 

@@ -10,10 +10,19 @@ from torch import Tensor
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import current_context
+from nxd_infer.trainer import NxDModel
 from tests.trainer.models import llama
 
 AdamW = torch.optim.AdamW
 ZERO1 = {"optimizer_config": {"zero_one_enabled": True, "bucket_cap_mb": 0.01}}
+
+
+def wrapped(model_fn: Any = llama, *args: Any, **options: Any) -> NxDModel:
+    """The model at the degrees in force."""
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(), **options
+    )
+    return nxd.initialize_parallel_model(config, model_fn, *args)
 
 
 def training(model_fn: Any = llama, groups: Any = None, seed: int = 0, optimizer_class: Any = AdamW, **options: Any):
