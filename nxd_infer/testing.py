@@ -238,7 +238,8 @@ def compare_with(
     mine = mine[context.dp.rank * training.accumulate : (context.dp.rank + 1) * training.accumulate]
     found: list[tuple[float, str]] = []
 
-    def differ(what: str, how_much: float, allowed: float) -> None:
+    def differ(what: str, gap: float, size: float, allowed: float) -> None:
+        how_much = gap / size if size else gap  # of zeros there is no part
         if not how_much <= allowed:
             found.append((how_much / allowed, f"{what} differs by {how_much:.3g}, allowed {allowed:.3g}"))
 
@@ -256,16 +257,17 @@ def compare_with(
                 if name in gradients:
                     size = max(_logical_norm(model, name, reference.gradients), SMALL * whole)
                     gap = float((gradients[name].double().cpu() - wanted.double()).norm())
-                    differ(f"the gradient of {name}", gap / size, limit)
+                    differ(f"the gradient of {name}", gap, size, limit)
         optimizer.step()
         mean = float(comm.all_reduce(loss, context, "dp")) / training.dp
-        differ(f"the loss of step {step}", abs(mean - reference.losses[step]) / abs(reference.losses[step]), limit)
+        wanted = reference.losses[step]
+        differ(f"the loss of step {step}", abs(mean - wanted), abs(wanted), limit)
         if optimizer.grad_norm is not None:
             norm = reference.norms[step]
-            differ(f"the gradient norm of step {step}", abs(float(optimizer.grad_norm) - norm) / norm, limit)
+            differ(f"the gradient norm of step {step}", abs(float(optimizer.grad_norm) - norm), norm, limit)
     for name, wanted in _shards(model, reference.weights).items():
-        gap = (model.state_dict()[name].double().cpu() - wanted.double()).norm()
-        differ(f"{name} after {training.steps} steps", float(gap / wanted.double().norm().clamp(min=1e-6)), 10 * limit)
+        gap = float((model.state_dict()[name].double().cpu() - wanted.double()).norm())
+        differ(f"{name} after {training.steps} steps", gap, max(float(wanted.double().norm()), 1e-6), 10 * limit)
     return [text for _, text in sorted(found, reverse=True)]
 
 

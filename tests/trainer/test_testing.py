@@ -71,6 +71,23 @@ def test_a_forgotten_sum():
         assert any("the gradient of down.weight" in line for line in found["unreduced"])
 
 
+class Idle(nn.Module):
+    """No loss and no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.weight * x[0, 0, :2] * 0).sum()
+
+
+@pytest.mark.check
+def test_a_model_that_learns_nothing():
+    reference = train_single(Idle, vectors(), Training(steps=2))
+    assert compare_with(reference, Idle, vectors(), Training(steps=2)) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "timeout", "message"),
     [
