@@ -48,8 +48,8 @@ def save(
         down_cast_bf16: store floating tensors as bfloat16; ``state_dict`` itself is not changed.
 
     A rank's part is replaced in one step: an interrupted save leaves the old one, and :func:`load` refuses parts of two
-    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored, or on the
-    other ranks when one of them failed.
+    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored or a file not
+    be written, and on the other ranks when one of them failed.
     """
     context = current_context()
     root = Path(save_dir)
@@ -87,6 +87,8 @@ def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serial
         failed = _agree(failed, context, "pp")
     for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
         failed = _agree(failed, context, axis)
+    if isinstance(failure, OSError):
+        raise CheckpointError(f"the checkpoint could not be written: {failure}") from failure
     if failure is not None:
         raise failure
     if failed:
@@ -143,14 +145,11 @@ def load(
         return checkpoint
     if model_key not in checkpoint:
         raise CheckpointError(f"{load_dir} has no {model_key!r}; it has {_listed(checkpoint)}. Pass model_key=")
-    state = checkpoint.pop(model_key)
-    if isinstance(target, nn.Module):
-        try:
-            target.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            raise CheckpointError(f"{load_dir}: {error}") from error
-    else:
-        target.load_state_dict(state)
+    options = {"strict": strict} if isinstance(target, nn.Module) else {}
+    try:
+        target.load_state_dict(checkpoint.pop(model_key), **options)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{load_dir} does not fit the {type(target).__name__}: {error}") from error
     return checkpoint
 
 

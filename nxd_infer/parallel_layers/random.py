@@ -39,10 +39,12 @@ class RNGStatesTracker:
 
     def __init__(self) -> None:
         self._states: dict[str, list[torch.Tensor]] = {}
+        self._seeds: dict[str, int] = {}
 
     def reset(self) -> None:
         """Forget every stream."""
         self._states.clear()
+        self._seeds.clear()
 
     def get_states(self) -> dict[str, list[torch.Tensor]]:
         """A copy of the streams, for a checkpoint."""
@@ -56,8 +58,10 @@ class RNGStatesTracker:
         if name in self._states:
             raise ParallelConfigError(f"there is a random stream {name!r} already; reset() forgets all")
         outside = _state()
-        torch.manual_seed(seed)
-        self._states[name] = _state()
+        torch.default_generator.manual_seed(seed)
+        if len(outside) > 1:  # torch.manual_seed() would seed CUDA for good where it has not come up yet
+            torch.cuda.manual_seed(seed)
+        self._states[name], self._seeds[name] = _state(), seed
         _restore(outside)
 
     @contextlib.contextmanager
@@ -69,6 +73,8 @@ class RNGStatesTracker:
             )
         outside = _state()
         _restore(self._states[name])
+        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA has come up since the stream began
+            torch.cuda.manual_seed(self._seeds[name])
         try:
             yield
         finally:

@@ -254,6 +254,11 @@ def test_wrong_use_and_damage_are_named(tmp_path: Path):
         load(tmp_path)
     with pytest.raises(CheckpointError, match="Missing key"):
         load(tmp_path / "a", nn.Sequential(nn.Linear(2, 2)))
+    optimizers = [torch.optim.SGD([{"params": [p]} for p in params]) for params in (model.parameters(), [model.bias])]
+    save({"model": optimizers[0].state_dict(), "step": 3}, tmp_path / "optimizer")
+    for target, key in ((optimizers[1], "model"), (optimizers[1], "step"), (model, "step")):
+        with pytest.raises(CheckpointError, match=f"does not fit the {type(target).__name__}: "):
+            load(tmp_path / "optimizer", target, key)
     with pytest.raises(CheckpointError, match=r"\['hook'\] is a function, which a checkpoint does not hold"):
         save({"hook": test_round_trip}, tmp_path / "b")
     assert "model" in load(tmp_path / "a")  # still whole
@@ -348,3 +353,11 @@ def test_an_interrupted_save_leaves_a_whole_checkpoint(tmp_path: Path, xser: boo
     assert not [p for p in tmp_path.rglob("*") if ".writing-" in p.name]
     tensors = tmp_path / "tp_rank_00_pp_rank_00.tensors"
     assert not xser or len(list(tensors.iterdir())) == 1
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("xser", [False, True])
+def test_a_place_that_cannot_be_written(tmp_path: Path, xser: bool):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"the checkpoint could not be written: .*Not a directory"):
+        save({"step": 1}, tmp_path / "file" / "below", save_xser=xser)
