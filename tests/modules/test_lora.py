@@ -325,7 +325,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
         load_adapter(model, tmp_path)
     assert raised.value.missing == (lost,) and raised.value.unexpected == ("more",)
     assert raised.value.mismatched == (("base_model.model.head.lora_A.weight", (3, 9), (3, 8)),)
-    for change, message in (({"peft_type": "IA3"}, "only LORA"), ({"use_dora": True}, "uses use_dora")):
+    for change, message in (
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "uses use_dora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' has changed the base weights"),
+    ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(CheckpointError, match=message):
             load_adapter(model, tmp_path)

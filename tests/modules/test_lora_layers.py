@@ -166,20 +166,20 @@ def embedding_cases(dtype: torch.dtype) -> Found:
         name = f"embedding across={across} sequence={sequence}"
         torch.manual_seed(7)
         options = {"shard_across_embedding": across, "sequence_parallel_enabled": sequence, "padding_idx": 2}
-        base = ParallelEmbedding(10, 8, dtype=dtype, **options)
+        base = ParallelEmbedding(12, 8, dtype=dtype, **options)
         compare_embedding(found, name, base, rows if sequence else whole)
     torch.manual_seed(7)
-    compare_embedding(found, "plain embedding", nn.Embedding(10, 8, 2, dtype=dtype), whole)
+    compare_embedding(found, "plain embedding", nn.Embedding(12, 8, 2, dtype=dtype), whole)
     return found
 
 
 def compare_embedding(found: Found, name: str, base: Any, whole_out: Any) -> None:
     dtype = base.weight.dtype
     torch.manual_seed(7)
-    plain = nn.Embedding(10, 8, 2, dtype=dtype)
+    plain = nn.Embedding(12, 8, 2, dtype=dtype)
     layer, factors = adapted(base)
     a, b = factors[""]
-    ids = torch.randint(0, 10, (ROWS, 3), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(0, 12, (ROWS, 3), generator=torch.Generator().manual_seed(2))
     expected = plain(ids) + CONFIG.scaling * F.linear(F.embedding(ids, a, 2), b)
     weights = random(*expected.shape, dtype=dtype, seed=5)
     (expected * weights).sum().backward()
@@ -285,6 +285,19 @@ def both_types() -> list[str]:
 
 def test_every_layer_on_two_ranks():
     assert run_ranks(both_types, 2) == [[], []]
+
+
+def test_every_layer_on_four_ranks():
+    """More ranks than key/value heads, and than whole pieces of what is padded."""
+    assert run_ranks(all_cases, 4, torch.float64) == [[]] * 4
+
+
+def test_a_layer_says_what_merging_adds():
+    class Half(LoraLayer):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract method '?deltas"):
+        Half(nn.Linear(2, 2), CONFIG)  # pyright: ignore[reportAbstractUsage]
 
 
 def dropped_updates() -> list[Tensor]:

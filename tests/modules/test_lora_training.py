@@ -46,6 +46,8 @@ def train_llama(dp: int, options: dict[str, Any]) -> list[float]:
         (2, 1, {"sequence_parallel": True}),
         (2, 1, {"checkpoint": "full"}),
         (1, 2, {"zero1": True}),
+        (4, 1, {"sequence_parallel": True}),
+        (2, 2, {"zero1": True, "checkpoint": "full"}),
     ],
 )
 def test_a_llama_trains_as_in_one_process(tp: int, dp: int, options: dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ class ReplicatedLinear(nn.Module):
         return F.linear(x, weight)
 
 
-class LoraLayer(nn.Module):
+class LoraLayer(nn.Module, ABC):
     """A frozen ``base_layer`` and the factors ``lora_A`` and ``lora_B``; attributes of the base are found here too.
 
     ``paths`` names the logical projection of each factor in a checkpoint, by the part of the base ("" if it has one).
@@ -126,9 +127,9 @@ class LoraLayer(nn.Module):
     def merged(self) -> bool:
         return bool(self.base_weights)
 
+    @abstractmethod
     def deltas(self) -> dict[str, Tensor]:
         """What merging adds to this rank's weights, in float32 or wider, by the name in ``base_layer``."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def merged_weights(self) -> dict[str, Tensor]:

@@ -31,6 +31,8 @@ UNSUPPORTED = (
     "velora_config",
 )
 """Options of PEFT that change what an adapter computes, and that must be off here."""
+KEEPING_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's ``init_lora_weights`` that leave the base weights alone; the others (PiSSA, OLoRA, ...) do not."""
 
 
 @dataclass
@@ -150,7 +152,12 @@ class LoraConfig:
         used = [name for name in UNSUPPORTED if stored.get(name)]
         if used:
             raise CheckpointError(f"{where}: the adapter uses {', '.join(used)}, which is not supported")
-        gaussian = stored.get("init_lora_weights") == "gaussian"
+        init = stored.get("init_lora_weights", True)
+        if init not in KEEPING_THE_BASE:
+            raise CheckpointError(
+                f"{where}: init_lora_weights={init!r} has changed the base weights that the adapter belongs to, which "
+                "is not supported; convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            )
         return replace(
             self,
             lora_rank=stored.get("r", 8),
@@ -159,7 +166,7 @@ class LoraConfig:
             target_modules=stored.get("target_modules"),
             bias=stored.get("bias", "none"),
             use_rslora=bool(stored.get("use_rslora", False)),
-            init_lora_weights="gaussian" if gaussian else "default",
+            init_lora_weights="gaussian" if init == "gaussian" else "default",
             modules_to_save=stored.get("modules_to_save"),
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
 from nxd_infer.modules.lora.base import Place
 from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.parallel_layers.checkpoint_files import replacing
 
 if TYPE_CHECKING:
     from nxd_infer.modules.lora.model import LoRAModel
@@ -119,14 +119,12 @@ def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Write the two files, the weights first. Raises CheckpointError when they cannot be written."""
-    mark = secrets.token_hex(4)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        weights, text = folder / f".{WEIGHTS}.{mark}", folder / f".{CONFIG}.{mark}"
-        save_file(tensors, weights, metadata={"format": "pt"})
-        text.write_text(json.dumps(config, indent=2) + "\n")
-        os.replace(weights, folder / WEIGHTS)
-        os.replace(text, folder / CONFIG)
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        with replacing(folder / CONFIG) as temporary:
+            temporary.write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
