@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
+import os
 import signal
 import socket
 import subprocess
@@ -13,9 +15,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nxd_infer.cli.console import bar, console, duration, size, spinner, table
+from nxd_infer.cli.console import console, duration, size, spinner, table
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
+from nxd_infer.cli.demo.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from nxd_infer.cli.demo.training import Trained
 
 SAMPLED = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1}
 GREEDY = {"max_tokens": 64, "temperature": 0}
@@ -24,7 +31,7 @@ QUESTIONS = (
     ("A function definition is an executable statement. Its execution", SAMPLED),
     ("If the expression list", GREEDY),
 )
-READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
+READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT, TRAIN_TIMEOUT = 120.0, 30.0, 180.0, 180.0
 
 
 def free_port() -> int:
@@ -100,6 +107,34 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
     return figures
 
 
+def train(directory: Path, seconds: float, tp: int) -> Trained:
+    """Train on ``tp`` rank processes, which save a checkpoint; its weights, whole, complete the model directory."""
+    from nxd_infer import native
+    from nxd_infer.cli.ckpt import consolidate
+    from nxd_infer.cli.demo import training
+
+    with spinner("writing the text and its tokenizer"):
+        training.prepare(directory)
+    if native.availability().ok and not native.is_built():
+        with spinner("building the native operators, this once"):
+            native.load()  # over its shared memory the ranks exchange faster than over sockets
+    command = [sys.executable, "-m", training.__name__, str(directory), str(seconds), str(os.getpid())]
+    try:
+        run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
+    finally:
+        console.show_cursor()  # a rank that had to be killed has not
+    consolidate(directory / training.CHECKPOINTS, directory / training.MODEL, None, None)
+    return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
+
+
+def parameters(model_dir: Path) -> int:
+    """How many numbers the weights of a model directory hold."""
+    from nxd_models.registry import weights
+
+    source = weights(model_dir)
+    return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is no mapping)
+
+
 def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
     """Run the demo in ``directory`` (a temporary one by default) and print what happened."""
     start = time.monotonic()
@@ -111,17 +146,13 @@ def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
 
 def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float) -> None:
     from nxd_infer.cli import trace
-    from nxd_infer.cli.demo.training import train
+    from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL
 
-    model_dir, artifact = directory / "model", directory / "artifact"
-    console.rule("1. train a small Llama on the Python language reference")
-    with bar() as display:
-        task = display.add_task("training", total=1.0, note="")
-        report = lambda done, note: display.update(task, completed=done, note=note)  # noqa: E731
-        trained = train(model_dir, seconds, report)
-        display.update(task, completed=1.0)
+    model_dir, artifact = directory / MODEL, directory / "artifact"
+    console.rule(f"1. train a small Llama on the Python language reference, on {tp} rank{'s' * (tp > 1)}")
+    trained = train(directory, seconds, tp)
 
-    console.rule(f"2. trace it for tensor parallel degree {tp}, and save it")
+    console.rule(f"2. trace the checkpoint for tensor parallel degree {tp}, and save it")
     traced = trace.run(
         model_dir,
         artifact,
@@ -132,6 +163,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
         dtype="float32",
         backend=backend,
         task="generate",
+        checkpoint=str(directory / CHECKPOINTS),
     )
 
     console.rule("3. load it in a fresh process, without the model's code")
@@ -154,10 +186,10 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
         "What happened",
         ("what", "figure"),
         [
-            ("model", f"{trained.parameters / 1e6:.1f} M parameters, {trained.steps} steps"),
+            ("model", f"{parameters(model_dir) / 1e6:.1f} M parameters, {trained.steps} steps"),
             ("loss", f"{trained.first_loss:.2f} -> {trained.last_loss:.2f}"),
             ("loss on two chapters held out", f"{trained.held_out_loss:.2f}"),
-            ("training", f"{trained.tokens_per_second:,.0f} tokens/s"),
+            (f"training, {tp} ranks", f"{trained.tokens_per_second:,.0f} tokens/s"),
             ("trace and save", duration(traced["seconds"])),
             ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),
             ("artifact", size(traced["bytes"])),

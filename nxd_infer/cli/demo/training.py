@@ -1,20 +1,34 @@
-"""Train a small Llama on the demo's text with a plain PyTorch loop, and write it as a Hugging Face directory."""
+"""Train the demo's Llama, tensor parallel over as many ranks as there are: run as a program by every rank of torchrun.
+
+``python -m nxd_infer.cli.demo.training FOLDER SECONDS PARENT``; FOLDER is what :func:`prepare` wrote.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import signal
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import nxd_infer as nxd
+from nxd_infer import comm
+from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import BEGIN, END, VOCAB_SIZE, split, write_tokenizer
+from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
+from nxd_infer.comm.process import die_with_parent
+from nxd_infer.context import current_context
+from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +47,9 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
-BATCH, LENGTH, PEAK_RATE = 8, 128, 8e-3
+BATCH, LENGTH, PEAK_RATE, SEED = 8, 128, 8e-3, 0
+MODEL, TOKENS, CHECKPOINTS, FIGURES = "model", "tokens.safetensors", "checkpoints", "training.json"
+"""What lies in the folder: configuration and tokenizer, the text as ids, what was trained, how it went."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +61,30 @@ class Trained:
     last_loss: float
     held_out_loss: float
     tokens_per_second: float
-    parameters: int
 
 
-def batches(tokens: Tensor, seed: int):
-    """Endless random windows ``[BATCH, LENGTH + 1]`` of one long token tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(LENGTH + 1)
+def prepare(folder: Path) -> None:
+    """Write a model directory without weights, and the text as token ids."""
+    model = folder / MODEL
+    model.mkdir(parents=True, exist_ok=True)
+    texts, held_out = split()
+    tokenizer = write_tokenizer(model, texts)
+    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+    config = {**CONFIG, "bos_token_id": begin, "eos_token_id": end}
+    (model / "config.json").write_text(json.dumps(config, indent=1))
+
+    def ids(chapters: list[str]) -> Tensor:
+        return torch.tensor([i for text in chapters for i in (begin, *tokenizer.encode(text).ids, end)])
+
+    save_file({"train": ids(texts), "held_out": ids(held_out)}, folder / TOKENS)
+
+
+def batches(tokens: Tensor) -> Iterator[Tensor]:
+    """Endless random windows ``[BATCH, LENGTH]`` of one long token tensor, the same on every rank."""
+    generator = torch.Generator().manual_seed(SEED)
+    window = torch.arange(LENGTH)
     while True:
-        starts = torch.randint(len(tokens) - LENGTH - 1, (BATCH, 1), generator=generator)
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=generator)
         yield tokens[starts + window]
 
 
@@ -64,85 +95,71 @@ def rate(done: float) -> float:
     return PEAK_RATE * (0.525 + 0.475 * math.cos(math.pi * (done - 0.05) / 0.95))
 
 
-def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest.
-
-    With so few steps Muon's orthogonal updates pay: 80 s of one core gave 1.36 bits a byte, AdamW alone 1.90.
-    """
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-    known = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in known]
-    return [
-        torch.optim.Muon(matrices, lr=PEAK_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
-    ]
-
-
-def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy of the next tokens in ``windows`` [B, S + 1]; matrix products are in bfloat16."""
-    # The fused attention's backward in bfloat16 takes longer here than the plain products do.
+@contextlib.contextmanager
+def narrow() -> Iterator[None]:
+    """Matrix products in bfloat16; the fused attention's backward takes longer in it than the plain products do."""
     with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-        logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        yield
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, tokens: Tensor) -> float:
-    """The loss over text that the model has not seen, in windows of ``LENGTH`` one after the other."""
-    windows = tokens.unfold(0, LENGTH + 1, LENGTH)
-    return sum(loss_of(model, part).item() * len(part) for part in windows.split(BATCH)) / len(windows)
+def agreed(value: float) -> float:
+    """The first rank's number, on every rank: a clock that is read by each would not end them at the same step."""
+    return float(comm.broadcast(torch.tensor(value, dtype=torch.float64), current_context()))
 
 
-def train(directory: Path, seconds: float, report: Callable[[float, str], None], seed: int = 0) -> Trained:
-    """Train for about ``seconds`` and write ``directory``: config.json, model.safetensors, tokenizer files.
+@narrow()
+def held_out_loss(model: NxDModel, tokens: Tensor) -> float:
+    """The loss over text that the model has not seen, in windows one after the other."""
+    windows = tokens.unfold(0, LENGTH, LENGTH - 1)  # the first token of a window is given, not predicted
+    parts = windows.split(BATCH)
+    return sum(model.run_eval(input_ids=part, labels=part).item() * len(part) for part in parts) / len(windows)
 
-    ``report(share done, note)`` is called after each step.
-    """
-    from safetensors.torch import save_file
 
+def train(folder: Path, seconds: float) -> Trained:
+    """Train for about ``seconds`` on this rank, and save a checkpoint. Every rank calls it."""
     from nxd_models.registry import build
 
-    directory.mkdir(parents=True, exist_ok=True)
-    texts, held_out = split()
-    tokenizer = write_tokenizer(directory, texts)
-    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
-    config = {**CONFIG, "bos_token_id": begin, "eos_token_id": end}
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-
-    def tokens_of(chapters: list[str]) -> Tensor:
-        return torch.tensor([i for text in chapters for i in (begin, *tokenizer.encode(text).ids, end)])
-
-    torch.manual_seed(seed)
-    model = build(directory, task="generate", dtype=torch.float32)
-    model.train()
-    steppers = optimizers(model)
-    data = batches(tokens_of(texts), seed)
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=dist.get_world_size())
+    torch.manual_seed(SEED)
+    model = nxd.initialize_parallel_model(nxd_config, build, folder / MODEL, task="generate", dtype=torch.float32)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, MuonAndAdamW, groups_of(model), lr=PEAK_RATE)
+    tokens = load_file(folder / TOKENS)
+    data = batches(tokens["train"])
     losses: list[float] = []
     start = time.monotonic()
-    while (elapsed := time.monotonic() - start) < seconds:
-        for group in (group for stepper in steppers for group in stepper.param_groups):
-            group["lr"] = rate(elapsed / seconds)
-        loss = loss_of(model, next(data))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad()
-        losses.append(loss.item())
-        elapsed = time.monotonic() - start
-        speed = len(losses) * BATCH * LENGTH / elapsed
-        left = max(0.0, seconds - elapsed)
-        report(min(1.0, elapsed / seconds), f"loss {losses[-1]:.2f}  {speed:,.0f} tokens/s  {left:.0f} s left")
-    speed = len(losses) * BATCH * LENGTH / (time.monotonic() - start)
-    model.eval()
-    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    with TrainingProgress(seconds=seconds, console=console) as progress:
+        while (elapsed := agreed(time.monotonic() - start)) < seconds:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(elapsed / seconds)
+            windows = next(data)
+            with narrow():
+                loss = model.run_train(input_ids=windows, labels=windows)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            progress.step(loss, tokens=windows.numel())
+        speed = len(losses) * BATCH * LENGTH / (time.monotonic() - start)
+    tag = f"step_{len(losses)}"
+    nxd.save_checkpoint(folder / CHECKPOINTS, tag, model=model, optimizer=optimizer, num_kept_ckpts=1)
     tail = losses[-10:]
     return Trained(
         steps=len(losses),
         first_loss=losses[0],
         last_loss=sum(tail) / len(tail),
-        held_out_loss=held_out_loss(model, tokens_of(held_out)),
+        held_out_loss=held_out_loss(model, tokens["held_out"]),
         tokens_per_second=speed,
-        parameters=sum(p.numel() for p in model.parameters()),
     )
+
+
+def main(folder: str, seconds: str, parent: str) -> None:
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # puts the terminal in order
+    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
+    trained = train(Path(folder), float(seconds))
+    if dist.get_rank() == 0:
+        (Path(folder) / FIGURES).write_text(json.dumps(asdict(trained)))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
