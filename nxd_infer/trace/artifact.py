@@ -29,15 +29,15 @@ from nxd_infer.errors import (
     NxdError,
 )
 from nxd_infer.layout.sources import DTYPES
-from nxd_infer.trace.manifest import (
-    FORMAT,
-    KNOWN_ENCODINGS,
-    KNOWN_REQUIREMENTS,
-    MANIFEST_NAME,
-    FileSpec,
-    Manifest,
+from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.trace.storage import (
+    CHECKSUM_KEY,
+    ArtifactWriter,
+    checked_name,
+    hash_files,
+    manifest_checksum,
+    unique_keys,
 )
-from nxd_infer.trace.storage import CHECKSUM_KEY, ArtifactWriter, checked_name, hash_files, manifest_checksum
 
 if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel
@@ -170,7 +170,7 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool) -> Man
     """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
     path = root / MANIFEST_NAME
     try:
-        fields = json.loads(data)
+        fields = json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT = "1.0"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
@@ -47,6 +48,20 @@ class TensorSpec(_Model):
     shape: list[int]
     stride: list[int]
 
+    @model_validator(mode="after")
+    def _check(self):
+        dtype_of(self.dtype)
+        if len(self.shape) != len(self.stride) or min([*self.shape, *self.stride], default=0) < 0:
+            raise ValueError(f"no tensor has the shape {self.shape} with the strides {self.stride}")
+        return self
+
+    def _check_dimensions(self, what: str, dimensions: Iterable[int]) -> None:
+        for dim in dimensions:
+            if not 0 <= dim < len(self.shape):
+                raise ValueError(
+                    f"{what} names dimension {dim} of {self.name!r}, which has {len(self.shape)}, counted from 0"
+                )
+
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, **more: Any):
         return cls(
@@ -78,6 +93,11 @@ class InputSpec(TensorSpec):
     """Smallest and largest value an element may have, where the model declares them: the caller's process looks,
     because a graph takes an index outside its table for another row, or for none."""
 
+    @model_validator(mode="after")
+    def _check_pad(self):
+        self._check_dimensions("pad", self.pad)
+        return self
+
     def allows(self, value: float) -> bool:
         """Whether an element may be ``value``; NaN is outside every range."""
         return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
@@ -88,6 +108,11 @@ class OutputSpec(TensorSpec):
 
     role: str = ""
     cut: dict[int, tuple[str, int]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_cut(self):
+        self._check_dimensions("cut", self.cut)
+        return self
 
 
 class WeightSpec(TensorSpec):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from nxd_infer.backends import encoding
@@ -346,14 +347,21 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
             raise TraceConfigError(
                 f"{what} of {type(module).__name__} says {odd[0]}, which means nothing; it may say {', '.join(keys)}"
             )
-    inputs = [
-        InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
-        for spec in lowered.graph.inputs
-    ]
-    outputs = [
-        OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
-        for spec in lowered.graph.outputs
-    ]
+    try:
+        inputs = [
+            InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
+            for spec in lowered.graph.inputs
+        ]
+        outputs = [
+            OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
+            for spec in lowered.graph.outputs
+        ]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise TraceConfigError(
+            f"nxd_inputs or nxd_outputs of {type(module).__name__}: {where + ': ' if where else ''}{first['msg']}"
+        ) from error
     for spec in inputs:  # what fills a tensor up reaches the graph, too
         for value in [*spec.pad.values(), *([] if spec.default is None else [spec.default])]:
             if not spec.allows(value):
@@ -364,7 +372,7 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
     for output in outputs:
         for name, dim in output.cut.values():
             source = next((spec for spec in inputs if spec.name == name), None)
-            if source is None or dim >= len(source.shape):
+            if source is None or not 0 <= dim < len(source.shape):
                 raise TraceConfigError(
                     f"nxd_outputs cuts {output.name!r} to dimension {dim} of {name!r}, which is not there"
                 )

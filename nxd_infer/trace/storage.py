@@ -65,6 +65,15 @@ def manifest_checksum(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Two values of one key are a ValueError: readers differ in which of them they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
+
+
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The contents of ``manifest.json``, checksum included."""
     fields = json.loads(manifest.model_dump_json())
@@ -130,7 +139,7 @@ class ArtifactWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        full = isinstance(error, Exception) and _is_disk_full(error)
+        full = isinstance(error, Exception) and is_disk_full(error)
         self.abandon()
         if full and not isinstance(error, ArtifactSpaceError):
             raise _space_error(self.target) from error
@@ -178,7 +187,7 @@ class ArtifactWriter:
             try:
                 os.link(source, path, follow_symlinks=False)
             except OSError as error:
-                if _is_disk_full(error):
+                if is_disk_full(error):
                     raise
             else:
                 if known is not None and path.stat().st_size == known.size:
@@ -309,7 +318,7 @@ def _remove_abandoned(target: Path) -> None:
             os.close(fd)
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Whether ``error`` or what caused it says that the disk is full; not every library keeps the error number."""
     seen = 0
     while error is not None and seen < 8:
@@ -338,6 +347,6 @@ def _disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if _is_disk_full(error):
+        if is_disk_full(error):
             raise _space_error(target) from error
         raise ArtifactError(f"cannot write the artifact {target}: {error}") from error

@@ -7,6 +7,7 @@ that no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` says
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
@@ -17,11 +18,12 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from nxd_infer.errors import CheckpointError, ShardingError, WeightSchemaError
+from nxd_infer.errors import ArtifactError, ArtifactSpaceError, CheckpointError, ShardingError, WeightSchemaError
 from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.sources import DTYPES
 from nxd_infer.trace.manifest import Manifest, WeightSpec, weight_schema_hash
 from nxd_infer.trace.sources import Weights, weight_source
+from nxd_infer.trace.storage import is_disk_full
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
@@ -118,13 +120,24 @@ class WeightUpdate:
 
 
 def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], Tensor]) -> BinaryIO:
-    """A safetensors file of what ``tensor`` returns for each of ``specs``; the caller closes it, and it has no name."""
-    file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
+    """A safetensors file of what ``tensor`` returns for each of ``specs``; the caller closes it, and it has no name.
+
+    Raises ArtifactSpaceError when there is no room for it, ArtifactError when it cannot be written at all.
+    """
     try:
-        write_safetensors(file, specs, tensor)
-    except BaseException:
-        file.close()
-        raise
+        file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
+        try:
+            write_safetensors(file, specs, tensor)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what is left in its buffer still has no room
+                file.close()
+            raise
+    except OSError as error:
+        kind = ArtifactSpaceError if is_disk_full(error) else ArtifactError
+        raise kind(
+            f"the new weights cannot be written to {tempfile.tempdir or 'a temporary file'}, and nothing was changed: "
+            f"{error}; free space there, or set TMPDIR to another directory"
+        ) from error
     return file
 
 

@@ -186,6 +186,28 @@ def test_a_manifest_that_does_not_hold_together(artifact):
         load_artifact(artifact)
 
 
+def test_a_key_that_stands_twice_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    text = path.read_text()
+    for place in ("{", '"files": {'):
+        path.write_text(text.replace(place, f'{place}"tp_degree": 1, "tp_degree": 2, ', 1))
+        with pytest.raises(ArtifactCorruptError, match="the key 'tp_degree' stands twice"):
+            load_artifact(artifact)
+
+
+def test_tensors_that_cannot_be_are_refused(artifact):
+    weights = json.loads((artifact / MANIFEST_NAME).read_text())["weights"]
+    for change, text in [
+        ({"dtype": "float33"}, "'float33' is not a torch dtype"),
+        ({"dtype": "Tensor"}, "'Tensor' is not a torch dtype"),
+        ({"shape": [-4], "stride": [1]}, r"no tensor has the shape \[-4\] with the strides \[1\]"),
+        ({"stride": []}, "no tensor has the shape"),
+    ]:
+        edit(artifact, weights=[{**weights[0], **change}, *weights[1:]])
+        with pytest.raises(ArtifactCorruptError, match=rf"manifest\.json is damaged: weights\.0: .*{text}"):
+            load_artifact(artifact)
+
+
 def test_paths_that_lead_out_are_refused(artifact, tmp_path):
     manifest = json.loads((artifact / MANIFEST_NAME).read_text())
     secret = tmp_path / "secret"

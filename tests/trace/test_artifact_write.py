@@ -278,6 +278,8 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
         import os, resource, sys, torch
         from nxd_infer.errors import ArtifactSpaceError
         from nxd_infer.trace.artifact import ArtifactWriter
+        from nxd_infer.trace.manifest import WeightSpec
+        from nxd_infer.trace.weights import anonymous_file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         for how in ("bytes", "safetensors"):
             try:
@@ -288,11 +290,16 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
                         writer.write_safetensors("w", {{"w": torch.ones(1 << 18)}})
             except ArtifactSpaceError:
                 print("typed", how)
+        weight = torch.ones(1 << 18)
+        try:
+            anonymous_file([WeightSpec.of("w", weight)], lambda spec: weight)
+        except ArtifactSpaceError as error:
+            print("typed", str(error)[:23])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout.split("\n")[:2] == ["typed bytes", "typed safetensors"], done.stderr
+    assert done.stdout.splitlines() == ["typed bytes", "typed safetensors", "typed the new weights cannot"], done.stderr
     assert os.listdir(tmp_path) == []
 
 

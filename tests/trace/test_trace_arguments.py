@@ -283,6 +283,8 @@ class Declares(torch.nn.Module):
     [
         ({"pad": {0: -1}, "minimum": 0, "maximum": 9}, "fills 'x' with -1, which is outside its own range of 0 to 9"),
         ({"default": 10, "maximum": 9}, "fills 'x' with 10, which is outside its own range"),
+        ({"pad": {-1: 0}}, "pad names dimension -1 of 'x', which has [0-9], counted from 0"),
+        ({"pad": {0: "zero"}}, "nxd_inputs or nxd_outputs of Declares: pad.0: Input should be a valid number"),
         ({"maxmum": 9}, "says 'x': 'maxmum', which means nothing; it may say role, default, pad, minimum, maximum"),
     ],
 )
