@@ -2,7 +2,7 @@
 
 The digest covers graph, options, torch and operators; the C++ compiler's version is part of the key as well. Entries
 appear by a rename, are checked file by file when used, and the least recently used go first when the total passes
-``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB).
+``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; ``500M`` and ``4G`` are understood too).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -21,15 +22,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxd_infer.cache import cache_dir
+from nxd_infer.errors import TraceConfigError
 
 ENTRY = "entry.json"
 LIMIT = 4 << 30
 
 
 def cache_limit() -> int:
-    """``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 turns the cache off."""
-    text = os.environ.get("NXD_INFER_CACHE_LIMIT", "")
-    return int(text) if text.isdigit() else LIMIT
+    """``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 turns the cache off. Raises TraceConfigError for what is no size."""
+    text = os.environ.get("NXD_INFER_CACHE_LIMIT", "").strip()
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:I?B)?", text.upper())
+    if text and not found:
+        raise TraceConfigError(
+            f"NXD_INFER_CACHE_LIMIT={text!r} is no size: give bytes, or a whole number with K, M, G or T, such as 4G"
+        )
+    return int(found[1]) << 10 * " KMGT".index(found[2] or " ") if found else LIMIT
 
 
 @functools.cache

@@ -312,3 +312,15 @@ def test_decision_16_the_cache_is_bounded_and_forgets_the_least_recently_used(tm
     assert not compile_cache.fetch("digest1", tmp_path / "none")
     monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")
     assert not compile_cache.fetch("digest0", tmp_path / "none")
+
+
+@pytest.mark.check
+def test_the_limit_of_the_cache_is_a_size(monkeypatch):
+    sizes = {"": 4 << 30, "1000": 1000, "4G": 4 << 30, " 500m ": 500 << 20, "2KiB": 2048, "1TB": 1 << 40, "0": 0}
+    for text, size in sizes.items():
+        monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", text)
+        assert compile_cache.cache_limit() == size, text
+    for text in ("4 gigabytes", "-1", "1.5G", "G"):
+        monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", text)
+        with pytest.raises(TraceConfigError, match=rf"NXD_INFER_CACHE_LIMIT='{text}' is no size"):
+            compile_cache.cache_limit()
