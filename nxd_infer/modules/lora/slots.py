@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, ran
     return rows
 
 
-def _takes_slots(layer: nn.Module) -> bool:
+def _takes_slots(layer: nn.Module) -> TypeGuard[ColumnParallelLinear | RowParallelLinear]:
     if isinstance(layer, ColumnParallelLinear):
         return not (layer.gather_output or layer.sequence_parallel_enabled or layer.skip_bias_add)
     if isinstance(layer, RowParallelLinear):
