@@ -157,9 +157,14 @@ class ReferenceArchive:
             rest = {key: item for key, item in state.items() if key not in ("model", "optimizer", "scheduler")}
             found = {"user_content": rest or None, "scheduler": state.get("scheduler")}
         else:
-            paths = {name: self._folder / f"{name}.pt" for name in ("user_content", "scheduler")}
-            found = {name: _read(path) if path.exists() else None for name, path in paths.items()}
+            found = {name: self._beside(self._folder / f"{name}.pt") for name in ("user_content", "scheduler")}
         return {name: item for name, item in found.items() if item is not None or name == "user_content"}
+
+    def _beside(self, path: Path) -> Any:
+        try:
+            return _read(path) if path.exists() else None
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Move {path.name} away to load the rest of the checkpoint") from error
 
     def pieces(self, kind: str) -> list[Piece]:
         """As :meth:`Archive.pieces`. Raises CheckpointError when the layouts are not known or do not fit."""

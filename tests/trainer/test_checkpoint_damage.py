@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
+from nxd_infer.optimizer.sharded_files import in_turns
 from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from tests.ranks import run_ranks
 from tests.trainer.jobs import AdamW, training
@@ -209,3 +211,26 @@ def test_the_documented_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         wait_for_save()
         assert names["step"] == scheduler.last_epoch == 6 * start + 6
     assert sorted(os.listdir("ckpts")) == ["step_14", "step_16", "step_18"]
+
+
+# --- how many ranks at a time -----------------------------------------------------------------------------
+
+
+def writers_at_once(folder: str, num_workers: int) -> int:
+    """The most ranks that were inside ``in_turns`` at the same time, as each rank has seen it."""
+    context, seen = current_context(), []
+
+    def action() -> None:
+        mine = Path(folder) / str(context.rank)
+        mine.touch()
+        seen.append(len(os.listdir(folder)))
+        mine.unlink()
+
+    for _ in range(20):
+        in_turns(context, num_workers, action, of_world=True)
+    return max(seen)
+
+
+def test_no_more_ranks_than_workers(tmp_path: Path):
+    """``num_workers`` ranks write, and read, at a time."""
+    assert run_ranks(writers_at_once, 2, str(tmp_path), 1, timeout=60) == [1, 1]

@@ -24,8 +24,11 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import MergedSource, iter_shards, weight_layout
 from nxd_infer.trainer import ResumableLoader
 from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.trainer.reference_files import one_by_one
+from nxd_models import registry
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
 from tests.trainer.jobs import ZERO1, mine, training
 from tests.trainer.models import MLP, vectors
 
@@ -208,6 +211,44 @@ def test_offline_with_rules(tmp_path: Path, capsys, monkeypatch):
         assert run("consolidate", folder, "--out", tmp_path / "x", "--rules", rules).status == 1
 
 
+def of_a_llama(root: str, directory: str) -> None:
+    """This rank's part of a model directory's weights, as a job of the reference holds it: q, k and v one by one."""
+    context = current_context()
+    model = registry.load_model(directory, dtype=torch.float32)
+    layouts = one_by_one(weight_layout(model))
+    source = registry.weights(directory)
+    names = set(source.keys())
+    layouts = {name: layout for name, layout in layouts.items() if name in names}
+    state = dict(iter_shards(layouts, source, context.tp.rank, context.tp.degree))
+    write(Path(root) / f"tp_rank_{context.tp.rank:02d}_pp_rank_00" / "checkpoint.pt", {"model": state}, False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_offline_with_a_configuration(tmp_path: Path, capsys, monkeypatch, family: str):
+    """Cut for two ranks with a padded vocabulary, put together again: the very weights of the directory; and loaded."""
+    directory = write_tiny(family, tmp_path / "model", vocab_size=289)
+    theirs = tmp_path / "theirs"
+    run_ranks(of_a_llama, 2, str(theirs), str(directory), tp=2, timeout=120)
+    run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+    assert "it cannot be seen: " in run("reshard", theirs, tmp_path / "ours", "--tp", 1).err
+    done = run("export-hf", theirs, "--config", directory, "--out", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert run("reshard", theirs, tmp_path / "ours", "--tp", 3, "--config", directory).status == 0
+    whole = load_file(directory / "model.safetensors")
+    for found in (load_file(tmp_path / "out" / "model.safetensors"), merged(tmp_path / "ours", tmp_path / "one", run)):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+    model = registry.build(directory, dtype=torch.float32)
+    load_checkpoint(theirs, model=model)  # into fused projections
+    wanted = registry.load_model(directory, dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def merged(root: Path, out: Path, run: Any) -> dict[str, Tensor]:
+    assert run("consolidate", root, "--out", out).status == 0
+    return load_file(out / "model.safetensors")
+
+
 def test_one_rank_needs_no_rules(tmp_path: Path, capsys, monkeypatch):
     folder = reference_of(tmp_path, [plain()])
     done = nxd_infer_here(capsys, monkeypatch, "ckpt", "consolidate", folder, "--out", tmp_path / "out")
@@ -255,6 +296,12 @@ def test_missing_double_and_foreign_files(tmp_path: Path):
     reference_of(tmp_path / "evil", [{"weight": print}])
     with pytest.raises(CheckpointError, match="code in a checkpoint is never run"):
         load_checkpoint(tmp_path / "evil", model=model)
+    folder = reference_of(tmp_path / "content", [whole])
+    torch.save({"arguments": Path("x")}, folder / "user_content.pt")
+    with pytest.raises(
+        CheckpointError, match=r"user_content.pt was refused.*Move user_content.pt away to load"
+    ):
+        load_checkpoint(tmp_path / "content")
     with pytest.raises(CheckpointError, match="holds no optimizer; it was saved without"):
         load_checkpoint(tmp_path / "other", optimizer=training(WIDE)[1])
     with pytest.raises(CheckpointError, match="holds no scheduler"):

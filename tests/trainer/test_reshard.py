@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,15 @@ def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
 
 
 def test_a_bar_after_a_while_only(capsys):
-    with slow_bar("quick", 2) as advance:
+    with slow_bar("quick", 2, after=600) as advance:
         advance()
     assert "quick" not in capsys.readouterr().out
+    with slow_bar("slow", 2, after=0.01) as advance:
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join(60)
+        advance()
+    assert "slow" in capsys.readouterr().out
 
 
 @pytest.mark.check

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,17 @@ def test_ranks_and_tools_in_a_bucket(bucket, tmp_path: Path, capsys, monkeypatch
     assert run("reshard", tmp_path / "one", "s3://models/two", "--tp", 2).status == 0
     done = run("diff", "s3://models/job", "s3://models/two")
     assert done.status == 0 and " 0 differ" in done.out
+
+
+def test_the_process_ends_when_its_save_is_whole(bucket):
+    """Uploading needs no thread of its own, which an interpreter that ends would refuse."""
+    code = (
+        "import torch; from nxd_infer.trainer.checkpoint import save_checkpoint; "
+        "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert load_checkpoint("s3://models", model=nn.Linear(300, 300)) == 1
 
 
 @pytest.mark.check
