@@ -139,8 +139,9 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     if itself is not None:
         return itself
     there, damaged, copies = _survey(storage)
+    last = there[-1].counter if there else 0
     for folder, error in damaged.items():
-        if tag is None or tag == folder:
+        if tag == folder or (tag is None and _may_be_newer(storage, folder, last)):
             raise error
     fitting = [checkpoint for checkpoint in there if tag is None or checkpoint.tag == tag]
     if fitting:
@@ -158,6 +159,15 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
         f"{storage.where()} holds {what}; complete are: {listed}. trainer.checkpoint.has_checkpoint(path) says whether "
         "there is one to resume from"
     )
+
+
+def _may_be_newer(storage: Storage, folder: str, counter: int) -> bool:
+    """Whether a damaged checkpoint could be one after number ``counter``."""
+    try:
+        number = re.search(rb'"counter": (\d+)', storage.read(_inside(folder, MANIFEST)))
+    except OSError:
+        return True
+    return number is None or int(number[1]) > counter
 
 
 def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
