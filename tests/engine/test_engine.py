@@ -338,8 +338,8 @@ def test_an_artifact_of_another_kind_is_refused(meta):
 def test_an_input_that_nobody_feeds_is_refused_by_name():
     model = ToyModel()
     spec = model.manifest.buckets[0].inputs[-1]
-    model.manifest.buckets[0].inputs.append(spec.model_copy(update={"name": "adapter", "default": None}))
-    with pytest.raises(ModelConfigError, match="adapter"):
+    model.manifest.buckets[0].inputs.append(spec.model_copy(update={"name": "pixels", "default": None}))
+    with pytest.raises(ModelConfigError, match="pixels"):
         Engine(model)
     model = ToyModel()
     model.manifest.buckets[0].inputs = [s for s in model.manifest.buckets[0].inputs if s.name != "start"]

@@ -36,7 +36,9 @@ def client(toy):
 
 
 def check(response):
-    if response.status_code != 200:
+    if response.status_code == 404:
+        is_error(response, 404, "model", "model_not_found")
+    elif response.status_code != 200:
         is_error(response, 400)
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert events_of(response.text)[-1] == "[DONE]"
