@@ -139,6 +139,14 @@ def test_options_are_checked(options: dict[str, Any], message: str):
         nxd.neuronx_distributed_config(lora_config={"rank": 4})
 
 
+def test_what_is_adapted_is_printed(capsys: pytest.CaptureFixture[str]):
+    lora(target_modules=["q_proj", "head"], lora_verbose=True)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "LoRA on 2 projections: q_proj, head"
+    factors = 3 * (8 + 8) + 3 * (8 + 5)
+    assert second == f"trained: {factors} of {sum(p.numel() for p in net().parameters()) + factors} parameters"
+
+
 def test_scaling_and_initial_values():
     assert LoraConfig(lora_rank=16, lora_alpha=8).scaling == 0.5
     assert LoraConfig(lora_rank=16, lora_alpha=8, use_rslora=True).scaling == 2

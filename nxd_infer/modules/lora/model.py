@@ -259,8 +259,12 @@ class LoRAModel(ModelWrapper):
         if not self.lora_config.merge_lora:
             return {name: (tensor, layouts[name]) for name, tensor in state.items()}
         # A tied weight has a value of its own where it is merged.
-        merged = {f"{path}.{name}" for path, layer in self.lora_layers.items() for name in layer.merged_weights()}
-        untied = {name: replace(self.base_layouts[name], alias_of=None) for name in merged}
+        untied = {
+            f"{path}.{name}": replace(self.base_layouts[f"{path}.{name}"], alias_of=None)
+            for path, layer in self.lora_layers.items()
+            for name in layer.base_layer._parameters
+            if name.startswith("weight")
+        }
         return {name: (tensor, untied.get(name, self.base_layouts[name])) for name, tensor in state.items()}
 
     def load_weights(self, source: WeightSource, rank: int, degree: int, strict: bool = True) -> None:
