@@ -9,7 +9,7 @@ users see what they expect; hyperparameters are handed on before each step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,19 @@ from torch import Tensor
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError, NonFiniteGradientError, ParallelConfigError
 from nxd_infer.optimizer.buckets import GradReducer
+from nxd_infer.optimizer.groups import (
+    NOT_HYPERPARAMETERS,
+    Parameters,
+    parameter_groups,
+    parameter_names,
+    require_elementwise,
+    with_defaults,
+)
 from nxd_infer.optimizer.pieces import Piece, Publisher, make_pieces
 from nxd_infer.parallel_layers import grads as gradients
 
 __all__ = ["NxDOptimizer"]
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 ON_NONFINITE = ("raise", "skip")
 
 
@@ -69,8 +76,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         if grad_clipping and not max_grad_norm > 0:
             raise ParallelConfigError(f"max_grad_norm must be above 0, got {max_grad_norm!r}")
         self.context: ParallelContext = current_context()
-        _require_plain_axes(self.context)
-        _require_elementwise(optimizer_class, zero1, self.context)
+        require_elementwise(optimizer_class, zero1, self.context)
         self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, float(max_grad_norm)
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
@@ -78,7 +84,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         """Steps left out because of ``on_nonfinite="skip"``."""
         self._grad_norm: Tensor | None = None
         self._final = False
-        groups = _groups(parameters)
+        groups = parameter_groups(parameters)
         self._frozen: list[Tensor] = []
         self.names: list[str] = []
         """Of each trained parameter, in order."""
@@ -88,7 +94,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.pieces: list[Piece] = []
         self.optimizer = optimizer_class(self._take(groups), **dict(defaults or {}))
         """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
-        own = [_with_defaults(group, inner) for group, inner in zip(groups, self.optimizer.param_groups, strict=True)]
+        own = [with_defaults(group, inner) for group, inner in zip(groups, self.optimizer.param_groups, strict=True)]
         super().__init__(own, self.optimizer.defaults)
         self._made = True
         self.state = self.optimizer.state
@@ -104,14 +110,16 @@ class NxDOptimizer(torch.optim.Optimizer):
             raise ParallelConfigError("a parameter stands more than once in the optimizer's groups; name each once")
         self._frozen += [param for param in members if not param.requires_grad]
         self._reducer.extend([param for param in members if param.requires_grad])
-        self.names += _names(groups, self._params[first:], self.names, len(self.param_groups) if self._made else 0)
+        self.names += parameter_names(
+            groups, self._params[first:], self.names, len(self.param_groups) if self._made else 0
+        )
         added = make_pieces(self._reducer, self.master_weights, first)
         self.pieces += added
         self._publisher = Publisher(self._reducer, self.pieces)
         tensors = {id(piece.param): piece.tensor for piece in added}
         return [
             {
-                **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
+                **{k: v for k, v in group.items() if k not in NOT_HYPERPARAMETERS},
                 "params": [tensors[id(param)] for param in group["params"] if id(param) in tensors],
             }
             for group in groups
@@ -129,9 +137,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         order. Raises ParallelConfigError for a parameter that is there already.
         """
         if self._made:
-            groups = _groups([param_group])
+            groups = parameter_groups([param_group])
             self.optimizer.add_param_group(self._take(groups)[0])
-            param_group = _with_defaults(groups[0], self.optimizer.param_groups[-1])
+            param_group = with_defaults(groups[0], self.optimizer.param_groups[-1])
         super().add_param_group(param_group)
 
     # --- gradients ------------------------------------------------------------------------------------
@@ -231,7 +239,8 @@ class NxDOptimizer(torch.optim.Optimizer):
         self._final = False
         zero1 = self.zero1 and self._reducer.communicates
         shares = self._shares()
-        norm = gradients.total_norm(shares, 2.0 if self.grad_clipping else float("inf"), self.context, zero1=zero1)
+        # It is finite just when all gradients are. Where nobody clips too: the inf-norm takes 20 times as long.
+        norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
         if self.grad_clipping:
             self._grad_norm = norm
         if not torch.isfinite(norm) and self._refuse_nonfinite():
@@ -263,7 +272,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for mine, theirs in zip(source, target, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k not in _NOT_HYPERPARAMETERS})
+            theirs.update({k: v for k, v in mine.items() if k not in NOT_HYPERPARAMETERS})
 
     # --- state ----------------------------------------------------------------------------------------
 
@@ -278,6 +287,12 @@ class NxDOptimizer(torch.optim.Optimizer):
         if any(piece.tensor is not piece.param for piece in self.pieces):
             state["pieces"] = [self._describe(piece) for piece in self.pieces]
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it hooks into the backward pass of its "
+            "parameters: make another one and hand over the state_dict()"
+        )
 
     def _describe(self, piece: Piece) -> dict[str, Any]:
         return {
@@ -306,7 +321,10 @@ class NxDOptimizer(torch.optim.Optimizer):
                     f"optimizer state: it describes {len(stored or [])} pieces, this rank has {len(described)}; it "
                     "was saved by another model, at other degrees, or without ZeRO-1 or master weights"
                 )
-        self.optimizer.load_state_dict(state)
+        try:
+            self.optimizer.load_state_dict(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"optimizer state: it does not fit this optimizer: {error!r}") from error
         self.state = self.optimizer.state
         self._hand_on(self.optimizer.param_groups, self.param_groups)
         with torch.no_grad():
@@ -322,70 +340,3 @@ def _give(param: Tensor, grad: Tensor | None) -> None:
         param.grad.copy_(grad)
     else:
         param.grad = None if grad is None else grad.clone()
-
-
-_NOT_HYPERPARAMETERS = ("params", "param_names")
-
-
-def _with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    """The group of a user with the hyperparameters that it does not name, as the wrapped optimizer has them."""
-    return {**{k: v for k, v in inner.items() if k not in _NOT_HYPERPARAMETERS}, **group}
-
-
-def _require_plain_axes(context: ParallelContext) -> None:
-    for axis in ("pp", "cp"):
-        if context.axis(axis).degree > 1:
-            raise ParallelConfigError(
-                f"training over the axis {axis!r} is not supported yet, and its degree is {context.axis(axis).degree}; "
-                "use tensor and data parallelism"
-            )
-
-
-def _require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
-    """Refuse PyTorch's optimizers whose step on pieces of the model is not the model's step."""
-    kind = optimizer_class if isinstance(optimizer_class, type) else object
-    if issubclass(kind, torch.optim.LBFGS):
-        raise ParallelConfigError(
-            "LBFGS evaluates the model several times a step, which no rank can do alone; use Adam"
-        )
-    matrices = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-    if issubclass(kind, matrices) and (zero1 or context.tp.degree > 1):
-        raise ParallelConfigError(
-            f"{kind.__name__} looks at whole matrices, and ZeRO-1 and tensor parallelism cut them: use an optimizer "
-            "that treats each element by itself, such as AdamW, or train with data parallelism alone"
-        )
-
-
-def _groups(parameters: Parameters) -> list[dict[str, Any]]:
-    """Parameter groups with lists of tensors, and their names under ``param_names`` where they were given."""
-    if isinstance(parameters, Tensor):
-        raise TypeError("an optimizer takes an iterable of parameters or of groups, not one tensor")
-    listed = list(parameters)
-    if not listed:
-        raise ValueError("the optimizer got an empty parameter list")
-    groups: list[Any] = listed if isinstance(listed[0], dict) else [{"params": listed}]
-    out = []
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        fresh = {k: v for k, v in group.items() if k != "params"}
-        if members and isinstance(members[0], tuple):
-            fresh["param_names"] = [name for name, _ in members]
-            members = [param for _, param in members]
-        out.append({**fresh, "params": members})
-    return out
-
-
-def _names(groups: list[dict[str, Any]], params: list[Tensor], taken: list[str], first: int) -> list[str]:
-    """What the parameters are called in the model, or where they stand when nobody has said or two are called alike.
-
-    ``taken`` are names in use; ``first`` is the number of the first group.
-    """
-    used, known = set(taken), {}
-    for number, group in enumerate(groups, first):
-        given = group.get("param_names") or [None] * len(group["params"])
-        for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
-            name = name or getattr(param, "nxd_name", None)
-            known[id(param)] = name if name and name not in used else f"group {number} parameter {place}"
-            used.add(known[id(param)])
-    return [known[id(param)] for param in params]

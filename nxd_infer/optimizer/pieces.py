@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
-from nxd_infer.optimizer.buckets import Bucket, GradReducer, wide_type
+from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
 
@@ -135,10 +135,20 @@ class Publisher:
         for bucket, pending in zip(self._reducer.buckets, started, strict=True):
             flat = pending.wait()
             for slot in bucket.slots:
-                param = self._reducer.params[slot.index]
-                param.copy_(flat[slot.start : slot.stop].view(param.shape))
+                self._write_back(slot, flat, shard_of(bucket, self._reducer.context))
         for piece in self._pieces:
             piece.settled()
+
+    def _write_back(self, slot: Slot, flat: Tensor, own: tuple[int, int]) -> None:
+        """Copy a parameter out of its bucket, but for what was stepped in the parameter's own memory: ``own``."""
+        param, piece = self._reducer.params[slot.index], self._by_index.get(slot.index)
+        if piece is None or piece.own_memory:
+            param.copy_(flat[slot.start : slot.stop].view(param.shape))
+            return
+        values = param.detach().view(-1)
+        for start, stop in ((slot.start, min(slot.stop, own[0])), (max(slot.start, own[1]), slot.stop)):
+            if start < stop:
+                values[start - slot.start : stop - slot.start].copy_(flat[start:stop])
 
     def _start(self, number: int, bucket: Bucket) -> Pending:
         dtype = self._reducer.params[bucket.slots[0].index].dtype
