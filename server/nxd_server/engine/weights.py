@@ -104,13 +104,11 @@ class WeightGate:
     def change(self, action: Callable[[], None], timeout: float) -> int:
         """Have the engine's thread run ``action``, which changes the weights, between requests; the new version.
 
-        Raises what ``action`` raises; WeightsBusyError when another change is on its way, or what has begun was not
-        finished after ``timeout`` seconds: nothing has changed then, and everything goes on.
+        One change at a time: the caller sees to that. Raises what ``action`` raises; WeightsBusyError when what has
+        begun was not finished after ``timeout`` seconds: nothing has changed then, and everything goes on.
         """
         change = _Change(action)
         with self._lock:
-            if self._change is not None:
-                raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
             self._change = change
             self._lock.notify_all()
             if not self._lock.wait_for(lambda: change.begun or change.done, timeout):

@@ -12,7 +12,7 @@ from nxd_infer.errors import CheckpointError, NxdError, ShardingError, WeightSch
 from nxd_server.paths import path_under
 from nxd_server.threads import in_thread
 
-from .errors import ApiError, bad_request
+from .errors import ApiError
 from .requests import context_of
 from .schemas import WeightsBody
 
@@ -36,12 +36,16 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     try:
         version = await in_thread(swap, "nxd-weights")
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
-        raise bad_request(f"the weights are unchanged: {error}", "path", "weights_refused") from error
+        raise _unchanged(400, error, "weights_refused", "path") from error
     except OSError as error:
         if isinstance(error, NxdError):
             raise
-        raise ApiError(503, f"the weights are unchanged: {error}", code="weights_unchanged") from error  # a full disk
+        raise _unchanged(503, error, "weights_unchanged") from error  # a full disk
     seconds = time.monotonic() - begin
     tag = "" if body.tag is None else f" ({body.tag})"
     logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
     return {"object": "weights", "version": version, "path": body.path, "tag": body.tag, "seconds": round(seconds, 3)}
+
+
+def _unchanged(status: int, error: Exception, code: str, param: str | None = None) -> ApiError:
+    return ApiError(status, f"the weights are unchanged: {error}", code=code, param=param)
