@@ -15,11 +15,18 @@ PAGE = 3
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body in one packet
+    disable_nagle_algorithm = True
     objects: dict[str, bytes]
     calls: list[str]
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
+
+    def handle_expect_100(self) -> bool:
+        answer = super().handle_expect_100()
+        self.wfile.flush()  # the client waits for it before it sends anything
+        return answer
 
     def _key(self) -> str:
         return unquote(urlsplit(self.path).path).lstrip("/")
