@@ -86,6 +86,8 @@ def parallel_cross_entropy(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(parallel_logits.shape)}: "
             "they have all its dimensions but the last"
         )
+    if labels.is_floating_point():
+        raise ParallelConfigError(f"labels are the numbers of classes, int64, got {labels.dtype}")
     counted = labels != ignore_index
     target = labels.masked_fill(~counted, 0)
     vocabulary = _vocabulary(parallel_logits, vocab_size, context)

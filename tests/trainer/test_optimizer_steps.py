@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import CheckpointError, ParallelConfigError
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.parallel_layers.grads import get_grad_norm
 from tests.ranks import run_ranks
@@ -278,6 +278,32 @@ def test_refused_optimizers_and_parameters():
         optimizer.add_param_group({"params": [param]})
     named = NxDOptimizer([("weight", param), ("weight", nn.Parameter(torch.ones(2)))], torch.optim.SGD)
     assert named.names == ["weight", "group 0 parameter 1"]
+
+
+@pytest.mark.check
+def test_refused_forms_of_parameters():
+    param = nn.Parameter(torch.ones(2))
+    for given, kind, message in (
+        ({param}, TypeError, "are a set, whose order differs from rank to rank"),
+        ([{"params": {param}}], TypeError, "are a set"),
+        ({"params": [param]}, TypeError, "not one dict"),
+        ([3], TypeError, "got a int"),
+        ([param * 2], ParallelConfigError, "not a leaf"),
+        ([{"lr": 1}], ParallelConfigError, "a dict with the key 'params'"),
+        ([{"params": [param]}, param], ParallelConfigError, "a dict with the key 'params'"),
+    ):
+        with pytest.raises(kind, match=message):
+            NxDOptimizer(given, torch.optim.SGD)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.check
+def test_refused_states_and_copies():
+    optimizer, other = sgd([nn.Parameter(torch.ones(2))]), sgd([nn.Parameter(torch.ones(1)) for _ in range(2)])
+    for state in (other.state_dict(), {"a": 1}, {"state": {}, "param_groups": []}):
+        with pytest.raises(CheckpointError, match="it does not fit this optimizer"):
+            optimizer.load_state_dict(state)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*hand over the state_dict"):
+        copy.deepcopy(optimizer)
 
 
 def cut_matrix() -> str:

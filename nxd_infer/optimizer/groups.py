@@ -1,0 +1,94 @@
+"""What an optimizer is given: parameters in any of the forms PyTorch takes, checked, with their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import ParallelConfigError
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
+    """Refuse what would not be the model's step: axes that are not for training, optimizers that need it whole."""
+    for axis in ("pp", "cp"):
+        if context.axis(axis).degree > 1:
+            raise ParallelConfigError(
+                f"training over the axis {axis!r} is not supported yet, and its degree is {context.axis(axis).degree}; "
+                "use tensor and data parallelism"
+            )
+    kind = optimizer_class if isinstance(optimizer_class, type) else object
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ParallelConfigError(
+            "LBFGS evaluates the model several times a step, which no rank can do alone; use AdamW"
+        )
+    matrices = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+    if issubclass(kind, matrices) and (zero1 or context.tp.degree > 1):
+        raise ParallelConfigError(
+            f"{kind.__name__} looks at whole matrices, and ZeRO-1 and tensor parallelism cut them: use an optimizer "
+            "that treats each element by itself, such as AdamW, or train with data parallelism alone"
+        )
+
+
+def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:
+    """Parameter groups with lists of tensors, and their names under ``param_names`` where they were given.
+
+    Raises ParallelConfigError or, as PyTorch does, TypeError and ValueError for anything else.
+    """
+    if isinstance(parameters, Tensor | dict):
+        what = "tensor" if isinstance(parameters, Tensor) else "dict"
+        raise TypeError(f"an optimizer takes an iterable of parameters or of groups, not one {what}")
+    listed = _in_order(parameters)
+    if not listed:
+        raise ValueError("the optimizer got an empty parameter list")
+    groups: list[Any] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    return [_group(group) for group in groups]
+
+
+def _group(group: Any) -> dict[str, Any]:
+    if not isinstance(group, dict) or "params" not in group:
+        raise ParallelConfigError(f"a parameter group is a dict with the key 'params', got {group!r:.80}")
+    members = group["params"]
+    members = [members] if isinstance(members, Tensor) else _in_order(members)
+    fresh = {k: v for k, v in group.items() if k != "params"}
+    if members and isinstance(members[0], tuple):
+        fresh["param_names"] = [name for name, _ in members]
+        members = [param for _, param in members]
+    for param in members:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"an optimizer takes parameters, got a {type(param).__name__}")
+        if not param.is_leaf:
+            raise ParallelConfigError("an optimizer takes parameters, got a tensor that was computed (not a leaf)")
+    return {**fresh, "params": members}
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    if isinstance(values, set | frozenset):
+        raise TypeError("the parameters are a set, whose order differs from rank to rank: hand over a list")
+    return list(values)
+
+
+def with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The group of a user with the hyperparameters that it does not name, as the wrapped optimizer has them."""
+    return {**{k: v for k, v in inner.items() if k not in NOT_HYPERPARAMETERS}, **group}
+
+
+def parameter_names(groups: list[dict[str, Any]], params: list[Tensor], taken: list[str], first: int) -> list[str]:
+    """What the parameters are called in the model, or where they stand when nobody has said or two are called alike.
+
+    ``taken`` are names in use; ``first`` is the number of the first group.
+    """
+    used, known = set(taken), {}
+    for number, group in enumerate(groups, first):
+        given = group.get("param_names") or [None] * len(group["params"])
+        for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
+            name = name or getattr(param, "nxd_name", None)
+            known[id(param)] = name if name and name not in used else f"group {number} parameter {place}"
+            used.add(known[id(param)])
+    return [known[id(param)] for param in params]
