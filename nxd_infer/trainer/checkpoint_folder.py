@@ -68,7 +68,9 @@ class Checkpoint:
         return self.storage.where(self.folder)
 
     def path(self, name: str) -> Path:
-        """A file of it, to be opened. Raises CheckpointError when it is not there any more."""
+        """A file of it, to be opened. Raises CheckpointError when it is not there any more, or no file of it."""
+        if name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")
         try:
             return self.storage.path(_inside(self.folder, name))
         except FileNotFoundError as error:

@@ -13,6 +13,8 @@ from nxd_infer.errors import CheckpointError, TraceConfigError, WeightMismatchEr
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trace import parallel_model_trace
 from nxd_infer.trainer import gather_weights
+from nxd_infer.trainer.checkpoint_folder import find_checkpoint
+from nxd_infer.trainer.storage import storage_of
 from tests.ranks import run_ranks
 from tests.trainer.jobs import training
 from tests.trainer.models import decoder, llama, tokens
@@ -62,17 +64,20 @@ def close(out: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_checkpoint_is_traced_and_swapped_at_any_degree(trained, degree):
-    root, (a, b, c), weights = trained
-    with parallel_model_trace(llama, IDS, tp_degree=degree, checkpoint=root, checkpoint_tag="a", **EAGER) as model:
+@pytest.mark.parametrize(("saved", "traced"), [(2, 1), (1, 2)])
+def test_a_checkpoint_is_traced_and_swapped_at_another_degree(trained, tmp_path, saved, traced):
+    if saved == 2:
+        root, (a, b, c), weights = trained
+    else:
+        root = tmp_path / "ckpts"
+        (a, b, c), weights = train(str(root))
+    with parallel_model_trace(llama, IDS, tp_degree=traced, checkpoint=root, checkpoint_tag="a", **EAGER) as model:
         close(model(IDS), a)
         model.update_weights(root)  # the newest
         close(model(IDS), b)
         model.update_weights(root / "a")  # one checkpoint's own folder
         close(model(IDS), a)
         model.update_weights(root, tag="b")
-        model.restart()
         close(model(IDS), b)
         model.update_weights(weights)
         close(model(IDS), c)
@@ -133,6 +138,14 @@ def test_what_does_not_fit_is_listed(trained, tmp_path):
 def save_adapter_checkpoint(root: Path) -> None:
     model = LoRAModel(llama(), LoraConfig(lora_rank=2, target_modules=["q_proj"], save_lora_base=True))
     nxd.save_checkpoint(root, "a", model)
+
+
+def test_a_checkpoint_has_no_files_but_its_own(trained):
+    checkpoint = find_checkpoint(storage_of(trained[0]), "a")
+    assert checkpoint.path("manifest.json").is_file()
+    for name in ("/etc/passwd", "../b/manifest.json", "x/../../b/manifest.json"):
+        with pytest.raises(CheckpointError, match="outside of it"):
+            checkpoint.path(name)
 
 
 def refused_shard() -> str:
