@@ -13,6 +13,8 @@ from nxd_infer.trainer.checkpoint_optimizer import classify
 from nxd_infer.trainer.checkpoint_read import RunsSource
 from nxd_infer.trainer.reference_files import AnyArchive
 
+CHUNK = 1 << 22
+"""Elements that are compared at a time."""
 Kinds = dict[str, WeightSource]
 """Logical tensors by what they are: ``"weights"``, ``"exp_avg"``, ``"master"``, ``"step"``, ..."""
 
@@ -84,14 +86,17 @@ def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) ->
 
 def difference_of(a: Tensor, b: Tensor) -> tuple[float, float]:
     """``(max |a - b|, the same over the largest |a| and |b|)`` in float64; equal infinities and two NaN are equal."""
-    a, b = a.double(), b.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
+    if not a.numel() or (a.dtype == b.dtype and a.equal(b)):
         return 0.0, 0.0
-    gap = (a - b).abs().masked_fill(same, 0.0)
-    largest = float(torch.where(gap.isfinite(), gap, torch.inf).max())
-    scale = max(float(side.abs().nan_to_num(0.0, 0.0, 0.0).max()) for side in (a, b))
-    return largest, largest / scale if scale else torch.inf
+    largest, scale = 0.0, 0.0
+    for left, right in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
+        left, right = left.double(), right.double()
+        same = (left == right) | (left.isnan() & right.isnan())
+        scale = max(scale, *(float(side.abs().nan_to_num(0.0, 0.0, 0.0).max()) for side in (left, right)))
+        if not bool(same.all()):
+            gap = (left - right).abs().masked_fill(same, 0.0)
+            largest = max(largest, float(torch.where(gap.isfinite(), gap, torch.inf).max()))
+    return largest, (largest / scale if scale else torch.inf) if largest else 0.0
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxd_infer.cli import compare
 from nxd_infer.cli.compare import difference_of
 from nxd_infer.cli.console import slow_bar
 from nxd_infer.context import current_context
@@ -206,7 +207,8 @@ def test_a_bar_after_a_while_only(capsys):
         ([], [], 0.0, 0.0),
     ],
 )
-def test_how_much_two_tensors_differ(a: list[float], b: list[float], largest: float, relative: float):
+def test_how_much_two_tensors_differ(monkeypatch, a: list[float], b: list[float], largest: float, relative: float):
+    monkeypatch.setattr(compare, "CHUNK", 1)
     assert difference_of(torch.tensor(a), torch.tensor(b)) == (largest, relative)
 
 
