@@ -71,7 +71,8 @@ def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Calla
     finally:
         timer.cancel()
         timer.join()
-        progress.stop()
+        if progress.live.is_started:
+            progress.stop()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
+from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
@@ -182,10 +183,27 @@ def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
     assert before == sorted(path.name for path in (tmp_path / "a").rglob("*"))
 
 
+def test_an_adapter_goes_along(tmp_path: Path, capsys, monkeypatch):
+    """Of a model with LoRA: its factors and its optimizer at other degrees, PEFT's files as they are."""
+    config = LoraConfig(enable_lora=True, lora_rank=4, target_modules=["q_proj", "down_proj"], save_lora_base=True)
+    alone(tmp_path / "a", lora_config=config)
+    for before, out, tp in (("a", "b", 2), ("b", "c", 1)):
+        assert command(capsys, monkeypatch, "reshard", tmp_path / before, tmp_path / out, "--tp", tp).status == 0
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            file = Path("a", "lora_adapter", name)
+            assert (tmp_path / out / file).read_bytes() == (tmp_path / "a" / file).read_bytes()
+    done = command(capsys, monkeypatch, "diff", tmp_path / "a", tmp_path / "b")
+    assert done.status == 0 and " 0 differ" in done.out
+    one, two = parts_of({"lora_config": config}, 1), parts_of({"lora_config": config}, 2)
+    load_checkpoint(tmp_path / "a", None, *one)
+    load_checkpoint(tmp_path / "c", None, *two)
+    assert go_on(one, 2) == go_on(two, 2)
+
+
 def test_a_bar_after_a_while_only(capsys):
     with slow_bar("quick", 2, after=600) as advance:
         advance()
-    assert "quick" not in capsys.readouterr().out
+    assert capsys.readouterr().out == ""
     with slow_bar("slow", 2, after=0.01) as advance:
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
