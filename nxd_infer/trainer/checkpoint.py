@@ -289,19 +289,22 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
 
 def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
     """What to give this rank's data loader."""
-    ranks = [archive.value(rank, "values") for rank in range(math.prod(archive.degrees.values()))]
-    missing = [rank for rank, values in enumerate(ranks) if "dataloader" not in values]
-    if missing:
-        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
     if _same_degrees(archive, context):
-        return ranks[context.rank]["dataloader"]
-    first, *others = (pack(values["dataloader"]) for values in ranks)
+        return _position_of(archive, context.rank)
+    first, *others = (pack(_position_of(archive, rank)) for rank in range(math.prod(archive.degrees.values())))
     if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
         raise CheckpointError(
             f"{archive.where} holds another position in the data for each rank, so it goes on at the degrees of the "
             f"save only, {dict(archive.degrees)}; a trainer.data.ResumableLoader can go on at any"
         )
-    return ranks[0]["dataloader"]
+    return _position_of(archive, 0)
+
+
+def _position_of(archive: AnyArchive, rank: int) -> Any:
+    values = archive.value(rank, "values")
+    if "dataloader" not in values:
+        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
+    return values["dataloader"]
 
 
 def _same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
