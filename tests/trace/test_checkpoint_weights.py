@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,13 +13,21 @@ import torch
 from torch import Tensor
 
 import nxd_infer as nxd
-from nxd_infer.errors import CheckpointError, TraceConfigError, WeightMismatchError, WeightSchemaError
+from nxd_infer.errors import (
+    CheckpointError,
+    ModelClosedError,
+    RankDiedError,
+    TraceConfigError,
+    WeightMismatchError,
+    WeightSchemaError,
+)
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
-from nxd_infer.trace import parallel_model_trace
+from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_infer.trainer import gather_weights
 from nxd_infer.trainer.checkpoint_folder import find_checkpoint
 from nxd_infer.trainer.storage import storage_of
 from tests.ranks import run_ranks
+from tests.trace import toy
 from tests.trainer.jobs import training
 from tests.trainer.models import decoder, llama, tokens
 
@@ -146,6 +158,29 @@ def test_a_checkpoint_has_no_files_but_its_own(trained):
     for name in ("/etc/passwd", "../b/manifest.json", "x/../../b/manifest.json"):
         with pytest.raises(CheckpointError, match="outside of it"):
             checkpoint.path(name)
+
+
+def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
+    x, new = torch.ones(2, 4, toy.HIDDEN), toy.logical_weights(7)
+    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=30, start_timeout=60) as model:
+        old = model(x)["y"]
+        victim = model.health()[1].pid
+        os.kill(victim, signal.SIGSTOP)  # so that the swap is under way when it dies
+        with ThreadPoolExecutor(1) as pool:
+            cut = model.cut_weights(new)
+            swap = pool.submit(model.update_weights, cut)
+            time.sleep(0.5)
+            assert not swap.done()
+            os.kill(victim, signal.SIGKILL)
+            with pytest.raises(RankDiedError):
+                swap.result(30)
+        assert all(file.closed for file in cut.files)
+        with pytest.raises(ModelClosedError):
+            model(x)
+        model.restart()
+        assert torch.equal(model(x)["y"], old)
+        model.update_weights(new)
+        torch.testing.assert_close(model(x)["y"], toy.expected(new, x))
 
 
 def refused_shard() -> str:
