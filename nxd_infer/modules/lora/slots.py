@@ -63,13 +63,15 @@ class AdapterTables(nn.Module):
         self.register_buffer(name, zeros, persistent=False)
         attach_layout(self, name, layout, degree=layer.degree)
 
-    def forward(self, x_BSI: Tensor) -> Tensor | None:
-        """What the rows' adapters add to the layer's outputs [B, S, O] (of this rank); None without adapters."""
+    def forward(self, x_BSI: Tensor, y_BSO: Tensor) -> Tensor:
+        """The layer's outputs ``y`` (of this rank) for ``x``, with what the rows' adapters add to them."""
         if self.rows.slot_B is None:
-            return None
+            return y_BSO
         a_BRI = self.A.index_select(0, self.rows.slot_B)
         b_BOR = self.B.index_select(0, self.rows.slot_B)
-        return (x_BSI @ a_BRI.transpose(1, 2)) @ b_BOR.transpose(1, 2)
+        # One operator, whose result is rounded as a linear layer's is: a compiler that joins a plain addition to what
+        # follows would round elsewhere, and the numbers of rows without an adapter would change in bfloat16.
+        return torch.baddbmm(y_BSO, torch.bmm(x_BSI, a_BRI.transpose(1, 2)), b_BOR.transpose(1, 2))
 
 
 def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, rank: int) -> AdapterRows:
@@ -116,14 +118,10 @@ def _takes_slots(layer: nn.Module) -> TypeGuard[ColumnParallelLinear | RowParall
 
 def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
     """The layer's forward hook: its outputs with the update added, and reduced where it leaves that to us."""
-    update = layer.adapter(inputs[0])
     if not (isinstance(layer, RowParallelLinear) and layer.degree > 1):
-        return output if update is None else output + update
+        return layer.adapter(inputs[0], output)
     partial, bias = output
     y = mappings.reduce_from_tensor_model_parallel_region(
-        partial if update is None else partial + update,
-        layer.axis,
-        context=layer.context,
-        reduce_dtype=layer.reduce_dtype,
+        layer.adapter(inputs[0], partial), layer.axis, context=layer.context, reduce_dtype=layer.reduce_dtype
     )
     return y if bias is None else y + bias.to(y.dtype)
