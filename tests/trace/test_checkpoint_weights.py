@@ -164,7 +164,8 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
     x, new = torch.ones(2, 4, toy.HIDDEN), toy.logical_weights(7)
     with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=30, start_timeout=60) as model:
         old = model(x)["y"]
-        victim = model.health()[1].pid
+        victim = model.health()[1].pid or 0
+        assert victim
         os.kill(victim, signal.SIGSTOP)  # so that the swap is under way when it dies
         with ThreadPoolExecutor(1) as pool:
             cut = model.cut_weights(new)
