@@ -23,7 +23,7 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.optimizer.sharded_files import in_turns
 from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from tests.ranks import run_ranks
-from tests.trainer.jobs import AdamW, training
+from tests.trainer.jobs import ZERO1, AdamW, training
 from tests.trainer.models import mlp, vectors
 
 
@@ -109,6 +109,35 @@ def test_an_older_checkpoint_that_is_damaged_stands_in_nobodys_way(tmp_path: Pat
     assert load_checkpoint(tmp_path) == "b"
     with pytest.raises(CheckpointError, match=r"a/manifest.json differs from its checksum"):
         load_checkpoint(tmp_path, "a")
+
+
+def of_two_ranks(root: str) -> list[str]:
+    """A first start, a save, and what this rank is told when each of the files in turn is damaged."""
+    context = current_context()
+    model, optimizer = training(mlp, **ZERO1)
+    assert load_checkpoint(root, None, model, optimizer) is None
+    save_checkpoint(root, "a", model, optimizer, user_content=1)
+    assert load_checkpoint(root, None, model, optimizer) == 1
+    told = []
+    for file in sorted(Path(root, "a").glob("*.safetensors")):
+        for _ in range(2):  # once damaged, then restored
+            in_turns(context, 2, lambda file=file: flip(file) if context.rank == 0 else None, of_world=True)
+            try:
+                load_checkpoint(root, None, model, optimizer)
+            except CheckpointError as error:
+                told.append(f"{file.name}: {error}")
+    return told
+
+
+def test_each_file_is_verified_by_one_rank(tmp_path: Path):
+    """Two ranks share the work; whoever finds the damage names the file, and none goes on."""
+    first, second = run_ranks(of_two_ranks, 2, str(tmp_path), tp=1, timeout=90)
+    assert len(first) == len(second) == 5  # one model, two optimizers, two random states
+    for one, other in zip(first, second, strict=True):
+        file = one.partition(":")[0]
+        named = [f"a/{file} differs from its checksum" in text for text in (one, other)]
+        gave_up = ["gave up, because another rank could not read" in text for text in (one, other)]
+        assert sorted(named) == sorted(gave_up) == [False, True] and named != gave_up
 
 
 def test_what_is_not_read_is_not_verified(tmp_path: Path):
