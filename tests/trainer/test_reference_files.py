@@ -298,9 +298,7 @@ def test_missing_double_and_foreign_files(tmp_path: Path):
         load_checkpoint(tmp_path / "evil", model=model)
     folder = reference_of(tmp_path / "content", [whole])
     torch.save({"arguments": Path("x")}, folder / "user_content.pt")
-    with pytest.raises(
-        CheckpointError, match=r"user_content.pt was refused.*Move user_content.pt away to load"
-    ):
+    with pytest.raises(CheckpointError, match=r"user_content.pt was refused.*Move user_content.pt away to load"):
         load_checkpoint(tmp_path / "content")
     with pytest.raises(CheckpointError, match="holds no optimizer; it was saved without"):
         load_checkpoint(tmp_path / "other", optimizer=training(WIDE)[1])
@@ -308,6 +306,27 @@ def test_missing_double_and_foreign_files(tmp_path: Path):
         load_checkpoint(tmp_path / "other", scheduler=object())
     with pytest.raises(CheckpointError, match="no position in the data"):
         load_checkpoint(tmp_path / "other", dataloader=ResumableLoader([1]))
+
+
+def test_pipeline_stages_are_put_together(tmp_path: Path):
+    """Two stages, one tensor of which both hold; their optimizers number parameters by stage and are refused."""
+    whole = plain()
+    stages = [{"up.weight": whole["up.weight"], "up.bias": whole["up.bias"]}, {**whole}]
+    del stages[1]["up.weight"]
+    for stage, state in enumerate(stages):
+        name = f"dp_rank_00_tp_rank_00_pp_rank_{stage:02d}.pt"
+        write(tmp_path / "a" / "model" / name, state, False)
+        write(tmp_path / "a" / "optim" / name, {"state": {}, "param_groups": [{"params": [0]}]}, False)
+    (tmp_path / "a" / "checkpoint").touch()
+    (tmp_path / "a" / "done").touch()
+    model = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    load_checkpoint(tmp_path, model=model)
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="the optimizer of 2 pipeline stages numbers the parameters"):
+        load_checkpoint(tmp_path, optimizer=training(WIDE)[1])
+    (tmp_path / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the model of 1 rank\(s\): dp_rank_00_tp_rank_00_pp_rank_00"):
+        load_checkpoint(tmp_path, model=model)
 
 
 def test_heads_replicated_in_another_order(tmp_path: Path):
