@@ -32,7 +32,7 @@ from nxd_infer.optimizer.sharded_files import MASTER
 from nxd_infer.parallel_layers import checkpoint_files as files
 from nxd_infer.trainer.checkpoint_read import Archive, Piece
 
-MARK, DONE = "checkpoint", "done"
+MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
 _RANK = re.compile(r"^(?:dp_rank_(\d+)_)?(ep_rank_\d+_)?tp_rank_(\d+)_pp_rank_(\d+)(?:_dp_rank_(\d+))?(?:\.pt)?$")
 
 Place = tuple[int, int, int]
@@ -56,7 +56,7 @@ def _saved_at(folder: Path) -> tuple[int, str]:
 
 def _is_whole(folder: Path) -> bool:
     trainers = (folder / MARK).exists() and (folder / DONE).exists() and not (folder / "manifest.json").exists()
-    return trainers or any(_RANK.match(path.name) for path in folder.glob("tp_rank_*"))
+    return trainers or any(_RANK.match(path.name.removesuffix(TENSORS)) for path in folder.glob("tp_rank_*"))
 
 
 def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
@@ -321,8 +321,12 @@ def _ranks(folder: Path) -> dict[Place, Path]:
     """The file, or the folder, of each rank."""
     found: dict[Place, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _RANK.match(path.name)
+        match = _RANK.match(path.name.removesuffix(TENSORS))
         if match is None:
+            continue
+        if path.name.endswith(TENSORS):
+            if not path.with_name(path.name.removesuffix(TENSORS)).is_file():
+                raise CheckpointError(f"{path} lacks the file {path.name.removesuffix(TENSORS)} beside it; restore it")
             continue
         dp, ep, tp, pp, dp_last = match.groups()
         if ep:

@@ -288,6 +288,10 @@ def test_missing_double_and_foreign_files(tmp_path: Path):
     write(folder / "model" / "tp_rank_00_pp_rank_00.pt", whole, False)
     with pytest.raises(CheckpointError, match="are of the same rank; keep one"):
         load_checkpoint(tmp_path / "double", model=model)
+    write(tmp_path / "xser" / "tp_rank_00_pp_rank_00", {"model": whole}, True)
+    (tmp_path / "xser" / "tp_rank_00_pp_rank_00").unlink()
+    with pytest.raises(CheckpointError, match=r"tensors lacks the file tp_rank_00_pp_rank_00 beside it"):
+        load_checkpoint(tmp_path / "xser", model=model)
     reference_of(tmp_path / "other", [whole])
     with pytest.raises(WeightMismatchError, match=r"missing: .*norm.weight.*; unexpected: down.weight \[3, 4\]"):
         load_checkpoint(tmp_path / "other", model=nn.Sequential(MLP()))
