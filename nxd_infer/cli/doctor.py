@@ -14,6 +14,7 @@ OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
     "uvicorn": "serving: pip install 'nxd-infer[server]'",
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
+    "tensorboard": "curves of a training job: pip install 'nxd-infer[train]'",
     "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }
