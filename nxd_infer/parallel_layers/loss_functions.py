@@ -37,20 +37,23 @@ class _LogProbs(torch.autograd.Function):
         local = local.masked_fill(~own, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0)
         total = (shifted if filling is None else shifted.masked_fill(filling, 0)).sum(-1)
-        sums = torch.stack([shifted.exp().sum(-1), picked, total])
+        exps = shifted.exp_()
+        sums = torch.stack([exps.sum(-1), picked, total])
         exp_sum, picked, total = comm.all_reduce(sums, context)
         log_sum = exp_sum.log()
-        ctx.save_for_backward(shifted, log_sum, local, own)
+        ctx.save_for_backward(exps, exp_sum, local, own)
         ctx.dtype, ctx.vocabulary, ctx.filling = logits.dtype, vocabulary, filling
+        ctx.set_materialize_grads(False)
         return picked - log_sum, total / vocabulary - log_sum
 
     @staticmethod
     def backward(ctx, *grads):
         # d chosen / d logit = [is target] - p;  d mean / d logit = 1 / vocabulary - p
-        for_chosen, for_mean = grads
-        shifted, log_sum, local, own = ctx.saved_tensors
-        grad = (shifted - log_sum.unsqueeze(-1)).exp_().mul_(-(for_chosen + for_mean).unsqueeze(-1))
-        grad += (for_mean / ctx.vocabulary).unsqueeze(-1)
+        exps, exp_sum, local, own = ctx.saved_tensors
+        for_chosen, for_mean = (torch.zeros_like(exp_sum) if grad is None else grad for grad in grads)
+        grad = exps * (-(for_chosen + for_mean) / exp_sum).unsqueeze(-1)
+        if grads[1] is not None:  # only smoothing reads the mean
+            grad += (for_mean / ctx.vocabulary).unsqueeze(-1)
         grad.scatter_add_(-1, local.unsqueeze(-1), (for_chosen * own).unsqueeze(-1))
         if ctx.filling is not None:
             grad.masked_fill_(ctx.filling, 0)
