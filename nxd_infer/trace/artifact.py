@@ -185,7 +185,7 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool) -> Man
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise ArtifactCorruptError(f"{path} is damaged: {where}: {first['msg']}") from error
     for weight in manifest.weights:
         if weight.encoding not in KNOWN_ENCODINGS:
@@ -224,14 +224,16 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
         if len(bucket.graphs) != manifest.tp_degree:
             problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.tp_degree} ranks")
         problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
-        known = {output.name for output in bucket.outputs}
-        problems += [f"output {n!r} of bucket {bucket.name!r}" for n in _names_in(bucket.structure) if n not in known]
+        named = set() if bucket.structure is None else set(_names_in(bucket.structure))
+        strange = sorted(named - {output.name for output in bucket.outputs})
+        problems += [f"output {name!r} of bucket {bucket.name!r}" for name in strange]
     for key, graph in manifest.graphs.items():
         problems += [f"state {name!r} of graph {key}" for name in graph.states if name not in states]
         problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
         if not any(name.startswith(f"graphs/{key}/") for name in manifest.files):
             problems.append(f"no file of graph {key}")
-    needed = [weight_name(rank) for rank in range(manifest.tp_degree)] + [f"ops/{op}.so" for op in manifest.ops]
+    ranks = range(0 if problems else manifest.tp_degree)  # which is then the number of graphs
+    needed = [weight_name(rank) for rank in ranks] + [f"ops/{op}.so" for op in manifest.ops]
     if "bucket-kernel" in manifest.requires:
         needed.append(BUCKET_KERNEL_NAME)
     problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
@@ -240,11 +242,10 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
 
 
 def _names_in(structure: Any) -> list[str]:
-    """The output names in a bucket's structure."""
-    if isinstance(structure, str):
-        return [structure]
-    entries = structure.values() if isinstance(structure, dict) else structure or []
-    return [name for entry in entries for name in _names_in(entry)]
+    """The output names in a bucket's structure, and as text what can be none."""
+    if not isinstance(structure, dict | list):
+        return [str(structure)]
+    return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]
 
 
 def _check_torch(root: Path, manifest: Manifest) -> None:
@@ -263,7 +264,10 @@ def _check_machine(root: Path, manifest: Manifest) -> None:
         raise ArtifactVersionError(
             f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace it again here"
         )
-    missing = sorted(set(manifest.target.get("cpu_features") or ()) - cpu_features()) if cpu_features() else []
+    features = manifest.target.get("cpu_features") or []
+    if not isinstance(features, list):
+        raise ArtifactCorruptError(f"the manifest of {root} is damaged: its cpu_features are {features!r:.80}")
+    missing = sorted({str(feature) for feature in features} - cpu_features()) if cpu_features() else []
     if missing:
         raise ArtifactVersionError(
             f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "

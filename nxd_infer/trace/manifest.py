@@ -50,8 +50,8 @@ class TensorSpec(_Model):
 
     @model_validator(mode="after")
     def _check(self):
-        dtype_of(self.dtype)
-        if len(self.shape) != len(self.stride) or min([*self.shape, *self.stride], default=0) < 0:
+        numbers = [*self.shape, *self.stride, self.nbytes]
+        if len(self.shape) != len(self.stride) or min(numbers) < 0 or max(numbers) >= 1 << 62:
             raise ValueError(f"no tensor has the shape {self.shape} with the strides {self.stride}")
         return self
 
@@ -145,6 +145,15 @@ class BucketSpec(_Model):
     for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _check_cuts(self):
+        sizes = {spec.name: len(spec.shape) for spec in self.inputs}
+        for output in self.outputs:
+            for name, dim in output.cut.values():
+                if not 0 <= dim < sizes.get(name, 0):
+                    raise ValueError(f"{output.name!r} is cut to dimension {dim} of {name!r}, which is not there")
+        return self
+
 
 class FileSpec(_Model):
     size: int
@@ -175,6 +184,16 @@ class Manifest(_Model):
     metadata: dict[str, Any] = Field(default_factory=dict)
     """What a server needs to know: ``task``, limits, model name. Nothing here changes a graph."""
     files: dict[str, FileSpec] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_layout(self):
+        entries = self.layout.get("weights", {})
+        for name, entry in entries.items() if isinstance(entries, dict) else [("weights", entries)]:
+            logical, ranks = (entry.get("logical"), entry.get("ranks") or []) if isinstance(entry, dict) else (None, [])
+            parts = [ranks, *(logical.values() if isinstance(logical, dict) else [None])]
+            if not all(isinstance(part, list) for part in parts) or len(ranks) != self.tp_degree:
+                raise ValueError(f"the layout does not say what {name!r} is made of on {self.tp_degree} ranks")
+        return self
 
     def bucket(self, name: str) -> BucketSpec:
         for bucket in self.buckets:

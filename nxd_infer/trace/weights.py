@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from nxd_infer.errors import ArtifactError, ArtifactSpaceError, CheckpointError, ShardingError, WeightSchemaError
+from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
 from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.sources import DTYPES
 from nxd_infer.trace.manifest import Manifest, WeightSpec, weight_schema_hash
@@ -113,7 +113,7 @@ class WeightUpdate:
             try:
                 layout = TensorLayout.from_json(self._readable(spec.name, present)["ranks"][rank])
                 return shard_tensor(self.source, layout, spec.torch_dtype)
-            except (ShardingError, CheckpointError, KeyError, IndexError) as error:
+            except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
                 raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
 
         return anonymous_file(specs, tensor)

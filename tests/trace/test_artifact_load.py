@@ -168,8 +168,13 @@ def test_a_manifest_that_does_not_hold_together(artifact):
     files = manifest["files"]
     weight = weight_name(1)
     for fields, text in [
-        ({"tp_degree": 3}, "has 2 graphs for 3 ranks"),
-        ({"tp_degree": 0}, "tp degree 0"),
+        ({"tp_degree": 3, "layout": {}}, "has 2 graphs for 3 ranks"),
+        ({"tp_degree": 0, "layout": {}}, "tp degree 0"),
+        ({"tp_degree": 1 << 62, "layout": {}}, "graphs for 4611686018427387904 ranks"),
+        ({"buckets": [{**manifest["buckets"][0], "structure": 3}]}, "output '3' of bucket"),
+        ({"layout": {"weights": {"table": {"logical": {"table": 3}, "ranks": [{}, {}]}}}}, "what 'table' is made of"),
+        ({"layout": {"weights": {"table": {"logical": {"table": [3]}, "ranks": [{}]}}}}, "made of on 2 ranks"),
+        ({"target": {**manifest["target"], "cpu_features": 7}}, "its cpu_features are 7"),
         ({"buckets": []}, "no buckets"),
         ({"buckets": [manifest["buckets"][0]] * 2}, "bucket 'b2_s4' twice"),
         ({"graphs": {}}, "of bucket 'b2_s4'"),
