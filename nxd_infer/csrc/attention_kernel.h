@@ -64,23 +64,23 @@ struct Kernel : Loops<V, Bf16> {
   template <int R, typename Q, typename C>
   NXD_TARGET static void few_rows(
       const Attention& x, const Tile& tile, int64_t r, int64_t begin, int64_t n, const Q* q, int64_t ldq,
-      const char* const* k, const char* const* v, A* scores, const Partial& out, int64_t D) {
-    Base::template dots<R, Q, C>(q + r * ldq, ldq, k, n, D, scores);
+      const char* const* k, const char* const* v, const char* const* later, A* scores, const Partial& out, int64_t D) {
+    Base::template dots<R, Q, C>(q + r * ldq, ldq, k, v, n, D, scores);
     for (int64_t i = r; i < r + R; i++) {
       const int64_t seen = std::clamp<int64_t>(tile.position(x, i) + 1 - begin, 0, n);
       Base::soften(scores + (i - r) * kKeys, seen, n, factor(x), out.maximum + i, out.sum + i);
     }
-    Base::template weigh<R, C>(scores, v, n, D, out.values + r * padded(x), padded(x));
+    Base::template weigh<R, C>(scores, v, later, n, D, out.values + r * padded(x), padded(x));
   }
 
   template <typename Q, typename C>
   NXD_TARGET static void few(
       const Attention& x, const Tile& tile, int64_t begin, int64_t n, const Q* q, int64_t ldq, const char* const* k,
-      const char* const* v, A* scores, const Partial& out, int64_t D) {
+      const char* const* v, const char* const* later, A* scores, const Partial& out, int64_t D) {
     int64_t r = 0;
-    for (; r + 4 <= tile.rows; r += 4) few_rows<4, Q, C>(x, tile, r, begin, n, q, ldq, k, v, scores, out, D);
-    for (; r + 2 <= tile.rows; r += 2) few_rows<2, Q, C>(x, tile, r, begin, n, q, ldq, k, v, scores, out, D);
-    for (; r < tile.rows; r++) few_rows<1, Q, C>(x, tile, r, begin, n, q, ldq, k, v, scores, out, D);
+    for (; r + 4 <= tile.rows; r += 4) few_rows<4, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
+    for (; r + 2 <= tile.rows; r += 2) few_rows<2, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
+    for (; r < tile.rows; r++) few_rows<1, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
   }
 
   static A factor(const Attention& x) { return static_cast<A>(x.scale * 1.4426950408889634); }
@@ -126,19 +126,13 @@ struct Kernel : Loops<V, Bf16> {
     const Scratch scratch(x, memory);
     const Partial out(tile, partial);
     const int64_t Dp = padded(x), begin = index * kKeys, n = std::min(kKeys, tile.keys - begin);
-    const char *k[kKeys + 16], *v[kKeys + 16];
-    for (int64_t t = 0; t < n;) {
-      const int64_t p = begin + t, block = x.table[tile.b * x.n + p / x.L], at = p % x.L;
-      const int64_t run = std::min(n - t, x.L - at);
-      const char* key = x.k_cache.at(block, tile.kh, at);
-      const char* value = x.v_cache.at(block, tile.kh, at);
-      for (int64_t i = 0; i < run; i++) {
-        k[t + i] = key + i * x.k_cache.stride[2];
-        v[t + i] = value + i * x.v_cache.stride[2];
-      }
-      t += run;
-    }
+    const char *k[kKeys + 16], *v[kKeys + 16], *later[kKeys];
+    find_rows(x, x.k_cache, tile, begin, n, k);
+    find_rows(x, x.v_cache, tile, begin, n, v);
     if (tile.rows > kFewRows) return many(x, tile, begin, n, k, v, scratch, out);
+    const int64_t more = std::clamp<int64_t>(tile.keys - begin - n, 0, n);
+    find_rows(x, x.k_cache, tile, begin + n, more, later);
+    std::fill(later + more, later + n, k[n - 1]);
     const auto repeat_last = [&] {
       for (int64_t t = n; t < n + 16; t++) k[t] = k[n - 1];
     };
@@ -146,10 +140,10 @@ struct Kernel : Loops<V, Bf16> {
     if (x.cache_type == ScalarType::BFloat16 && sizeof(A) == 4) {
       if constexpr (kPairs) {
         if (x.q_type == ScalarType::BFloat16 && x.D % (2 * W) == 0) {
-          return few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, v, scratch.scores, out, x.D);
+          return few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, v, later, scratch.scores, out, x.D);
         }
       }
-      if (x.D % W == 0) return few<A, BFloat16>(x, tile, begin, n, scratch.q, Dp, k, v, scratch.scores, out, x.D);
+      if (x.D % W == 0) return few<A, BFloat16>(x, tile, begin, n, scratch.q, Dp, k, v, later, scratch.scores, out, x.D);
     }
     const bool native = x.cache_type == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) && x.D % W == 0;
     if (!native) {
@@ -157,7 +151,19 @@ struct Kernel : Loops<V, Bf16> {
       widen_rows(x, n, v, scratch.v);
       repeat_last();
     }
-    few<A, A>(x, tile, begin, n, scratch.q, Dp, k, v, scratch.scores, out, native ? x.D : Dp);
+    few<A, A>(x, tile, begin, n, scratch.q, Dp, k, v, later, scratch.scores, out, native ? x.D : Dp);
+  }
+
+  // Where the rows of n positions of the context lie.
+  static void find_rows(
+      const Attention& x, const Strided& cache, const Tile& tile, int64_t begin, int64_t n, const char** rows) {
+    for (int64_t t = 0; t < n;) {
+      const int64_t p = begin + t, block = x.table[tile.b * x.n + p / x.L], at = p % x.L;
+      const int64_t run = std::min(n - t, x.L - at);
+      const char* row = cache.at(block, tile.kh, at);
+      for (int64_t i = 0; i < run; i++) rows[t + i] = row + i * cache.stride[2];
+      t += run;
+    }
   }
 
   // Copies n rows of the cache to [n, Dp], and points to the copies.

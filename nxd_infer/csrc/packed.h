@@ -1,10 +1,11 @@
 // The packed form of a linear layer's weight [N, K], and the kernels that multiply by it.
 //
-// Rows of the weight (columns of the result) go in blocks of 16, one after the other; within a block, k runs slowest:
-//   float32   [K][16]           one vector of 16 results for every k
-//   bfloat16  [K / 2][16][2]    pairs of k beside each other, as the dot-product instructions and the tiles read them
+// Rows of the weight (columns of the result) go in blocks of 32, one after the other; within a block, k runs slowest:
+//   float32   [K][32]           two vectors of 16 results for every k
+//   bfloat16  [K / 2][32][2]    pairs of k beside each other, as the dot-product instructions and the tiles read them
 // The last block is as narrow as what is left of N, and an odd K ends in one row of single values, so the packed weight
-// has exactly the bytes of the plain one whatever its shape. A decode step reads it front to back, once.
+// has exactly the bytes of the plain one whatever its shape. A decode step reads it front to back, once: a thread reads
+// one stream, which the hardware fetches ahead of it.
 #pragma once
 
 #include "scalar.h"
@@ -13,10 +14,8 @@
 
 namespace nxd {
 
-constexpr int64_t kColumns = 16;
-
-// Bytes from which on weights are asked for before their turn: the hardware stops at the end of every page.
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kColumns = 32;  // of a block
+constexpr int64_t kLane = 16;     // columns that the kernels take as one: a vector of float32, half a tile's row
 
 // Values of k that stand beside each other for one column.
 template <typename T>
@@ -32,13 +31,13 @@ NXD_INLINE int64_t place(int64_t k, int64_t c, int64_t width, int64_t K) {
   return k < whole ? k / group * group * width + c * group + k % group : k * width + c;
 }
 
-// One pair of neighbouring blocks as the kernels take it: 32 columns. `body` points at `steps` steps of k (of as many
-// values as the kernel takes at once); `tail` at one more step that is filled up with zeros, or at nothing. Where there
-// is only one block, both point at it.
+// One block as the kernels take it: `width` columns (a multiple of kLane). `body` points at `steps` steps of k (of as
+// many values as the kernel takes at once); `tail` at one more step that is filled up with zeros, or at nothing.
 template <typename T>
 struct Panel {
-  const T* body[2];
-  const T* tail[2];
+  const T* body;
+  const T* tail;
+  int64_t width;
   int64_t steps;
 };
 
@@ -53,7 +52,7 @@ struct Left {
   int64_t stride;  // elements from one group to the next
 };
 
-// A way to multiply: out[row][column] for all rows and 32 columns, in float32.
+// A way to multiply: out[row][column] for all rows and the columns of one block, in float32; rows are kColumns apart.
 //
 // For one result every kernel adds the products in the order of k (bfloat16 on dot products and tiles: in the fixed
 // order of the instruction, from the first k to the last), in float32, whatever the other rows are and however many:
@@ -75,8 +74,7 @@ struct Kernel {
 const Kernel<float>& float_kernel();
 const Kernel<BFloat16>& bfloat16_kernel();
 
-// The kernels for bfloat16 that have instructions of their own.
-const Kernel<BFloat16>& dot_product_kernel();
+// The one over tiles, where the machine has them.
 const Kernel<BFloat16>& tile_kernel();
 
 } // namespace nxd

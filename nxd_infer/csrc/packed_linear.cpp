@@ -16,7 +16,6 @@
 namespace nxd {
 namespace {
 
-constexpr int64_t kPair = 2 * kColumns;
 constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once a panel, from the second cache
 constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights that are not worth another thread
 
@@ -68,7 +67,6 @@ NXD_INLINE U converted(T x) {
 
 template <typename U, typename T>
 Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded) {
-  width = std::min(width, rows);
   if constexpr (std::is_same_v<T, U>) {
     if (rows == 1 && K == padded) return Left{x, 1, 1, padded};
   }
@@ -110,60 +108,50 @@ Left tiles_of(const BFloat16* x, int64_t rows, int64_t K, int64_t padded) {
   return Left{data, rows, 16, 16 * padded};
 }
 
+// Rows of a group: groups of about the same size, none of more than `most` rows.
+int64_t group_rows(int64_t rows, int64_t most) {
+  const int64_t groups = (rows + most - 1) / most;
+  return (rows + groups - 1) / groups;
+}
+
 template <typename T>
 Left left_side(const Kernel<T>& kernel, const T* x, int64_t rows, int64_t K) {
   const int64_t padded = round_up(K, kernel.step);
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (kernel.tiles) return tiles_of(x, rows, K, padded);
-    if (!kernel.widened) return rows_of<BFloat16>(x, rows, kernel.width, K, padded);
+    if (!kernel.widened) return rows_of<BFloat16>(x, rows, group_rows(rows, kernel.width), K, padded);
   }
-  return rows_of<float>(x, rows, kernel.width, K, padded);
+  return rows_of<float>(x, rows, group_rows(rows, kernel.width), K, padded);
 }
 
 // --- the weight ---
 
-// Copies values [from, K) of a block into one 16 columns wide, filled up with zeros to `padded` values of k.
+// Copies values [from, K) of a block into one `filled` columns wide, filled up with zeros to `padded` values of k.
 template <typename T>
-void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t padded, T* to) {
-  std::fill(to, to + (padded - from) * kColumns, T{});
+void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t padded, int64_t filled, T* to) {
+  std::fill(to, to + (padded - from) * filled, T{});
   for (int64_t k = from; k < K; k++) {
-    for (int64_t c = 0; c < width; c++) to[place<T>(k - from, c, kColumns, padded - from)] = block[place<T>(k, c, width, K)];
+    for (int64_t c = 0; c < width; c++) to[place<T>(k - from, c, filled, padded - from)] = block[place<T>(k, c, width, K)];
   }
 }
 
-// Blocks as a kernel takes them: in place where they are 16 wide and made of whole groups, else a copy that is.
+// Blocks as a kernel takes them: in place where they are made of whole vectors and groups, else a copy that is.
 template <typename T>
 class Panels {
  public:
   Panels(const T* weight, int64_t N, int64_t K, int64_t step)
       : weight_(weight), N_(N), K_(K), step_(step), padded_(round_up(K, step)) {
-    room_ = panel_scratch.take<T>(2 * padded_ * kColumns);
+    room_ = panel_scratch.take<T>(padded_ * kColumns);
   }
 
-  Panel<T> at(int64_t pair) {
-    Panel<T> panel{};
-    panel.steps = K_ / step_;
-    for (int64_t side = 0; side < 2; side++) {
-      const int64_t column = pair * kPair + side * kColumns;
-      if (column >= N_) {  // the last panel is half a one
-        panel.body[1] = panel.body[0];
-        panel.tail[1] = panel.tail[0];
-        break;
-      }
-      const int64_t width = std::min(kColumns, N_ - column);
-      const T* block = weight_ + column * K_;
-      T* room = room_ + side * padded_ * kColumns;
-      const int64_t whole = K_ / step_ * step_;
-      const bool plain = width == kColumns && K_ % group_of<T>() == 0;
-      panel.body[side] = plain ? block : room;
-      if (whole < K_) panel.tail[side] = room + whole * kColumns;
-      if (!plain) {
-        fill_up(block, width, K_, 0, padded_, room);
-      } else if (whole < K_) {
-        fill_up(block, width, K_, whole, padded_, room + whole * kColumns);
-      }
-    }
-    return panel;
+  Panel<T> at(int64_t number) {
+    const int64_t column = number * kColumns, whole = K_ / step_ * step_;
+    const int64_t width = std::min(kColumns, N_ - column), filled = round_up(width, kLane);
+    const T* block = weight_ + column * K_;
+    const bool plain = width == filled && K_ % group_of<T>() == 0;
+    const int64_t from = plain ? whole : 0;
+    if (from < padded_) fill_up(block, width, K_, from, padded_, filled, room_ + from * filled);
+    return Panel<T>{plain ? block : room_, whole < K_ ? room_ + whole * filled : nullptr, filled, K_ / step_};
   }
 
  private:
@@ -177,7 +165,7 @@ class Panels {
 template <typename T>
 NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) {
   for (int64_t row = 0; row < rows; row++) {
-    const float* from = sums + row * kPair;
+    const float* from = sums + row * kColumns;
     T* to = y + row * stride;
     if (bias == nullptr) {
       for (int64_t c = 0; c < width; c++) to[c] = narrow<T>(from[c]);
@@ -189,8 +177,8 @@ NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const
 
 #define NXD_STORE(T)                                                                                           \
   NXD_CLONES void store(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) { \
-    if (width == kPair) {                                                                                      \
-      store_body(sums, rows, kPair, bias, y, stride);                                                          \
+    if (width == kColumns) {                                                                                   \
+      store_body(sums, rows, kColumns, bias, y, stride);                                                       \
     } else {                                                                                                   \
       store_body(sums, rows, width, bias, y, stride);                                                          \
     }                                                                                                          \
@@ -200,24 +188,24 @@ NXD_STORE(BFloat16)
 
 template <typename T>
 void multiply(const Kernel<T>& kernel, const T* x, const T* weight, const T* bias, T* y, int64_t M, int64_t N, int64_t K) {
-  const int64_t pairs = (N + kPair - 1) / kPair;
+  const int64_t blocks = (N + kColumns - 1) / kColumns;
   const int64_t row_bytes = round_up(K, kernel.step) * (kernel.widened ? 4 : sizeof(T));
   const int64_t parts = std::max<int64_t>(1, (M * row_bytes + kLeftBytes - 1) / kLeftBytes);
-  const int64_t chunk = round_up((M + parts - 1) / parts, kPair);
+  const int64_t chunk = round_up((M + parts - 1) / parts, 32);
   for (int64_t first = 0; first < M; first += chunk) {
     const int64_t rows = std::min(chunk, M - first);
     const Left left = left_side(kernel, x + first * K, rows, K);
-    const int64_t work = kPair * K * static_cast<int64_t>(sizeof(T)) * ((rows + 15) / 16);
+    const int64_t work = kColumns * K * static_cast<int64_t>(sizeof(T)) * ((rows + 15) / 16);
     const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
-    parallel_for(0, pairs, grain, [&](int64_t begin, int64_t end) {
-      float* sums = sums_scratch.take<float>(round_up(rows, 16) * kPair);
+    parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+      float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
       Panels<T> panels(weight, N, K, kernel.step);
       kernel.begin();
-      for (int64_t pair = begin; pair < end; pair++) {
-        kernel.multiply(left, panels.at(pair), sums);
-        const int64_t column = pair * kPair;
+      for (int64_t block = begin; block < end; block++) {
+        kernel.multiply(left, panels.at(block), sums);
+        const int64_t column = block * kColumns;
         store(
-            sums, rows, std::min(kPair, N - column), bias == nullptr ? nullptr : bias + column,
+            sums, rows, std::min(kColumns, N - column), bias == nullptr ? nullptr : bias + column,
             y + first * N + column, N);
       }
       kernel.end();
@@ -277,12 +265,24 @@ void each_block(int64_t N, int64_t row_bytes, const Visit& visit) {
   });
 }
 
+// Cache line by cache line of every row: rows a power of two apart would throw each other out of the cache.
 template <int64_t kWidth>
 NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, char* block) {
+  constexpr int64_t kLine = 16;  // units
   width = kWidth > 0 ? kWidth : width;
-  for (int64_t unit = 0; unit < row_bytes / kUnit; unit++) {
+  uint32_t lines[kColumns][kLine];
+  for (int64_t unit = 0; unit < row_bytes / kUnit; unit += kLine) {
+    const int64_t count = std::min(kLine, row_bytes / kUnit - unit);
     for (int64_t c = 0; c < width; c++) {
-      std::memcpy(block + (unit * width + c) * kUnit, rows + c * row_bytes + unit * kUnit, kUnit);
+      if (count == kLine) {
+        std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, kLine * kUnit);
+      } else {
+        std::memcpy(lines[c], rows + c * row_bytes + unit * kUnit, count * kUnit);
+      }
+    }
+    for (int64_t u = 0; u < count; u++) {
+      char* to = block + (unit + u) * width * kUnit;
+      for (int64_t c = 0; c < width; c++) std::memcpy(to + c * kUnit, &lines[c][u], kUnit);
     }
   }
 }

@@ -1,6 +1,6 @@
 """Linear layers whose weight is re-blocked for reading front to back: what decoding on a CPU does with every weight.
 
-A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 16 rows, ``k``
+A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 32 rows, ``k``
 slowest inside a block (bfloat16: pairs of ``k`` beside each other). The last block is as narrow as what is left of N,
 and an odd K ends in one row of single values, so every shape packs, and unpacks to the same bits.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLUMNS = 16
+COLUMNS = 32
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 """The types that have a packed form."""
 

@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT = "1.0"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
-PACKED = "packed16"
-"""Encoding of a weight that graphs read in blocks of 16 rows (``nxd_infer.ops.packed``)."""
-KNOWN_ENCODINGS: frozenset[str] = frozenset({"", PACKED})
+PACKED = "packed32"
+"""Encoding of a weight that graphs read in blocks of 32 rows (``nxd_infer.ops.packed``)."""
+KNOWN_ENCODINGS: frozenset[str] = frozenset({"", "packed16", PACKED})
+"""With those of earlier versions: an artifact carries the operators that pack its weights and read them."""
 MANIFEST_NAME = "manifest.json"
 
 
