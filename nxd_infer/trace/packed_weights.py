@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nxd_infer.ops import packed
 from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.trace.memory import Memory
 
 _ALIGNMENT = 64
 
 
 class PackedWeights:
-    """Memory for the weights of ``specs`` that have an encoding, in one piece; :meth:`fill` puts them there.
-
-    A step reads all of it once, so it is asked for in huge pages: fewer misses of the address cache.
-    """
+    """Memory for the weights of ``specs`` that have an encoding, in one piece; :meth:`fill` puts them there."""
 
     def __init__(self, specs: Sequence[WeightSpec], library: Any):
         self.specs = {spec.name: spec for spec in specs if spec.encoding}
@@ -31,10 +27,7 @@ class PackedWeights:
             end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not end:
             return
-        memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any tensor of it
+        arena = Memory(end, large=True).bytes
         for spec in self.specs.values():
             piece = arena[places[spec.name] : places[spec.name] + spec.nbytes]
             self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)

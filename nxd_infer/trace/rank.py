@@ -17,6 +17,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.manifest import TensorSpec, WeightSpec
+from nxd_infer.trace.memory import Memory
 from nxd_infer.trace.packed_weights import PackedWeights
 from nxd_infer.trace.weights import parse_entry
 
@@ -64,7 +65,8 @@ class Rank:
         self._packed.fill(lambda spec: load_weights(file, [spec])[spec.name])
         self.weights = {**load_weights(file, _plain(manifest.weights)), **self._packed.tensors}
         self._initial = load_initial_states(artifact.weight_file(rank), manifest.states)
-        self.states = {spec.name: _empty(spec) for spec in manifest.states}
+        self._memory = {spec.name: Memory(_extent(spec)) for spec in manifest.states}
+        self.states = {spec.name: _placed(spec, self._memory[spec.name].bytes) for spec in manifest.states}
         self.reset_states()
         backend = backends.get(manifest.backend)
         self.graphs: dict[str, Executable] = {}
@@ -101,7 +103,7 @@ class Rank:
             if name in self._initial:
                 state.copy_(self._initial[name])
             else:
-                state.zero_()
+                self._memory[name].clear()
 
     def prepare_weights(self, file: str | os.PathLike[str]) -> None:
         """Map new weights and check them, without using them yet. Raises WeightSchemaError."""
@@ -146,7 +148,7 @@ class Rank:
             graph.close()
         self.abort_weights()
         self._packed.tensors.clear()
-        self.weights, self.states, self._initial = {}, {}, {}
+        self.weights, self.states, self._initial, self._memory = {}, {}, {}, {}
 
 
 @dataclass
@@ -233,6 +235,19 @@ def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Te
                 f"expected {spec.dtype}{spec.shape}"
             )
     return initial
+
+
+def _extent(spec: TensorSpec) -> int:
+    """Bytes from the first element of a tensor of ``spec`` to the end of its last."""
+    if 0 in spec.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return (last + 1) * spec.torch_dtype.itemsize
+
+
+def _placed(spec: TensorSpec, memory: Tensor) -> Tensor:
+    """A tensor of ``spec`` in ``memory``."""
+    return memory.view(spec.torch_dtype).as_strided(spec.shape, spec.stride)
 
 
 def _empty(spec: TensorSpec) -> Tensor:

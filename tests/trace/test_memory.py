@@ -1,0 +1,42 @@
+"""A rank's memory: zeros that take no page until they are written, and give it back."""
+
+from __future__ import annotations
+
+import torch
+
+from nxd_infer.trace.manifest import TensorSpec
+from nxd_infer.trace.memory import Memory
+from nxd_infer.trace.rank import _extent, _placed
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Rss:"))
+
+
+def test_pages_come_with_the_first_write_and_go_with_clear() -> None:
+    before = resident()
+    memory = Memory(256 << 20)
+    assert resident() - before < 32 << 20
+    memory.bytes[: 128 << 20] = 7
+    assert resident() - before > 120 << 20
+    memory.clear()
+    assert resident() - before < 32 << 20
+    assert int(memory.bytes[: 1 << 20].max()) == 0
+
+
+def test_a_tensor_outlives_the_object_that_made_its_memory() -> None:
+    values = Memory(4 << 20, large=True).bytes.view(torch.float32)
+    values.fill_(3.0)
+    assert float(values.sum()) == 3.0 * (1 << 20)
+
+
+def test_states_of_any_stride_lie_in_it_and_empty_ones_too() -> None:
+    for tensor in (torch.zeros(3, 4).T, torch.zeros(2, 0, 5), torch.zeros(()), torch.zeros(4, 6)[:, ::2].expand(4, 3)):
+        spec = TensorSpec.of("state", tensor)
+        placed = _placed(spec, Memory(_extent(spec)).bytes)
+        assert placed.shape == tensor.shape and placed.stride() == tensor.stride()
+        assert torch.equal(placed, tensor)
+        placed.fill_(2.0)
+        assert torch.equal(placed, torch.full_like(tensor, 2.0))
