@@ -118,10 +118,11 @@ def _takes_slots(layer: nn.Module) -> TypeGuard[ColumnParallelLinear | RowParall
 
 def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
     """The layer's forward hook: its outputs with the update added, and reduced where it leaves that to us."""
+    tables: AdapterTables = layer.adapter
     if not (isinstance(layer, RowParallelLinear) and layer.degree > 1):
-        return layer.adapter(inputs[0], output)
+        return tables(inputs[0], output)
     partial, bias = output
     y = mappings.reduce_from_tensor_model_parallel_region(
-        layer.adapter(inputs[0], partial), layer.axis, context=layer.context, reduce_dtype=layer.reduce_dtype
+        tables(inputs[0], partial), layer.axis, context=layer.context, reduce_dtype=layer.reduce_dtype
     )
     return y if bias is None else y + bias.to(y.dtype)
