@@ -18,7 +18,7 @@ from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_infer.trainer import NxDModel
-from nxd_infer.trainer.activation_checkpoint import transformer_layers
+from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint, transformer_layers
 from nxd_models.llama import Attention, CausalLM, DecoderLayer, FeedForward
 from tests.ranks import run_ranks
 from tests.trainer.jobs import wrapped
@@ -236,6 +236,15 @@ def test_a_checkpointed_model_is_the_same_model():
         assert torch.equal(model(batch["input_ids"]), plain(batch["input_ids"]))
     exported = torch.export.export(model.local_module().eval(), (batch["input_ids"],))
     assert torch.allclose(exported.module()(batch["input_ids"]), plain(batch["input_ids"]))
+
+
+@pytest.mark.check
+def test_a_forward_that_was_replaced_stays():
+    layers = nn.ModuleList([nn.Linear(2, 2)])
+    layers[0].forward = lambda x: x * 3
+    apply_activation_checkpoint(layers, nn.Linear)
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(layers[0](x), 3 * x)
 
 
 @pytest.mark.check
