@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nxd_infer.trainer.checkpoint import save_checkpoint
 from nxd_models import registry
+from nxd_server import LLM, SamplingParams
 from nxd_server.text.tokenizer import Tokenizer
 from tests.e2e.command import nxd_infer_here
 from tests.http.http_artifacts import real_server
@@ -138,6 +139,14 @@ def test_trained_traced_served_and_swapped(workplace, texts, capsys, monkeypatch
         server.wait_metric("nxd_engine_restarts_total", 1.0, seconds=60)
         server.wait_ready()
         assert ask(server, rows[0]) == (second[rows[0]], 1)
+
+    # The same in process: the artifact has kept its own weights.
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    prompts = [PROMPTS[row].tolist() for row in rows[:4]]
+    with LLM(artifact) as llm:
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == [first[row] for row in rows[:4]]
+        assert llm.update_weights(root / "ckpts", tag="second") == 1
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == [second[row] for row in rows[:4]]
 
 
 def test_the_options_are_shown(capsys, monkeypatch):
