@@ -105,7 +105,7 @@ class GradReducer:
         self.degree = context.dp.degree
         self.buckets: list[Bucket] = []
         self._accumulate_wide, self._cap_mb = accumulate_wide, cap_mb
-        self._bucket_of: dict[int, Bucket] = {}
+        self._place_of: dict[int, tuple[Bucket, Slot]] = {}
         self._wide: list[bool] = []
         self._passes: list[int] = []
         self._silent: list[bool] = []
@@ -126,7 +126,7 @@ class GradReducer:
         self._known += [None] * len(params)
         for bucket in make_buckets(self.params, self.degree, self._cap_mb, first):
             self.buckets.append(bucket)
-            self._bucket_of.update({slot.index: bucket for slot in bucket.slots})
+            self._place_of.update({slot.index: (bucket, slot) for slot in bucket.slots})
             self._empty(bucket)
         for index, param in enumerate(params, first):
             former = _reducer_of.get(param)
@@ -174,7 +174,7 @@ class GradReducer:
         self._passes[index] += 1
         if not self.communicates:
             return
-        bucket = self._bucket_of[index]
+        bucket, _ = self._place_of[index]
         if bucket.pending is not None:
             bucket.dirty = True
         elif self._passes[index] == self._expected:
@@ -247,11 +247,9 @@ class GradReducer:
         """
         if not self.communicates:
             return self.gradient(index)
-        bucket = self._bucket_of[index]
+        bucket, slot = self._place_of[index]
         assert bucket.result is not None
-        first = next(slot.start for slot in bucket.slots if slot.index == index)
-        if self.scatter:
-            first -= self.context.dp.rank * (bucket.size // self.degree)
+        first = slot.start - (self.context.dp.rank * (bucket.size // self.degree) if self.scatter else 0)
         return bucket.result[first + start : first + stop]
 
     def _modified(self, bucket: Bucket) -> bool:

@@ -76,7 +76,7 @@ def make_pieces(reducer: GradReducer, master_weights: bool, first: int = 0) -> l
     Whole parameters, or where ``reducer`` scatters, what this rank's equal share of every bucket holds of them.
     """
     if not (reducer.scatter and reducer.communicates):
-        return [_piece(reducer, index, None, master_weights) for index, _ in list(enumerate(reducer.params))[first:]]
+        return [_piece(reducer, index, None, master_weights) for index in range(first, len(reducer.params))]
     pieces = []
     for bucket in reducer.buckets:
         low, high = shard_of(bucket, reducer.context)
