@@ -124,18 +124,18 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
 
 
 def test_requests_that_take_too_long_keep_the_old_weights(engines):
-    engine = engines(ToyModel(slots=1, delay=0.02))
-    long, waiting = Listener(), Listener()
-    running = engine.submit([7], GREEDY.replace(max_tokens=50), long)
-    wait_until(lambda: long.tokens[0])
-    thread, results = swapping(engine, 1, timeout=0.2)
-    wait_until(lambda: engine.gate.wanted)
-    ticket = engine.submit([8], GREEDY, waiting)
-    with pytest.raises(WeightsBusyError, match="another change"):
-        engine.update_weights(2)
-    thread.join(20)
-    assert isinstance(results[0], WeightsBusyError) and "1 requests" in str(results[0])
-    assert running.wait(20) and ticket.wait(20)
+    engine = engines(ToyModel(slots=1))
+    running, waiting = Listener(), Listener()
+    with WholeRequest() as whole:  # which may always have one more prompt
+        assert engine.submit([7], GREEDY, running, whole=whole).wait(20)
+        thread, results = swapping(engine, 1, timeout=2)
+        wait_until(lambda: engine.gate.wanted)
+        ticket = engine.submit([8], GREEDY, waiting)
+        with pytest.raises(WeightsBusyError, match="another change"):
+            engine.update_weights(2)
+        thread.join(20)
+        assert isinstance(results[0], WeightsBusyError) and "1 requests" in str(results[0])
+        assert ticket.wait(20)
     assert engine.model.weights == 0 and ticket.whole.version == 0
     assert waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
     assert engine.update_weights(3) == 1  # nothing is left behind
@@ -167,11 +167,12 @@ def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_
 
     model.fail_update = half_way
     running, waiting = Listener(), Listener()
-    engine.submit([7], GREEDY, running)
-    wait_until(lambda: running.tokens[0])
-    thread, results = swapping(engine, 1)
-    wait_until(lambda: engine.gate.wanted)
-    ticket = engine.submit([8], GREEDY, waiting)
+    with WholeRequest() as whole:
+        engine.submit([7], GREEDY, running, whole=whole)
+        wait_until(lambda: running.tokens[0])
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.gate.wanted)
+        ticket = engine.submit([8], GREEDY, waiting)
     thread.join(20)
     assert isinstance(results[0], RankFailedError)
     assert ticket.wait(20) and waiting.tokens[0] == naive_generate([8], max_tokens=6, ignore_eos=True)
@@ -183,13 +184,14 @@ def test_ranks_that_fail_over_new_weights_start_again_with_the_old_and_requests_
 
 def test_an_engine_that_drains_makes_no_swap(engines):
     engine = engines(ToyModel(slots=1, delay=0.01))
-    running = Listener()
-    ticket = engine.submit([7], GREEDY.replace(max_tokens=40), running)
-    wait_until(lambda: running.tokens[0])
-    thread, results = swapping(engine, 1)
-    wait_until(lambda: engine.gate.wanted)
-    assert engine.drain(20) and ticket.done
-    thread.join(20)
+    with WholeRequest() as whole:
+        running = Listener()
+        ticket = engine.submit([7], GREEDY.replace(max_tokens=40), running, whole=whole)
+        wait_until(lambda: running.tokens[0])
+        thread, results = swapping(engine, 1)
+        wait_until(lambda: engine.gate.wanted)
+        assert engine.drain(20) and ticket.done
+        thread.join(20)
     assert isinstance(results[0], EngineUnavailableError) and "draining" in str(results[0])
     with pytest.raises(EngineUnavailableError):
         engine.update_weights(2)
