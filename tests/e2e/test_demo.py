@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from bench.processes import tree
+from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.cli.demo.ranks import run_ranks
 from nxd_infer.comm.process import process_state
 from nxd_infer.errors import RankFailedError
+from nxd_infer.trainer import load_checkpoint, save_checkpoint
+from tests.ranks import run_ranks as run_test_ranks
+from tests.trainer.jobs import training
+from tests.trainer.models import tokens
 
 SUM = """
 import os, torch, torch.distributed as dist
@@ -50,6 +55,33 @@ def test_a_failure_ends_the_others(tmp_path: Path, monkeypatch):
     assert caught.value.rank == 1
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert [process_state(pid) for pid in pids] == ["ended", "ended"]
+
+
+def trained_and_resumed(root: str) -> tuple[list[float], list[float]]:
+    """The losses of four steps, and of the last two again from a checkpoint between."""
+    batch = tokens()
+    kinds = {"groups": groups_of, "optimizer_class": MuonAndAdamW}
+    model, optimizer = training(**kinds)
+    whole: list[float] = []
+    for step in range(4):
+        if step == 2:
+            save_checkpoint(root, "middle", model, optimizer)
+        whole.append(model.run_train(**batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = training(seed=1, **kinds)
+    load_checkpoint(root, model=model, optimizer=optimizer)
+    rest: list[float] = []
+    for _ in range(2):
+        rest.append(model.run_train(**batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole, rest
+
+
+def test_the_optimizer_goes_on_where_it_was(tmp_path: Path):
+    for whole, rest in run_test_ranks(trained_and_resumed, 2, str(tmp_path), collectives="shared"):
+        assert rest == whole[2:] and whole[3] < whole[2] < whole[1] < whole[0]
 
 
 def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):
