@@ -28,7 +28,6 @@ from nxd_infer.errors import (
 from nxd_infer.trace.artifact import parallel_model_load
 from nxd_infer.trace.channel import Channel
 from nxd_infer.trace.model import TensorParallelModel
-from nxd_infer.trace.weights import WeightUpdate
 from tests.trace import toy
 
 TIMEOUT = 3.0
@@ -493,13 +492,16 @@ def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(t
 def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path, tmp_path):
     model = started(path)
     slow = pids_of(model)[1]
-    update = WeightUpdate(model.manifest, toy.logical_weights(1))
+    new = model.cut_weights(toy.logical_weights(1))
+    new.files[0].close()
+    new.files[0] = open(__file__, "rb")  # no safetensors file; closed with the others  # noqa: SIM115
     os.kill(slow, signal.SIGSTOP)
     timer = threading.Timer(1.5, os.kill, [slow, signal.SIGCONT])
     timer.start()
-    with open(__file__, "rb") as wrong, update.write(1) as right, pytest.raises(WeightSchemaError, match="rank 0"):
-        model._swap(model._started(), [wrong, right])
+    with pytest.raises(WeightSchemaError, match="rank 0"):
+        model.update_weights(new)
     timer.join()
+    assert all(file.closed for file in new.files)
     assert all(rank.alive for rank in model.health())
     x = torch.randn(2, 4, toy.HIDDEN)
     torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(), x))
