@@ -7,6 +7,7 @@ embedding. Anything else keeps the weight plain, everywhere. Values take no part
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxd_infer.backends.lowering import call, native_operator
+from nxd_infer.backends.lowering import aliases, call, mutated_placeholders, native_operator
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.ops.packed import packable
 from nxd_infer.trace.manifest import PACKED
@@ -76,7 +77,33 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
         if encodings.get(name) == PACKED:
             for use in uses(weight) or ():
                 _replace(use, library, replaced)
+    for graph in dict.fromkeys(node.graph for node in replaced.values()):
+        _join(graph, library)
     return bool(replaced)
+
+
+def _join(graph: fx.Graph, library: Any) -> None:
+    """One call for all packed linears of one input: queries, keys and values; gate and up."""
+    single = native_operator(library, "packed_linear")
+    changing = mutated_placeholders(graph)
+    memory = aliases(graph)
+    groups: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is not single:
+            continue
+        x, _, bias = node.args
+        if not memory[x] & changing and (bias is None or bias.op == "placeholder"):
+            groups.setdefault((x, bias is not None), []).append(node)
+    for (x, biased), nodes in groups.items():
+        if len(nodes) == 1:
+            continue
+        with graph.inserting_before(nodes[0]):
+            weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes if biased]
+            results = call(graph, native_operator(library, "packed_linears"), x, weights, biases)
+            parts = [call(graph, operator.getitem, results, place, like=x) for place in range(len(nodes))]
+        for node, part in zip(nodes, parts, strict=True):
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
 
 
 def uses(weight: fx.Node) -> list[Use] | None:

@@ -186,9 +186,22 @@ NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const
 NXD_STORE(float)
 NXD_STORE(BFloat16)
 
+// A layer: y [M, N] = x @ weight.T + bias.
 template <typename T>
-void multiply(const Kernel<T>& kernel, const T* x, const T* weight, const T* bias, T* y, int64_t M, int64_t N, int64_t K) {
-  const int64_t blocks = (N + kColumns - 1) / kColumns;
+struct Layer {
+  const T* weight;
+  const T* bias;  // or nullptr
+  T* y;
+  int64_t N;
+
+  int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
+};
+
+// Layers of one x, as if their weights stood below each other: the threads start and wait once for all of them.
+template <typename T>
+void multiply(const Kernel<T>& kernel, const T* x, const std::vector<Layer<T>>& layers, int64_t M, int64_t K) {
+  int64_t blocks = 0;
+  for (const Layer<T>& layer : layers) blocks += layer.blocks();
   const int64_t row_bytes = round_up(K, kernel.step) * (kernel.widened ? 4 : sizeof(T));
   const int64_t parts = std::max<int64_t>(1, (M * row_bytes + kLeftBytes - 1) / kLeftBytes);
   const int64_t chunk = round_up((M + parts - 1) / parts, 32);
@@ -199,55 +212,80 @@ void multiply(const Kernel<T>& kernel, const T* x, const T* weight, const T* bia
     const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
     parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
       float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
-      Panels<T> panels(weight, N, K, kernel.step);
       kernel.begin();
-      for (int64_t block = begin; block < end; block++) {
-        kernel.multiply(left, panels.at(block), sums);
-        const int64_t column = block * kColumns;
-        store(
-            sums, rows, std::min(kColumns, N - column), bias == nullptr ? nullptr : bias + column,
-            y + first * N + column, N);
+      int64_t before = 0;
+      for (const Layer<T>& layer : layers) {
+        Panels<T> panels(layer.weight, layer.N, K, kernel.step);
+        const int64_t last = std::min(end - before, layer.blocks());
+        for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
+          kernel.multiply(left, panels.at(block), sums);
+          const int64_t column = block * kColumns;
+          store(
+              sums, rows, std::min(kColumns, layer.N - column), layer.bias == nullptr ? nullptr : layer.bias + column,
+              layer.y + first * layer.N + column, layer.N);
+        }
+        before += layer.blocks();
       }
       kernel.end();
     });
   }
 }
 
-Tensor packed_linear(Tensor x_in, Tensor weight, std::optional<Tensor> bias_in) {
-  const int32_t dtype = check_weight(weight, "packed_linear");
-  const int64_t N = weight.size(0), K = weight.size(1);
-  if (x_in.dim() == 0 || x_in.size(x_in.dim() - 1) != K || dtype_code(x_in) != dtype) {
+// `biases` is empty, or as long as `weights`.
+std::vector<Tensor> packed_linears(Tensor x_in, std::vector<Tensor> weights, std::vector<Tensor> biases) {
+  if (weights.empty() || (!biases.empty() && biases.size() != weights.size())) {
     throw std::runtime_error(
-        "nxd: packed_linear: the input " + text(x_in) + " (dtype number " + std::to_string(dtype_code(x_in)) +
-        ") does not fit the weight " + text(weight) + " (dtype number " + std::to_string(dtype) + ")");
+        "nxd: packed_linears: " + std::to_string(weights.size()) + " weights and " + std::to_string(biases.size()) +
+        " biases");
+  }
+  const int32_t dtype = check_weight(weights[0], "packed_linear");
+  const int64_t K = weights[0].size(1);
+  for (size_t i = 0; i < weights.size(); i++) {
+    const Tensor& weight = weights[i];
+    if (x_in.dim() == 0 || x_in.size(x_in.dim() - 1) != weight.size(1) || dtype_code(x_in) != dtype ||
+        check_weight(weight, "packed_linear") != dtype) {
+      throw std::runtime_error(
+          "nxd: packed_linear: the input " + text(x_in) + " (dtype number " + std::to_string(dtype_code(x_in)) +
+          ") does not fit the weight " + text(weight) + " (dtype number " + std::to_string(dtype_code(weight)) + ")");
+    }
+    if (biases.empty()) continue;
+    if (biases[i].dim() != 1 || biases[i].size(0) != weight.size(0) || dtype_code(biases[i]) != dtype) {
+      throw std::runtime_error(
+          "nxd: packed_linear: the bias " + text(biases[i]) + " does not fit the weight " + text(weight));
+    }
+    biases[i] = contiguous(biases[i]);
   }
   const Tensor x = contiguous(x_in);
-  std::optional<Tensor> bias;
-  if (bias_in.has_value()) {
-    if (bias_in->dim() != 1 || bias_in->size(0) != N || dtype_code(*bias_in) != dtype) {
-      throw std::runtime_error(
-          "nxd: packed_linear: the bias " + text(*bias_in) + " does not fit the weight " + text(weight));
-    }
-    bias = contiguous(*bias_in);
-  }
   auto shape = shape_of(x);
-  shape.back() = N;
-  Tensor y = new_like(x, shape);
   int64_t M = 1;
   for (size_t d = 0; d + 1 < shape.size(); d++) M *= shape[d];
-  if (M == 0 || N == 0) return y;
+  std::vector<Tensor> results;
+  for (const Tensor& weight : weights) {
+    shape.back() = weight.size(0);
+    results.push_back(new_like(x, shape));
+  }
+  if (M == 0) return results;
   const auto run = [&](auto zero, const auto& kernel) {
     using T = decltype(zero);
-    multiply<T>(
-        kernel, static_cast<const T*>(x.data_ptr()), static_cast<const T*>(weight.data_ptr()),
-        bias.has_value() ? static_cast<const T*>(bias->data_ptr()) : nullptr, static_cast<T*>(y.data_ptr()), M, N, K);
+    std::vector<Layer<T>> layers;
+    for (size_t i = 0; i < weights.size(); i++) {
+      layers.push_back(Layer<T>{
+          static_cast<const T*>(weights[i].data_ptr()),
+          biases.empty() ? nullptr : static_cast<const T*>(biases[i].data_ptr()),
+          static_cast<T*>(results[i].data_ptr()), weights[i].size(0)});
+    }
+    multiply<T>(kernel, static_cast<const T*>(x.data_ptr()), layers, M, K);
   };
   if (dtype == aoti_torch_dtype_float32()) {
     run(float{}, float_kernel());
   } else {
     run(BFloat16{}, bfloat16_kernel());
   }
-  return y;
+  return results;
+}
+
+Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  return packed_linears(x, {weight}, bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{})[0];
 }
 
 // --- packing: a transposition of units of four bytes, whatever the type ---
@@ -372,6 +410,7 @@ Tensor packed_embedding(Tensor weight, Tensor ids_in) {
 
 NXD_LIBRARY(m) {
   m.def("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("packed_linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]");
   m.def("packed_embedding(Tensor weight, Tensor ids) -> Tensor");
   m.def("pack(Tensor(a!) out, Tensor weight) -> ()");
   m.def("unpack(Tensor packed) -> Tensor");
@@ -379,6 +418,7 @@ NXD_LIBRARY(m) {
 
 NXD_IMPL(CPU, m) {
   m.impl("packed_linear", TORCH_BOX(&nxd::packed_linear));
+  m.impl("packed_linears", TORCH_BOX(&nxd::packed_linears));
   m.impl("packed_embedding", TORCH_BOX(&nxd::packed_embedding));
   m.impl("pack", TORCH_BOX(&nxd::pack));
   m.impl("unpack", TORCH_BOX(&nxd::unpack));

@@ -24,6 +24,9 @@ from nxd_infer.ops.packed import (
     packed_linear,
     packed_linear_fake,
     packed_linear_reference,
+    packed_linears,
+    packed_linears_fake,
+    packed_linears_reference,
 )
 from nxd_infer.ops.sampling import (
     sample,
@@ -38,6 +41,7 @@ COMPOSITE: dict[Any, Callable[..., Any]] = {
     torch.ops.nxd.cache_attention.default: cache_attention_reference,
     torch.ops.nxd.packed_embedding.default: packed_embedding_reference,
     torch.ops.nxd.packed_linear.default: packed_linear_reference,
+    torch.ops.nxd.packed_linears.default: packed_linears_reference,
     torch.ops.nxd.remember_tokens.default: remember_tokens_reference,
     torch.ops.nxd.sample.default: sample_reference,
     torch.ops.nxd.sample_adjusted.default: sample_adjusted_reference,
@@ -48,6 +52,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "cache_attention": cache_attention_fake,
     "packed_embedding": packed_embedding_fake,
     "packed_linear": packed_linear_fake,
+    "packed_linears": packed_linears_fake,
     "remember_tokens": remember_tokens_fake,
     "sample": sample_fake,
     "sample_adjusted": sample_adjusted_fake,
@@ -62,6 +67,7 @@ __all__ = [
     "cache_attention_reference",
     "packed_embedding",
     "packed_linear",
+    "packed_linears",
     "remember_tokens",
     "remember_tokens_reference",
     "sample",

@@ -7,7 +7,7 @@ and an odd K ends in one row of single values, so every shape packs, and unpacks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]")
 _LIBRARY.define("packed_embedding(Tensor weight, Tensor ids) -> Tensor")
 
 
@@ -30,6 +31,14 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     alone and in any batch, with any number of threads: the other rows have no influence on it.
     """
     return torch.ops.nxd.packed_linear(x, weight, bias)
+
+
+def packed_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    """:func:`packed_linear` of one ``x`` for each weight, to the same bits; ``biases`` is empty or one a weight.
+
+    The threads start and wait once for all of them, which is what small matrices cost most.
+    """
+    return torch.ops.nxd.packed_linears(x, list(weights), list(biases))
 
 
 def packed_embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -92,6 +101,11 @@ def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return F.linear(x, unpack(weight), bias)
 
 
+def packed_linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    """:func:`packed_linears` in plain PyTorch."""
+    return [packed_linear_reference(x, *layer) for layer in zip(weights, biases or [None] * len(weights), strict=True)]
+
+
 def packed_embedding_reference(weight: Tensor, ids: Tensor) -> Tensor:
     """:func:`packed_embedding` in plain PyTorch."""
     return F.embedding(ids, unpack(weight))
@@ -101,12 +115,17 @@ def packed_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return x.new_empty([*x.shape[:-1], weight.shape[0]])
 
 
+def packed_linears_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    return [packed_linear_fake(x, weight) for weight in weights]
+
+
 def packed_embedding_fake(weight: Tensor, ids: Tensor) -> Tensor:
     return weight.new_empty([*ids.shape, weight.shape[1]])
 
 
 for _name, _reference, _fake in (
     ("packed_linear", packed_linear_reference, packed_linear_fake),
+    ("packed_linears", packed_linears_reference, packed_linears_fake),
     ("packed_embedding", packed_embedding_reference, packed_embedding_fake),
 ):
     _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")

@@ -111,6 +111,28 @@ def every_shape(library: Any) -> None:
                 check_product(library, *problem(rows, n, k, dtype, rows % 2 == 0, rows))
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_layers_of_one_input_together_have_the_bits_of_each_alone(library: Any, dtype: torch.dtype, rows: int) -> None:
+    for sizes, k, bias in (
+        ((64, 32, 32), 96, True),
+        ((70, 70), 33, False),
+        ((1, 130, 16, 48), 64, True),
+        ((5,), 7, False),
+    ):
+        x = problem(rows, 1, k, dtype, False, 0)[0]
+        layers = [problem(1, n, k, dtype, True, n)[1:] for n in sizes]
+        weights = [packed.pack(weight) for weight, _ in layers]
+        biases = [found for _, found in layers] if bias else []
+        together = library.op("packed_linears")(x, weights, biases)
+        one = library.op("packed_linear")
+        alone = [one(x, weight, biases[i] if bias else None) for i, weight in enumerate(weights)]
+        assert len(together) == len(alone) and all(map(torch.equal, together, alone))
+        for found, wanted in zip(packed.packed_linears(x, weights, biases), alone, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_agrees_with_float64(library: Any, level: str) -> None:
     """In a process of its own: the level is read once. A machine without it runs the best one it has."""
@@ -171,6 +193,10 @@ def test_what_does_not_fit_is_refused(library: Any) -> None:
         multiply(torch.zeros(2, 8, dtype=torch.bfloat16), layout, None)
     with pytest.raises(RuntimeError, match=r"bias \[19\]"):
         multiply(torch.zeros(2, 8), layout, torch.zeros(19))
+    with pytest.raises(RuntimeError, match="2 weights and 1 biases"):
+        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout], [torch.zeros(20)])
+    with pytest.raises(RuntimeError, match=r"does not fit the weight \[20, 8\]"):
+        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout.bfloat16()], [])
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         multiply(torch.zeros(2, 8).double(), layout.double(), None)
     for bad in (20, -1):

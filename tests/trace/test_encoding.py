@@ -317,3 +317,73 @@ def test_an_unknown_encoding_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(ArtifactVersionError, match=r"'up\.weight' as 'packed99'.*upgrade"):
         load_artifact(tmp_path / "saved")
+
+
+class Siblings(nn.Module):
+    """Linears that read one input, and one that reads it after the input has changed in place."""
+
+    def __init__(self, forward: Forward):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("a", "b", "c"):
+            layer = nn.Linear(8, 6 if name == "a" else 4)
+            nn.init.normal_(layer.weight, generator=generator)
+            nn.init.normal_(layer.bias, generator=generator)
+            setattr(self, name, layer)
+        self.register_buffer("seen", torch.zeros(5, 8))
+        self.how = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def _of_a_changing_state(m: Any, x: Tensor) -> Tensor:
+    before = m.a(m.seen)
+    m.seen.add_(x)
+    return torch.cat((before, m.b(m.seen)), -1)
+
+
+SIBLINGS: dict[str, tuple[Forward, list[int]]] = {
+    "three of one input": (lambda m, x: torch.cat((m.a(x), m.b(x), m.c(x)), -1), [3]),
+    "one of them twice": (lambda m, x: torch.cat((m.a(x), m.b(m.c(x).repeat(1, 2)), m.c(x)), -1), [3]),
+    "with and without a bias": (
+        lambda m, x: torch.cat((m.a(x), F.linear(x, m.b.weight), F.linear(x, m.c.weight)), -1),
+        [2],
+    ),
+    "each of its own": (lambda m, x: m.b(m.c(x).repeat(1, 2)), []),
+}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_linears_of_one_input_become_one_call(name: str) -> None:
+    forward, groups = SIBLINGS[name]
+    module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    library = native.load()
+    lowered, exported = lower(Step(module, {"x": x}), library, {})
+    chosen = encoding.choose([weight_nodes(lowered, exported)], 1)
+    encode(lowered, exported, chosen, library, {})
+    joined = library.op("packed_linears")
+    found = [len(node.args[1]) for node in exported.module.graph.nodes if node.target is joined]
+    assert found == groups
+    values = [
+        packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
+        for spec in lowered.graph.weights
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(Program(lowered.ir)(x, *values)[0], module(x))
+
+
+def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:
+    module, x = Siblings(_of_a_changing_state), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    library = native.load()
+    lowered, exported = lower(Step(module, {"x": x}, states=["seen"]), library, {})
+    chosen = encoding.choose([weight_nodes(lowered, exported)], 1)
+    encode(lowered, exported, chosen, library, {})
+    values = [
+        packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
+        for spec in lowered.graph.weights
+    ]
+    state = torch.ones(5, 8)
+    with torch.no_grad():
+        wanted = torch.cat((module.a(torch.ones(5, 8)), module.b(torch.ones(5, 8) + x)), -1)
+        torch.testing.assert_close(Program(lowered.ir)(state, x, *values)[0], wanted)
