@@ -99,7 +99,7 @@ def _join(graph: fx.Graph, library: Any) -> None:
             continue
         with graph.inserting_before(nodes[0]):
             weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes if biased]
-            results = call(graph, native_operator(library, "packed_linears"), x, weights, biases)
+            results = call(graph, native_operator(library, "packed_linears"), x, [*weights, *biases], biased)
             parts = [call(graph, operator.getitem, results, place, like=x) for place in range(len(nodes))]
         for node, part in zip(nodes, parts, strict=True):
             node.replace_all_uses_with(part)

@@ -231,13 +231,17 @@ void multiply(const Kernel<T>& kernel, const T* x, const std::vector<Layer<T>>& 
   }
 }
 
-// `biases` is empty, or as long as `weights`.
-std::vector<Tensor> packed_linears(Tensor x_in, std::vector<Tensor> weights, std::vector<Tensor> biases) {
-  if (weights.empty() || (!biases.empty() && biases.size() != weights.size())) {
+// `layers` holds the weights and, when `biased`, a bias for each behind all of them: a compiled graph cannot hand over a
+// list that is empty.
+std::vector<Tensor> packed_linears(Tensor x_in, std::vector<Tensor> layers, bool biased) {
+  const size_t count = biased ? layers.size() / 2 : layers.size();
+  if (count == 0 || (biased && layers.size() != 2 * count)) {
     throw std::runtime_error(
-        "nxd: packed_linears: " + std::to_string(weights.size()) + " weights and " + std::to_string(biases.size()) +
-        " biases");
+        "nxd: packed_linears: " + std::to_string(layers.size()) + " tensors are no weights" +
+        (biased ? " with a bias each" : ""));
   }
+  const std::vector<Tensor> weights(layers.begin(), layers.begin() + count);
+  std::vector<Tensor> biases(layers.begin() + count, layers.end());
   const int32_t dtype = check_weight(weights[0], "packed_linear");
   const int64_t K = weights[0].size(1);
   for (size_t i = 0; i < weights.size(); i++) {
@@ -267,14 +271,14 @@ std::vector<Tensor> packed_linears(Tensor x_in, std::vector<Tensor> weights, std
   if (M == 0) return results;
   const auto run = [&](auto zero, const auto& kernel) {
     using T = decltype(zero);
-    std::vector<Layer<T>> layers;
+    std::vector<Layer<T>> all;
     for (size_t i = 0; i < weights.size(); i++) {
-      layers.push_back(Layer<T>{
+      all.push_back(Layer<T>{
           static_cast<const T*>(weights[i].data_ptr()),
           biases.empty() ? nullptr : static_cast<const T*>(biases[i].data_ptr()),
           static_cast<T*>(results[i].data_ptr()), weights[i].size(0)});
     }
-    multiply<T>(kernel, static_cast<const T*>(x.data_ptr()), layers, M, K);
+    multiply<T>(kernel, static_cast<const T*>(x.data_ptr()), all, M, K);
   };
   if (dtype == aoti_torch_dtype_float32()) {
     run(float{}, float_kernel());
@@ -285,7 +289,9 @@ std::vector<Tensor> packed_linears(Tensor x_in, std::vector<Tensor> weights, std
 }
 
 Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  return packed_linears(x, {weight}, bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{})[0];
+  std::vector<Tensor> layer{weight};
+  if (bias.has_value()) layer.push_back(*bias);
+  return packed_linears(x, layer, bias.has_value())[0];
 }
 
 // --- packing: a transposition of units of four bytes, whatever the type ---
@@ -410,7 +416,7 @@ Tensor packed_embedding(Tensor weight, Tensor ids_in) {
 
 NXD_LIBRARY(m) {
   m.def("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("packed_linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]");
+  m.def("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]");
   m.def("packed_embedding(Tensor weight, Tensor ids) -> Tensor");
   m.def("pack(Tensor(a!) out, Tensor weight) -> ()");
   m.def("unpack(Tensor packed) -> Tensor");

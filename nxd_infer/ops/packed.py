@@ -20,7 +20,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.define("packed_linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]")
+_LIBRARY.define("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]")
 _LIBRARY.define("packed_embedding(Tensor weight, Tensor ids) -> Tensor")
 
 
@@ -36,9 +36,10 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def packed_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
     """:func:`packed_linear` of one ``x`` for each weight, to the same bits; ``biases`` is empty or one a weight.
 
-    The threads start and wait once for all of them, which is what small matrices cost most.
+    The threads start and wait once for all of them, which is what small matrices cost most. The operator takes the
+    weights and, when ``biased``, a bias for each behind all of them.
     """
-    return torch.ops.nxd.packed_linears(x, list(weights), list(biases))
+    return torch.ops.nxd.packed_linears(x, [*weights, *biases], bool(biases))
 
 
 def packed_embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -101,9 +102,16 @@ def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return F.linear(x, unpack(weight), bias)
 
 
-def packed_linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+def packed_linears_reference(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
     """:func:`packed_linears` in plain PyTorch."""
-    return [packed_linear_reference(x, *layer) for layer in zip(weights, biases or [None] * len(weights), strict=True)]
+    weights, biases = _split(layers, biased)
+    return [packed_linear_reference(x, *layer) for layer in zip(weights, biases, strict=True)]
+
+
+def _split(layers: Sequence[Tensor], biased: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """The weights, and a bias or None for each."""
+    count = len(layers) // 2 if biased else len(layers)
+    return layers[:count], layers[count:] or [None] * count
 
 
 def packed_embedding_reference(weight: Tensor, ids: Tensor) -> Tensor:
@@ -115,8 +123,8 @@ def packed_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return x.new_empty([*x.shape[:-1], weight.shape[0]])
 
 
-def packed_linears_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-    return [packed_linear_fake(x, weight) for weight in weights]
+def packed_linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
+    return [packed_linear_fake(x, weight) for weight in _split(layers, biased)[0]]
 
 
 def packed_embedding_fake(weight: Tensor, ids: Tensor) -> Tensor:

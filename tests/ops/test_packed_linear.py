@@ -125,7 +125,7 @@ def test_layers_of_one_input_together_have_the_bits_of_each_alone(library: Any, 
         layers = [problem(1, n, k, dtype, True, n)[1:] for n in sizes]
         weights = [packed.pack(weight) for weight, _ in layers]
         biases = [found for _, found in layers] if bias else []
-        together = library.op("packed_linears")(x, weights, biases)
+        together = library.op("packed_linears")(x, [*weights, *biases], bias)
         one = library.op("packed_linear")
         alone = [one(x, weight, biases[i] if bias else None) for i, weight in enumerate(weights)]
         assert len(together) == len(alone) and all(map(torch.equal, together, alone))
@@ -193,10 +193,10 @@ def test_what_does_not_fit_is_refused(library: Any) -> None:
         multiply(torch.zeros(2, 8, dtype=torch.bfloat16), layout, None)
     with pytest.raises(RuntimeError, match=r"bias \[19\]"):
         multiply(torch.zeros(2, 8), layout, torch.zeros(19))
-    with pytest.raises(RuntimeError, match="2 weights and 1 biases"):
-        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout], [torch.zeros(20)])
+    with pytest.raises(RuntimeError, match="3 tensors are no weights with a bias each"):
+        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout, torch.zeros(20)], True)
     with pytest.raises(RuntimeError, match=r"does not fit the weight \[20, 8\]"):
-        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout.bfloat16()], [])
+        library.op("packed_linears")(torch.zeros(2, 8), [layout, layout.bfloat16()], False)
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         multiply(torch.zeros(2, 8).double(), layout.double(), None)
     for bad in (20, -1):
