@@ -81,7 +81,7 @@ struct Loops {
 
   // Asks for a row of the cache that is read soon.
   NXD_TARGET static NXD_INLINE void fetch(const char* row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
   }
 
   // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `k` and `scores` are padded. The values

@@ -59,13 +59,15 @@ NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const BFloat16* 
 }
 #endif
 
-// All of the panel's values of k for kRows rows and its kLanes * 16 columns.
-template <typename X, typename T, int kRows, int kLanes>
-NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, float* out) {
+// All of the panel's values of k for kRows rows and its kLanes * 16 columns. What lies `later` values behind them is
+// brought nearer meanwhile.
+template <typename X, typename T, int kRows, int kLanes, bool kFetch>
+NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, int64_t later, float* out) {
   constexpr int64_t group = group_of<T>(), stride = kLanes * kLane * group;
   Vector sums[kRows][kLanes * kParts] = {};
   const T* w = panel.body;
   for (int64_t step = 0; step < panel.steps; step++) {
+    if (kFetch) __builtin_prefetch(w + later, 0, 2);
     add_step<kRows>(x, width, w, sums);
     x += group * width;
     w += stride;
@@ -76,22 +78,27 @@ NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, float* ou
 }
 
 template <typename X, typename T>
-using Rows = void (*)(const X*, int64_t, const Panel<T>&, float*);
+using Rows = void (*)(const X*, int64_t, const Panel<T>&, int64_t, float*);
 
-template <typename X, typename T, int kLanes, int... kRows>
+template <typename X, typename T, int kLanes, bool kFetch, int... kRows>
 Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
-  static const Rows<X, T> some[] = {rows<X, T, kRows + 1, kLanes>...};
+  static const Rows<X, T> some[] = {rows<X, T, kRows + 1, kLanes, kFetch>...};
   return some[count - 1];
 }
 
+// One group of rows reads the weights from memory, as fast as they come. Where there are more groups, those behind it
+// read them from a cache, and memory would rest: the first two ask for a half each of the block that comes next.
 template <typename X, typename T>
 void multiply(const Left& x, const Panel<T>& panel, float* out) {
   constexpr std::make_integer_sequence<int, NXD_ROWS> counts{};
+  constexpr int64_t unit = group_of<T>();
   const X* group = static_cast<const X*>(x.data);
-  for (int64_t row = 0; row < x.rows; row += x.width, group += x.stride) {
+  for (int64_t row = 0, number = 0; row < x.rows; row += x.width, number++, group += x.stride) {
     const int64_t count = x.rows - row < x.width ? x.rows - row : x.width;
-    const auto run = panel.width == kColumns ? pick<X, T, 2>(count, counts) : pick<X, T, 1>(count, counts);
-    run(group, x.width, panel, out + row * kColumns);
+    const bool fetch = number < 2 && x.rows > x.width && panel.width == kColumns;
+    const auto run = fetch ? pick<X, T, 2, true>(count, counts)
+        : panel.width == kColumns ? pick<X, T, 2, false>(count, counts) : pick<X, T, 1, false>(count, counts);
+    run(group, x.width, panel, (panel.steps * kColumns + number * kLane) * unit, out + row * kColumns);
   }
 }
 
