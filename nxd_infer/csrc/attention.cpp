@@ -200,11 +200,12 @@ void attend(const Attention& x, int64_t B) {
   if (workers == 1 || count >= kTilesPerThread * workers || chunks == count || chunks * partial > kPartialBytes) {
     share(count, workers, scratch + 2 * partial, [&](int64_t item, char* memory) {
       const Tile& tile = tiles[item];
+      const Tile* next = item + workers < count ? &tiles[item + workers] : nullptr;
       char *result = memory + scratch, *later = result + partial;
       kernel.queries(x, tile, memory);
-      kernel.chunk(x, tile, 0, memory, result);
+      kernel.chunk(x, tile, 0, next, memory, result);
       for (int64_t c = 1; c < tile.chunks(); c++) {
-        kernel.chunk(x, tile, c, memory, later);
+        kernel.chunk(x, tile, c, next, memory, later);
         kernel.merge(x, tile, result, later);
       }
       kernel.finish(x, tile, result);
@@ -216,7 +217,7 @@ void attend(const Attention& x, int64_t B) {
   share(chunks, workers, scratch, [&](int64_t item, char* memory) {
     const auto place = std::upper_bound(first_chunk.begin(), first_chunk.end(), item) - first_chunk.begin() - 1;
     kernel.queries(x, tiles[place], memory);
-    kernel.chunk(x, tiles[place], item - first_chunk[place], memory, partials + item * partial);
+    kernel.chunk(x, tiles[place], item - first_chunk[place], nullptr, memory, partials + item * partial);
   });
   share(count, workers, 0, [&](int64_t item, char*) {
     char* result = partials + first_chunk[item] * partial;

@@ -47,7 +47,8 @@ struct AttentionKernel {
   int64_t (*scratch_bytes)(const Attention&);
   int64_t (*partial_bytes)(const Attention&, int64_t rows);
   void (*queries)(const Attention&, const Tile&, char* scratch);  // before the chunks, into the same scratch
-  void (*chunk)(const Attention&, const Tile&, int64_t chunk, char* scratch, char* partial);
+  // `next`: the tile that this thread is likely to take when it is done with this one, or nullptr
+  void (*chunk)(const Attention&, const Tile&, int64_t chunk, const Tile* next, char* scratch, char* partial);
   void (*merge)(const Attention&, const Tile&, char* into, const char* later);
   void (*finish)(const Attention&, const Tile&, const char* partial);
 };

@@ -122,7 +122,8 @@ struct Kernel : Loops<V, Bf16> {
     }
   }
 
-  NXD_TARGET static void chunk(const Attention& x, const Tile& tile, int64_t index, char* memory, char* partial) {
+  NXD_TARGET static void chunk(
+      const Attention& x, const Tile& tile, int64_t index, const Tile* next, char* memory, char* partial) {
     const Scratch scratch(x, memory);
     const Partial out(tile, partial);
     const int64_t Dp = padded(x), begin = index * kKeys, n = std::min(kKeys, tile.keys - begin);
@@ -130,8 +131,11 @@ struct Kernel : Loops<V, Bf16> {
     find_rows(x, x.k_cache, tile, begin, n, k);
     find_rows(x, x.v_cache, tile, begin, n, v);
     if (tile.rows > kFewRows) return many(x, tile, begin, n, k, v, scratch, out);
-    const int64_t more = std::clamp<int64_t>(tile.keys - begin - n, 0, n);
-    find_rows(x, x.k_cache, tile, begin + n, more, later);
+    // The keys that come next: of this context, or where it ends, of the next tile's.
+    const bool ends = begin + n >= tile.keys && next != nullptr;
+    const Tile& coming = ends ? *next : tile;
+    const int64_t from = ends ? 0 : begin + n, more = std::clamp<int64_t>(coming.keys - from, 0, n);
+    find_rows(x, x.k_cache, coming, from, more, later);
     std::fill(later + more, later + n, k[n - 1]);
     const auto repeat_last = [&] {
       for (int64_t t = n; t < n + 16; t++) k[t] = k[n - 1];
