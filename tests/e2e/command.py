@@ -42,10 +42,12 @@ def refused(done: Done, *words: str) -> None:
 
 def nxd_infer_here(capsys, monkeypatch, *arguments: object) -> Done:
     """The same entry point in this process: for what ends before any work begins, where a start costs seconds."""
+    from nxd_infer.cli.console import console
     from nxd_infer.cli.main import main
 
     monkeypatch.setattr(sys, "argv", ["nxd-infer", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(console, "width", 160)  # it took its width when it was made, perhaps by an earlier test
     status = 0
     try:
         main()
