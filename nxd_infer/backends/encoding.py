@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
-from nxd_infer.backends.lowering import aliases, call, mutated_placeholders, native_operator
+from nxd_infer.backends.lowering import call, native_operator, written
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.ops.packed import packable
 from nxd_infer.trace.manifest import PACKED
@@ -85,16 +86,19 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
 def _join(graph: fx.Graph, library: Any) -> None:
     """One call for all packed linears of one input: queries, keys and values; gate and up."""
     single = native_operator(library, "packed_linear")
-    changing = mutated_placeholders(graph)
-    memory = aliases(graph)
-    groups: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    found: list[tuple[fx.Node, bool, list[fx.Node]]] = []
+    together: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
     for node in graph.nodes:
+        if node.op == "call_function" and (written(node) or isinstance(node.target, HigherOrderOperator)):
+            together = {}  # no linear moves across a write: it may be to what the linear reads
         if node.target is not single:
             continue
         x, _, bias = node.args
-        if not memory[x] & changing and (bias is None or bias.op == "placeholder"):
-            groups.setdefault((x, bias is not None), []).append(node)
-    for (x, biased), nodes in groups.items():
+        if bias is None or bias.op == "placeholder":
+            if (x, bias is not None) not in together:
+                found.append((x, bias is not None, together.setdefault((x, bias is not None), [])))
+            together[x, bias is not None].append(node)
+    for x, biased, nodes in found:
         if len(nodes) == 1:
             continue
         with graph.inserting_before(nodes[0]):

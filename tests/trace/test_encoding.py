@@ -388,3 +388,33 @@ def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:
     with torch.no_grad():
         wanted = torch.cat((module.a(torch.ones(5, 8)), module.b(torch.ones(5, 8) + x)), -1)
         torch.testing.assert_close(Program(lowered.ir)(state, x, *values)[0], wanted)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a slice is set": lambda h: h[:, 0].fill_(0),
+    "a slice is multiplied": lambda h: h[:, :4].mul_(3),
+    "a flat view is zeroed": lambda h: h.view(-1)[3:7].zero_(),
+    "the whole is added to": lambda h: h.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_linears_stay_on_their_side_of_a_write_to_what_they_read(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = x * 2
+        before = (m.a(hidden), m.b(hidden))
+        WRITES[name](hidden)
+        return torch.cat((*before, m.b(hidden), m.c(hidden)), -1)
+
+    module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    library = native.load()
+    lowered, exported = lower(Step(module, {"x": x}), library, {})
+    encode(lowered, exported, encoding.choose([weight_nodes(lowered, exported)], 1), library, {})
+    calls = [node for node in exported.module.graph.nodes if node.target is library.op("packed_linears")]
+    assert [len(node.meta["val"]) for node in calls] == [2, 2]
+    values = [
+        packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
+        for spec in lowered.graph.weights
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(Program(lowered.ir)(x, *values)[0], module(x))
