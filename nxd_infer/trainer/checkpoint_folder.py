@@ -38,6 +38,8 @@ DONE = "done"
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
 _SAVING = ".saving-"
+_OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/|$)|manifest\.json")
+"""How the files of a checkpoint are called that has no DONE yet."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,11 @@ def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointErr
 def _read(storage: Storage, folder: str) -> Checkpoint | None:
     """The checkpoint of a folder, None when it is not whole or something else. Raises CheckpointError when damaged."""
     try:
-        recorded = storage.read(_inside(folder, DONE)).decode().strip()
-    except (OSError, UnicodeDecodeError):
+        recorded = storage.read(_inside(folder, DONE)).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:  # it is there: an older checkpoint, or none, must not be taken for the newest
+        raise CheckpointError(f"{storage.where(_inside(folder, DONE))} cannot be read: {error}") from error
     where = storage.where(_inside(folder, MANIFEST))
     try:
         text = storage.read(_inside(folder, MANIFEST))
@@ -205,8 +209,8 @@ def _read(storage: Storage, folder: str) -> Checkpoint | None:
         if not recorded:
             return None
         raise CheckpointError(f"{where} is missing; restore it, or remove the folder") from error
-    except OSError:
-        return None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
     if recorded and hashlib.sha256(text).hexdigest() != recorded:
         raise CheckpointError(
             f"{where} differs from its checksum in {DONE!r}: it was damaged or changed after it was saved; restore it, "
@@ -315,7 +319,10 @@ def _unfinished(storage: Storage, folder: str) -> bool:
     """Whether it is what a killed job left, renamed or not."""
     if storage.local:
         return folder.startswith(_SAVING)
-    return re.search(r"\.\d{8}$", folder) is not None and DONE not in storage.files(folder)
+    if re.search(r"\.\d{8}$", folder) is None:
+        return False
+    files = storage.files(folder)  # a folder with a date in its name, say, is somebody else's
+    return DONE not in files and all(map(_OURS.match, files))
 
 
 def _is_foreign(target: Path) -> bool:

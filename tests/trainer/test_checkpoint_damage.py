@@ -184,6 +184,29 @@ def test_a_checkpoint_of_the_first_version(tmp_path: Path):
     assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("how", ["a bit", "unreadable"])
+def test_a_damaged_mark_of_the_newest_is_no_missing_checkpoint(how: str, tmp_path: Path):
+    """Neither the older one is loaded in its place, nor is the job's first start believed."""
+    model, _ = small()
+    save_checkpoint(tmp_path, "old", model, user_content="old")
+    save_checkpoint(tmp_path, "new", model, user_content="new")
+    done = tmp_path / "new" / "done"
+    if how == "a bit":
+        data = bytearray(done.read_bytes())
+        data[0] ^= 0x80
+        done.write_bytes(data)
+    else:
+        done.unlink()
+        done.mkdir()
+    for tag in (None, "new"):
+        with pytest.raises(CheckpointError, match="new"):
+            load_checkpoint(tmp_path, tag)
+    shutil.rmtree(tmp_path / "old")
+    with pytest.raises(CheckpointError, match="new"):
+        load_checkpoint(tmp_path)
+
+
 # --- killed at any moment ---------------------------------------------------------------------------------
 
 

@@ -57,6 +57,16 @@ def test_tags_in_a_bucket(bucket):
         load_checkpoint(root, "x")
 
 
+def test_folders_of_others_stay_in_a_bucket(bucket):
+    """A date has eight digits, as the number that a killed save leaves in its folder's name."""
+    _, objects, _ = bucket
+    foreign = "models/backup.20261121/weights.bin"
+    left = "models/step_9.00000009/rank_00000.safetensors"
+    objects[foreign], objects[left] = b"precious", b"half"
+    save_checkpoint("s3://models", "a", MLP())
+    assert objects[foreign] == b"precious" and left not in objects
+
+
 def test_damage_in_a_bucket(bucket):
     _, objects, _ = bucket
     model = MLP()
