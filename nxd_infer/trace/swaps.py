@@ -25,6 +25,8 @@ class WeightSwaps:
 
     def swap(self, ranks: Any, new: NewWeights) -> None:
         """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does."""
+        if new in self._entries or any(file.closed for file in new.files):
+            raise WeightSchemaError("these weights were swapped in before, or given back: call cut_weights() again")
         try:
             if new.manifest is not self._manifest:
                 raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")

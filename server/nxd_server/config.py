@@ -62,7 +62,10 @@ class ServerSettings(BaseSettings):
         None, description="Directory of what requests may load; without it they may load nothing."
     )
     weights_drain_timeout: float = Field(
-        60.0, gt=0, description="Seconds running requests may take to finish before a swap of weights is given up."
+        60.0,
+        gt=0,
+        le=86400,
+        description="Seconds running requests may take to finish before a swap of weights is given up.",
     )
 
     max_queued_requests: int = Field(

@@ -202,6 +202,7 @@ def test_an_idle_engine_swaps_at_once_and_a_closed_one_never(engines):
     engine = engines()
     for number in range(1, 5):
         assert engine.update_weights(number) == number
+    assert engine.update_weights(5, timeout=float("inf")) == 5
     engine.close()
     with pytest.raises(EngineUnavailableError):
         engine.update_weights(9)

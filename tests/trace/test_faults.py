@@ -508,6 +508,21 @@ def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path,
     model.close()
 
 
+def test_weights_that_were_cut_once_are_swapped_in_once(path):
+    model = started(path)
+    x = torch.randn(2, 4, toy.HIDDEN)
+    new, other = model.cut_weights(toy.logical_weights(1)), model.cut_weights(toy.logical_weights(2))
+    model.update_weights(new)
+    with pytest.raises(WeightSchemaError, match="cut_weights"):
+        model.update_weights(new)
+    torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
+    model.update_weights(other)
+    with pytest.raises(WeightSchemaError, match="cut_weights"):
+        model.update_weights(new)
+    torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(2), x))
+    model.close()
+
+
 def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
     model = parallel_model_load(toy.build(tmp_path / "artifact", degree=1))
     toy.build(tmp_path / "artifact", degree=1, weights=toy.logical_weights(1))

@@ -111,7 +111,7 @@ class WeightGate:
         with self._lock:
             self._change = change
             self._lock.notify_all()
-            if not self._lock.wait_for(lambda: change.begun or change.done, timeout):
+            if not self._lock.wait_for(lambda: change.begun or change.done, min(timeout, threading.TIMEOUT_MAX)):
                 self._change = None
                 left = len(self._begun)
                 self._lock.notify_all()

@@ -258,7 +258,7 @@ class WeightsBody(Body):
     path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
     tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
     timeout: float | None = Field(
-        None, gt=0, description="Seconds running requests may take to finish; by default weights_drain_timeout."
+        None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
     )
 
 

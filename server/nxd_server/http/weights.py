@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from nxd_infer.errors import CheckpointError, NxdError, ShardingError, WeightSchemaError
+from nxd_infer.errors import ArtifactSpaceError, CheckpointError, NxdError, ShardingError, WeightSchemaError
 from nxd_server.paths import path_under
 from nxd_server.threads import in_thread
 
@@ -37,8 +37,8 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
         version = await in_thread(swap, "nxd-weights")
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
         raise _unchanged(400, error, "weights_refused", "path") from error
-    except OSError as error:
-        if isinstance(error, NxdError):
+    except (ArtifactSpaceError, OSError) as error:
+        if isinstance(error, NxdError) and not isinstance(error, ArtifactSpaceError):
             raise
         raise _unchanged(503, error, "weights_unchanged") from error  # a full disk
     seconds = time.monotonic() - begin
