@@ -9,6 +9,7 @@ the machine it was built on. Building needs a compiler and torch's headers; load
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -71,6 +72,12 @@ class NativeLibrary:
         if name not in self.ops:
             raise KeyError(f"native library {self.hash} has no operator {name!r}; it has {list(self.ops)}")
         return getattr(getattr(torch.ops, self.namespace), name).default
+
+    def cpu_level(self) -> str:
+        """The best instructions that its kernels use here: portable, avx2, avx512, avx512_bf16 or amx_bf16."""
+        level = ctypes.CDLL(str(self.path)).nxd_cpu_level
+        level.restype = ctypes.c_char_p
+        return level().decode()
 
 
 def availability() -> Availability:

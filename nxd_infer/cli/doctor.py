@@ -53,6 +53,8 @@ def run() -> int:
     ]
     found = native.availability()
     rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
+    if native.is_built():
+        rows.append(("their instructions", native.load().cpu_level()))
     table("This machine", ("what", "found"), rows)
 
     usable = {}

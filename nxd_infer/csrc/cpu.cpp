@@ -16,6 +16,8 @@
 namespace nxd {
 namespace {
 
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+
 #if NXD_X86
 
 struct Registers {
@@ -71,9 +73,8 @@ Cpu detect() { return Cpu::portable; }
 Cpu capped(Cpu found) {
   const char* wanted = std::getenv("NXD_CPU_LEVEL");
   if (wanted == nullptr || *wanted == '\0') return found;
-  const char* names[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
   for (int level = 0; level < 5; level++) {
-    if (std::string(wanted) == names[level]) {
+    if (std::string(wanted) == kNames[level]) {
       return level < static_cast<int>(found) ? static_cast<Cpu>(level) : found;
     }
   }
@@ -90,3 +91,7 @@ Cpu cpu() {
 }
 
 } // namespace nxd
+
+extern "C" __attribute__((visibility("default"))) const char* nxd_cpu_level() {
+  return nxd::kNames[static_cast<int>(nxd::cpu())];
+}

@@ -73,7 +73,7 @@ Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded)
   constexpr int64_t unit = 4 / sizeof(U);
   const int64_t groups = (rows + width - 1) / width;
   U* data = left_scratch.take<U>(groups * width * padded);
-  parallel_for(0, groups, std::max<int64_t>(1, 32768 / (width * padded)), [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width * padded)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * width; row < std::min(end * width, rows); row++) {
       const T* from = x + row * K;
       U* to = data + row / width * width * padded + row % width * unit;
@@ -92,7 +92,7 @@ Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded)
 Left tiles_of(const BFloat16* x, int64_t rows, int64_t K, int64_t padded) {
   const int64_t groups = (rows + 15) / 16;
   BFloat16* data = left_scratch.take<BFloat16>(groups * 16 * padded);
-  parallel_for(0, groups, std::max<int64_t>(1, 8192 / padded), [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, padded)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * 16; row < end * 16; row++) {
       BFloat16* to = data + row / 16 * 16 * padded + row % 16 * 32;
       for (int64_t k = 0; k < padded; k += 32, to += 16 * 32) {

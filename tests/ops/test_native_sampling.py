@@ -18,6 +18,7 @@ from torch import Tensor
 from nxd_infer import native, ops
 from nxd_infer.ops.sampling import LOGPROB_FLOOR, exp_negative, finite_or_absent
 from nxd_infer.trace import parallel_model_trace
+from tests.ops.levels import require
 
 LEVELS = ("portable", "avx2", "avx512")
 """Higher levels of the processor use the loops of the last one."""
@@ -179,6 +180,7 @@ def digest(library: Any) -> str:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_gives_the_same_bits(library, level):
+    require(library, level)
     code = (
         "from nxd_infer import native; from tests.ops import test_native_sampling as t; print(t.digest(native.load()))"
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nxd_infer import native
 from nxd_infer.ops import packed
+from tests.ops.levels import LEVELS, require
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = st.tuples(
     st.sampled_from([1, 2, 3, 5, 7, 12, 13, 16, 17, 31, 33, 64]),  # rows: across every kernel's group of rows
@@ -135,16 +135,16 @@ def test_layers_of_one_input_together_have_the_bits_of_each_alone(library: Any, 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_agrees_with_float64(library: Any, level: str) -> None:
-    """In a process of its own: the level is read once. A machine without it runs the best one it has."""
+    """In a process of its own: the level is read once."""
+    require(library, level)
     code = (
         "import faulthandler; faulthandler.enable()\n"
-        "from test_packed_linear import every_shape, rows_alone_and_together\n"
+        "from tests.ops.test_packed_linear import every_shape, rows_alone_and_together\n"
         "from nxd_infer import native\n"
-        "library = native.load()\n"
+        f"library = native.load(); assert library.cpu_level() == {level!r}\n"
         "every_shape(library); rows_alone_and_together(library); print('fine')\n"
     )
     environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": "2"}
-    environment["PYTHONPATH"] = os.path.dirname(__file__)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -182,6 +182,9 @@ def test_shapes_without_elements_and_with_many_dimensions(library: Any, dtype: t
     across = torch.randn(8, 5).to(dtype).T  # rows that are not contiguous
     torch.testing.assert_close(multiply(across, layout, None), F.linear(across, weight), rtol=1e-2, atol=1e-2)
     assert library.op("packed_embedding")(layout, torch.zeros(0, dtype=torch.int64)).shape == (0, 8)
+    bias = torch.randn(20).to(dtype)
+    for rows in (1, 3, 40):  # a sum of no products is the bias
+        assert torch.equal(multiply(torch.zeros(rows, 0, dtype=dtype), weight[:, :0], bias), bias.expand(rows, 20))
 
 
 def test_what_does_not_fit_is_refused(library: Any) -> None:
