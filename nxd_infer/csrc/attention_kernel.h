@@ -9,8 +9,6 @@
 namespace nxd {
 namespace {
 
-constexpr int64_t kFewRows = 8;
-
 template <typename Bf16>
 constexpr bool has_tiles() {
   if constexpr (std::is_void_v<Bf16>) {

@@ -40,7 +40,8 @@ def cache_attention(
     Whatever lies in the cache outside a row's live positions, NaN included, has no influence on that row.
 
     The native operator of this name reads live positions only. Its results for a row depend neither on the other rows
-    nor on the number of threads, to the bit. It refuses shapes and values that do not fit (RuntimeError, before
+    nor on the number of threads, to the bit; and in a call of up to 16 queries a row, those of a query are the ones
+    that it gets in a call of its own. It refuses shapes and values that do not fit (RuntimeError, before
     anything is written), but does not look at the blocks of positions that are not live.
 
     Args:

@@ -6,6 +6,7 @@ Bounds: float32 within 1e-5 of the larger of the value and 0.1; bfloat16 within 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -205,6 +206,7 @@ def check_every_kernel() -> None:
         for seed, shape in enumerate(EVERY_KERNEL):
             check(operator, step(seed, *shape, dtype, full=True))
     check(operator, step(1, 1, 3, 1, 2, 64, 140, 2, f32, bf16, full=True))
+    check_few_queries_have_the_bits_of_one_each(operator)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -234,6 +236,22 @@ def test_bits_depend_neither_on_threads_nor_on_the_batch(operator, dtype, querie
     assert results[0].isfinite().all()
     for other in results[1:]:
         assert torch.equal(other, results[0])
+
+
+def check_few_queries_have_the_bits_of_one_each(operator: Any) -> None:
+    for dtype, queries, group, dim in itertools.product((f32, bf16), (2, 5, 16), (1, 2, 3, 8, 12), (8, 64)):
+        whole = step(queries, 2, queries, 2, group, dim, 300, 1, dtype, full=True)
+        together, alone = whole.copy().run(operator), whole.copy()
+        for place in range(queries):
+            one = {name: getattr(alone, name)[:, place : place + 1] for name in ("q", "k", "v")}
+            call = replace(alone, **one, start=alone.start + place, length=torch.ones_like(alone.length))
+            assert torch.equal(call.run(operator)[:, 0], together[:, place]), (dtype, queries, group, dim, place)
+
+
+@pytest.mark.check
+def test_few_queries_have_the_bits_of_one_each(operator):
+    """A draft that is verified in one call gets the numbers that decode would have given it, token by token."""
+    check_few_queries_have_the_bits_of_one_each(operator)
 
 
 @pytest.mark.check
