@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 
@@ -13,7 +15,7 @@ from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_server.engine import Engine, OneShotEngine, SamplingParams
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
-from tests.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
+from tests.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
 from tests.engine.toy_oneshot import ToyOneShot, expected
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -206,6 +208,102 @@ def test_an_idle_engine_swaps_at_once_and_a_closed_one_never(engines):
     engine.close()
     with pytest.raises(EngineUnavailableError):
         engine.update_weights(9)
+
+
+def interrupted(engine, weights, moment):
+    """A swap in this thread that Ctrl-C ends once ``moment()`` holds."""
+
+    def interrupt():
+        wait_until(moment)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(weights, timeout=20)
+    finally:
+        thread.join(20)
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
+    engine = engines()
+    cut = []
+    engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
+    with WholeRequest() as whole:  # begun, and open: no change may begin
+        assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(20)
+        interrupted(engine, 1, lambda: engine.gate.wanted)
+        assert not engine.gate.wanted and cut[0].closed
+    listener = Listener()
+    assert engine.submit([7], GREEDY, listener).wait(20)  # after the moment at which it would have been made
+    assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True)
+    assert engine.model.weights == 0 and engine.update_weights(2) == 1
+
+
+def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(engines):
+    """The interrupt is told at once; the files are still the model's, and no second change comes between."""
+    engine = engines()
+    cut, begun, go = [], threading.Event(), threading.Event()
+    engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]
+    engine.model.fail_update = lambda: begun.set() or go.wait(20)
+    try:
+        interrupted(engine, 1, begun.is_set)
+        assert not cut[0].closed and engine.model.weights == 0
+        with pytest.raises(WeightsBusyError, match="another change"):
+            engine.update_weights(2)
+        assert cut[1].closed
+    finally:
+        go.set()
+    listener = Listener()
+    assert engine.submit([7], GREEDY, listener).wait(20)
+    assert listener.tokens[0] == naive_generate([7], max_tokens=6, ignore_eos=True, weights=1)
+    assert engine.gate.version == 1 and not cut[0].closed and engine.update_weights(3) == 2
+
+
+@pytest.mark.parametrize("end", ["draining", "closed", "failed"])
+def test_weights_that_were_cut_when_the_engine_ended_are_told_so_at_once(engines, end):
+    engine = engines()
+    cut, go = threading.Event(), threading.Event()
+    made = []
+
+    def cut_weights(weights, tag):
+        made.append(ToyWeights(weights))
+        cut.set()
+        go.wait(20)
+        return made[0]
+
+    engine.model.cut_weights = cut_weights
+    thread, results = swapping(engine, 1, timeout=float("inf"))  # if it waited, it would do so for ever
+    assert cut.wait(20)
+    if end == "draining":
+        assert engine.drain(20)
+    elif end == "closed":
+        engine.close()
+    else:
+        engine.model.dead = True
+        engine.model.restart = engine.model._step  # which raises for want of arguments
+        with WholeRequest() as whole:
+            assert engine.submit([7], GREEDY, Listener(), whole=whole).wait(20)
+        wait_until(lambda: engine.state == "failed")
+    go.set()
+    thread.join(20)
+    assert not thread.is_alive() and isinstance(results[0], EngineUnavailableError), results
+    assert results[0].state == end and made[0].closed and engine.model.weights == 0
+
+
+def test_a_drain_waits_for_a_change_that_has_begun(engines):
+    engine = engines()
+    begun, go = threading.Event(), threading.Event()
+    engine.model.fail_update = lambda: begun.set() or go.wait(20)
+    thread, results = swapping(engine, 1)
+    assert begun.wait(20)
+    assert not engine.drain(0.05)
+    go.set()
+    assert engine.drain(20)
+    thread.join(20)
+    assert results == [1] and engine.model.weights == 1
 
 
 def test_texts_in_waves_are_of_one_version():

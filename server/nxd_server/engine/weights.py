@@ -2,8 +2,9 @@
 
 All answers of one request come from the same weights. While a change is wanted, what has begun goes on to its end and
 everything else waits; when nothing is left, the engine's thread makes the change, and those that waited begin on the
-new weights. Nobody is refused. ``version`` counts the changes; whatever keeps a graph's results beyond one request
-(a cache of prefixes, say) has it in its keys.
+new weights. Nobody is refused. (An adapter goes into a slot that nobody uses: it only waits for a step to end.)
+``version`` counts the changes; whatever keeps a graph's results beyond one request (a cache of prefixes, say) has it
+in its keys.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class WholeRequest:
 
 
 @dataclass
-class _Change:
+class Change:
     """A change of the weights on its way."""
 
     action: Callable[[], None]
+    quiet: bool
+    """Whether it waits until nothing that has begun is left, holds back everything else, and makes a new version."""
     begun: bool = False
     done: bool = False
+    version: int = 0
+    """The weights' version when it was done."""
     error: BaseException | None = None
 
 
@@ -60,7 +65,9 @@ class WeightGate:
         self._lock = lock
         self._begun: set[WholeRequest] = set()
         """Requests with a version, that have unfinished parts or may get further ones."""
-        self._change: _Change | None = None
+        self._change: Change | None = None
+        self._over = ""
+        """What the engine is, once it makes no change any more."""
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -71,7 +78,7 @@ class WeightGate:
 
     def may_begin(self, whole: WholeRequest) -> bool:
         """Whether a part of ``whole`` may begin now."""
-        return self._change is None or whole in self._begun
+        return not self.wanted or whole in self._begun
 
     def begin(self, whole: WholeRequest) -> None:
         """A part of ``whole`` begins."""
@@ -94,44 +101,70 @@ class WeightGate:
     @property
     def wanted(self) -> bool:
         """Whether requests are being held back for a change."""
-        return self._change is not None
+        return self._change is not None and self._change.quiet
+
+    @property
+    def changing(self) -> bool:
+        """Whether a change is being made; called under the lock."""
+        return self._change is not None and self._change.begun
 
     @property
     def due(self) -> bool:
-        """Whether a change is wanted and nothing that has begun is left; called under the lock."""
-        return self._change is not None and not self._change.begun and not self._begun
+        """Whether a change is wanted and nothing is left that it waits for; called under the lock."""
+        change = self._change
+        return change is not None and not change.begun and not (change.quiet and self._begun)
 
-    def change(self, action: Callable[[], None], timeout: float) -> int:
-        """Have the engine's thread run ``action``, which changes the weights, between requests; the new version.
+    def change(
+        self, action: Callable[[], None], timeout: float, *, withdrawn: Callable[[], None], quiet: bool = True
+    ) -> int:
+        """Have the engine's thread run ``action``, which changes the weights, between steps; the version afterwards.
 
-        One change at a time: the caller sees to that. Raises what ``action`` raises; WeightsBusyError when what has
-        begun was not finished after ``timeout`` seconds: nothing has changed then, and everything goes on.
+        ``quiet``: between requests, and a new version. One change at a time. What has begun is the engine's: it makes
+        it even when this caller is interrupted meanwhile. ``withdrawn`` is called when it never begins.
+
+        Raises what ``action`` raises; WeightsBusyError when there is another change, or when what has begun was not
+        finished after ``timeout`` seconds; EngineUnavailableError, at once, when the engine makes none any more.
+        Nothing has changed then, and everything goes on.
         """
-        change = _Change(action)
-        with self._lock:
-            self._change = change
-            self._lock.notify_all()
-            if not self._lock.wait_for(lambda: change.begun or change.done, min(timeout, threading.TIMEOUT_MAX)):
-                self._change = None
-                left = len(self._begun)
-                self._lock.notify_all()
-                raise WeightsBusyError(
-                    f"{left} requests that had begun were not finished after {timeout:g} s; the weights are unchanged: "
-                    "try again, or allow more time"
-                )
-            self._lock.wait_for(lambda: change.done)  # bounded by the model's own limits
+        change = Change(action, quiet)
+        try:
+            with self._lock:
+                self._want(change)
+                self._lock.wait_for(lambda: change.begun or change.done, min(timeout, threading.TIMEOUT_MAX))
+                if not (change.begun or change.done):
+                    raise WeightsBusyError(self._late(quiet, timeout))
+                self._lock.wait_for(lambda: change.done)  # bounded by the model's own limits
+        finally:
+            with self._lock:
+                if not change.begun:
+                    if self._change is change:
+                        self._change = None
+                        self._lock.notify_all()
+                    withdrawn()
         if change.error is not None:
             raise change.error
-        return self.version
+        return change.version
 
-    def take_change(self) -> Callable[[], None] | None:
-        """What to run now, if anything; :meth:`finish` follows. The engine's thread calls it."""
+    def _want(self, change: Change) -> None:
+        if self._over:
+            raise EngineUnavailableError(f"the weights are unchanged: the engine is {self._over}", self._over)
+        if self._change is not None:
+            raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
+        self._change = change
+        self._lock.notify_all()
+
+    def _late(self, quiet: bool, timeout: float) -> str:
+        what = f"{len(self._begun)} requests that had begun were" if quiet else "the step that runs was"
+        return f"{what} not finished after {timeout:g} s; the weights are unchanged: try again, or allow more time"
+
+    def take_change(self) -> Change | None:
+        """What to make now, if anything; :meth:`finish` follows. The engine's thread calls it."""
         with self._lock:
             if not self.due or self._change is None:
                 return None
             self._change.begun = True
             self._lock.notify_all()
-            return self._change.action
+            return self._change
 
     def finish(self, error: BaseException | None = None) -> None:
         """The change was made, or failed with ``error`` and the old weights stay."""
@@ -139,13 +172,14 @@ class WeightGate:
             change, self._change = self._change, None
             if change is None:
                 return
-            if error is None:
+            if error is None and change.quiet:
                 self.version += 1
-            change.error, change.done = error, True
+            change.error, change.version, change.done = error, self.version, True
             self._lock.notify_all()
 
     def abandon(self, state: str) -> None:
         """The engine is ``state`` and makes no change any more; one that has begun is finished all the same."""
         with self._lock:
+            self._over = state
             if self._change is not None and not self._change.begun:
                 self.finish(EngineUnavailableError(f"the weights are unchanged: the engine is {state}", state))

@@ -126,13 +126,16 @@ class ModelWorker(Admission, ABC):
             self._draining = True
             self.gate.abandon("draining")
             self._wake.notify_all()
-            done = self._wake.wait_for(lambda: self._untold == 0 or self._state in ("failed", "closed"), timeout)
+            done = self._wake.wait_for(
+                lambda: (self._untold == 0 and not self.gate.changing) or self._state in ("failed", "closed"), timeout
+            )
         return done and self._state not in ("failed",)
 
     def close(self, timeout: float = 60.0) -> None:
         """End the thread after the step in flight; what still runs fails. The model stays open: its owner closes it."""
         with self._wake:
             self._closing = True
+            self.gate.abandon("closed")
             self._wake.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -171,14 +174,21 @@ class ModelWorker(Admission, ABC):
         if not self._updating.acquire(blocking=False):
             raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
         try:
-            new = self.model.cut_weights(weights, tag=tag)
+            return self._swap(self.model.cut_weights(weights, tag=tag), timeout)
+        finally:
+            self._updating.release()
+
+    def _swap(self, new: Any, timeout: float, *, quiet: bool = True) -> int:
+        """Hand weights that were cut to the engine's thread; the version afterwards. They are closed unless swapped."""
+
+        def swap() -> None:
             try:
-                return self.gate.change(lambda: self.model.update_weights(new), timeout)
+                self.model.update_weights(new)
             except BaseException:
                 new.close()
                 raise
-        finally:
-            self._updating.release()
+
+        return self.gate.change(swap, timeout, withdrawn=new.close, quiet=quiet)
 
     # --- state ----------------------------------------------------------------------------------------
 
@@ -280,15 +290,15 @@ class ModelWorker(Admission, ABC):
             on_progress(len(names), len(names), names[-1])
 
     def _change_weights(self) -> bool:
-        """Make the change that is wanted, if nothing is left that has begun. False when the engine is over."""
+        """Make the change that is wanted, if nothing is left that it waits for. False when the engine is over."""
         change = self.gate.take_change()
         if change is None:
             return True
         try:
-            change()
+            change.action()
         except FATAL as error:
             self.gate.finish(error)
-            return self._recover(error, begun=False)
+            return self._recover(error, begun=not change.quiet)
         except BaseException as error:  # nothing has changed
             self.gate.finish(error)
             if not isinstance(error, Exception):
