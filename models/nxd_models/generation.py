@@ -1,7 +1,7 @@
 """One step of generation, with its cache and its sampler inside: what is traced, and a small driver that runs it.
 
-The same step shape serves decode (S = 1), prefill, chunked prefill and, later, the verification of drafts: B rows of S
-tokens, each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
+The same step shape serves decode (S = 1), prefill, chunked prefill and the verification of drafts: B rows of S tokens,
+each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from nxd_models.sampling import allowed_words, sample
 
 BIAS_SLOTS = 300
 """Biased tokens a row may have; the OpenAI API allows this many."""
+MAX_DRAFT_TOKENS = 15
+"""Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
 
 
 class StateList(nn.Module):
@@ -51,6 +53,12 @@ class DecoderStep(CausalLM):
 
     A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
     queued before this one's result has been looked at.
+
+    A step of exactly ``draft_tokens + 1`` tokens verifies drafts: a row feeds its last token and up to ``draft_tokens``
+    guesses of what follows, and gets the token that the model gives behind each of them, drawn as a step of its own
+    would draw it. The guesses that equal it, from the first on, are right; keys and values of the others are written
+    over by the next step before anything reads them. Their counts are not taken back, so a row that guesses must have
+    no penalties until its slot begins anew; ``prompt_length`` must be given.
 
     Parameters have the names of :class:`~nxd_models.llama.CausalLM`.
     """
@@ -93,11 +101,18 @@ class DecoderStep(CausalLM):
         max_len: int,
         bias_slots: int = BIAS_SLOTS,
         adapters: AdapterSlots | None = None,
+        draft_tokens: int = 0,
     ):
         super().__init__(config, dtype)
         if slots < 1:
             raise ModelConfigError(f"slots = {slots}: at least one is needed")
         config.check_length(max_len)
+        if draft_tokens and config.rope.type == "dynamic" and max_len > config.rope.original_max_position:
+            raise ModelConfigError(
+                "dynamic rotary positions turn with the length of the context, guesses included, so they cannot be "
+                f"speculated with: trace with max_len = {config.rope.original_max_position} at most, or without"
+            )
+        self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {
             "tokens": config.vocab_size - 1,
@@ -165,50 +180,68 @@ class DecoderStep(CausalLM):
             adapter: int64 [B], the slot of each row's adapter, 0 for none; only of a step with ``adapters``.
 
         Returns:
-            token [B, 1] int64, logprob [B, 1] float32, top_ids [B, 1, 20] int64, top_logprobs [B, 1, 20] float32.
-            After a piece of a prompt that is not its last they mean nothing.
+            token [B, Q] int64, logprob [B, Q] float32, top_ids [B, Q, 20] int64, top_logprobs [B, Q, 20] float32, with
+            Q = S where drafts are verified (entries past ``length`` mean nothing) and Q = 1 otherwise (after a piece
+            of a prompt that is not its last they mean nothing).
         """
+        B, S = tokens.shape
+        verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
         slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
         last_B1 = self.last_token.index_select(0, slot_B)[:, None]
         ids = torch.where(tokens < 0, last_B1, tokens).clamp(0, self.config.vocab_size - 1)
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = start[:, None] + torch.arange(S, device=tokens.device)
         caches = [
             LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
             for i in range(self.config.num_layers)
         ]
         end_B11 = (length - 1).clamp(min=0)[:, None, None]
         with self.adapter_rows.use(adapter):
-            hidden_BSE = self.model(ids, positions, None, caches)
-            logits_BV = self.logits(hidden_BSE.gather(1, end_B11.expand(-1, 1, hidden_BSE.shape[-1])))[:, 0]
+            hidden_BQE = self.model(ids, positions, None, caches)
+            if not verifies:
+                hidden_BQE = hidden_BQE.gather(1, end_B11.expand(-1, 1, hidden_BQE.shape[-1]))
+            logits_RV = self.logits(hidden_BQE).flatten(0, 1)
 
-        guess = (tokens < 0) | (start > 0)[:, None] if tokens.shape[1] == 1 else tokens < 0
+        guess = (tokens < 0) | (start > 0)[:, None] if S == 1 else tokens < 0
         output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
         remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
+
+        def each(x_B: Tensor) -> Tensor:
+            """A row's setting, for every position that is sampled."""
+            return x_B.repeat_interleave(S, 0) if verifies else x_B
+
         token, logprob, top_ids, top_logprobs = sample(
-            logits_BV,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            start + length,
-            allowed,
-            bias_ids,
-            bias_values,
+            logits_RV,
+            each(temperature),
+            each(top_k),
+            each(top_p),
+            each(min_p),
+            each(seed),
+            (positions + 1).flatten() if verifies else start + length,
+            each(allowed),
+            each(bias_ids),
+            each(bias_values),
             counts=self.token_counts,
             seen=self.prompt_seen,
-            slot=slot_B,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
+            slot=each(slot_B),
+            presence_penalty=each(presence_penalty),
+            frequency_penalty=each(frequency_penalty),
+            repetition_penalty=each(repetition_penalty),
         )
-        torch.ops.aten.index_put_(self.last_token, [slot_B], token)
+        token_BQ = token.unflatten(0, (B, -1))
+        torch.ops.aten.index_put_(self.last_token, [slot_B], self._last(token_BQ, ids, length) if verifies else token)
         return {
-            "token": token[:, None],
-            "logprob": logprob[:, None],
-            "top_ids": top_ids[:, None],
-            "top_logprobs": top_logprobs[:, None],
+            "token": token_BQ,
+            "logprob": logprob.unflatten(0, (B, -1)),
+            "top_ids": top_ids.unflatten(0, (B, -1)),
+            "top_logprobs": top_logprobs.unflatten(0, (B, -1)),
         }
+
+    def _last(self, token_BS: Tensor, ids_BS: Tensor, length_B: Tensor) -> Tensor:
+        """The token [B] behind the last right guess of each row."""
+        place = torch.arange(self.draft_tokens, device=ids_BS.device)
+        right = (token_BS[:, :-1] == ids_BS[:, 1:]) & (place + 1 < length_B[:, None])
+        count_B1 = torch.where(right, self.draft_tokens, place).amin(1, keepdim=True)
+        return token_BS.gather(1, count_B1)[:, 0]
 
 
 def step_inputs(

@@ -3,8 +3,9 @@
     plan = tasks.plan("model_dir", batch_sizes=[1, 4], length_buckets=[128, 512], max_len=1024)
     model = parallel_model_trace(**plan.trace_arguments(), tp_degree=2)
 
-Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size, and ``prefill_s<S>`` (one row of S
-tokens) for every prompt length. Buckets of an encoder: ``b<B>_s<S>`` for every pair.
+Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size, ``verify_b<B>`` (B rows of a token and
+``speculate`` guesses) beside it where that is asked for, and ``prefill_s<S>`` (one row of S tokens) for every prompt
+length. Buckets of an encoder: ``b<B>_s<S>`` for every pair.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nxd_models import bert, hf, registry
 from nxd_models.adapters import RANK as LORA_RANK
 from nxd_models.adapters import AdapterSlots
 from nxd_models.config import DecoderConfig, EncoderConfig, Fields, eos_token_ids, read_json
-from nxd_models.generation import BIAS_SLOTS, DecoderStep, step_inputs
+from nxd_models.generation import BIAS_SLOTS, MAX_DRAFT_TOKENS, DecoderStep, step_inputs
 from nxd_models.sampling import TOP_LOGPROBS
 
 BATCH_SIZES = (1, 4)
@@ -104,6 +105,7 @@ def plan(
     lora_slots: int = 0,
     lora_rank: int = LORA_RANK,
     lora_targets: Sequence[str] | None = None,
+    speculate: int = 0,
 ) -> TaskPlan:
     """The plan for ``task`` (None: what the model is for).
 
@@ -122,6 +124,7 @@ def plan(
         lora_slots: LoRA adapters that a decoder holds at once, each row of a batch using one of them or none.
         lora_rank: the largest rank of an adapter.
         lora_targets: the layers that adapters may change, as ``q_proj``; None is every linear layer of the blocks.
+        speculate: guesses that a step of a decoder can verify at most, for a server that speculates; 0 is none.
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
@@ -133,8 +136,14 @@ def plan(
     if isinstance(lora_slots, bool) or not isinstance(lora_slots, int) or lora_slots < 0:
         raise ModelConfigError(f"lora_slots = {lora_slots!r}: expected a whole number; 0 is none")
     lora = AdapterSlots.of(lora_slots, lora_rank, lora_targets)
+    if isinstance(speculate, bool) or not isinstance(speculate, int) or not 0 <= speculate <= MAX_DRAFT_TOKENS:
+        raise ModelConfigError(
+            f"speculate = {speculate!r}: expected a whole number from 0 (none) to {MAX_DRAFT_TOKENS}"
+        )
     if task == "generate":
-        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots, lora)
+        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots, lora, speculate)
+    elif speculate:
+        raise ModelConfigError(f"speculate = {speculate}: the task {task!r} guesses no tokens, generate does")
     elif lora is not None:
         raise ModelConfigError(f"lora_slots = {lora_slots}: the task {task!r} has no slots for adapters, generate has")
     else:
@@ -166,6 +175,7 @@ def _generate(
     slots: int | None,
     bias_slots: int,
     lora: AdapterSlots | None,
+    speculate: int,
 ) -> TaskPlan:
     config = spec.config
     if not isinstance(config, DecoderConfig):
@@ -176,9 +186,16 @@ def _generate(
     if slots < max(batches):
         raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
     lengths = sorted({min(length, max_len) for length in lengths})
-    shapes = {f"decode_b{b}": (b, 1) for b in batches} | {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
+    if speculate and (speculate + 1 in lengths or speculate >= max_len):
+        raise ModelConfigError(
+            f"speculate = {speculate}: a step of {speculate + 1} tokens verifies guesses, so no prompt bucket may have "
+            f"that length, nor max_len = {max_len} be less; choose another one of them"
+        )
+    shapes = {f"decode_b{b}": (b, 1) for b in batches}
+    shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
+    shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
     kwargs: dict[str, Any] = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len}
-    kwargs |= {"bias_slots": bias_slots} | ({} if lora is None else {"adapters": lora})
+    kwargs |= {"bias_slots": bias_slots, "draft_tokens": speculate} | ({} if lora is None else {"adapters": lora})
     bos, eos = _special_tokens(spec, config)
     return TaskPlan(
         task="generate",
@@ -204,6 +221,7 @@ def _generate(
             "top_logprobs": TOP_LOGPROBS,
             "bias_slots": bias_slots,
             **({} if lora is None else {"lora": lora.metadata()}),
+            **({"speculate": speculate} if speculate else {}),
         },
     )
 
@@ -282,12 +300,21 @@ def decoder_step(
     max_len: int,
     bias_slots: int,
     adapters: AdapterSlots | None = None,
+    draft_tokens: int = 0,
 ) -> nn.Module:
     """The step that is traced for generation, parallel over the current context; no weights are read."""
     config = registry.load_config(model_dir).config
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no decoder")
-    return DecoderStep(config, dtype, slots=slots, max_len=max_len, bias_slots=bias_slots, adapters=adapters).eval()
+    return DecoderStep(
+        config,
+        dtype,
+        slots=slots,
+        max_len=max_len,
+        bias_slots=bias_slots,
+        adapters=adapters,
+        draft_tokens=draft_tokens,
+    ).eval()
 
 
 def encoder_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:

@@ -114,6 +114,10 @@ def trace(
         str | None,
         typer.Option(help="Layers that adapters may change, as q_proj,v_proj. Default: all linear layers."),
     ] = None,
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess ahead: one more graph a batch."),
+    ] = 0,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
 ) -> None:
     """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
@@ -142,6 +146,7 @@ def trace(
         lora_slots=lora_slots,
         lora_rank=lora_rank or 16,
         lora_targets=None if lora_targets is None else [word.strip() for word in lora_targets.split(",")],
+        speculate=speculate,
     )
 
 

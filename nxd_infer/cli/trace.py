@@ -53,6 +53,7 @@ def run(
     lora_slots: int = 0,
     lora_rank: int = 16,
     lora_targets: list[str] | None = None,
+    speculate: int = 0,
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
@@ -73,6 +74,7 @@ def run(
         lora_slots=lora_slots,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        speculate=speculate,
     )
     arguments = {
         **plan.trace_arguments(),

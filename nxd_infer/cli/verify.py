@@ -55,8 +55,10 @@ def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tupl
 
     lengths = {b.name: next(s.shape for s in b.inputs if s.name == "tokens") for b in manifest.buckets}
     prefills = sorted((b for b in manifest.buckets if lengths[b.name][1] > 1), key=lambda b: lengths[b.name][1])
-    for bucket in prefills:
-        yield bucket.name, [step(bucket, [0], [0], [lengths[bucket.name][1]])]
+    for bucket in prefills:  # and those that verify drafts
+        rows, length = lengths[bucket.name]
+        yield bucket.name, [step(bucket, list(range(rows)), [0] * rows, [length] * rows)]
+    prefills = [bucket for bucket in prefills if lengths[bucket.name][0] == 1]
     single = next((b for b in manifest.buckets if lengths[b.name] == [1, 1]), None)
     for bucket in (b for b in manifest.buckets if lengths[b.name][1] == 1):
         rows = lengths[bucket.name][0]
@@ -94,10 +96,10 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
     if "top_logprobs" not in reference:
         difference = max(relative(ours[name], reference[name]) for name in reference)
         return Row(bucket, difference, "", difference <= tolerance)
-    top, token = reference["top_logprobs"][:, 0], reference["token"]
-    difference = relative(ours["top_logprobs"][:, 0], top)
-    same = ours["token"] == token
-    near_tie = (top[:, :1] - top[:, 1:2]) <= tolerance * top.abs().max()
+    top, token = reference["top_logprobs"].flatten(0, 1), reference["token"].flatten()
+    difference = relative(ours["top_logprobs"].flatten(0, 1), top)
+    same = ours["token"].flatten() == token
+    near_tie = (top[:, 0] - top[:, 1]) <= tolerance * top.abs().max()
     return Row(
         bucket,
         difference,
@@ -119,7 +121,7 @@ def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module
         )
     options: dict[str, Any] = {}
     if meta["task"] == "generate":
-        options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"]}
+        options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"], "speculate": meta.get("speculate", 0)}
         options |= {f"lora_{name}": value for name, value in meta.get("lora", {}).items()}
     if meta["task"] == "embed":
         options = {"pooling": meta["pooling"], "normalize": meta["normalize"]}
