@@ -1,6 +1,7 @@
 // Which kernel multiplies by packed weights on this machine, and those written in plain vectors.
 #include "cpu.h"
 #include "packed.h"
+#include "packed_int8.h"
 
 #include <cstring>
 #include <utility>
@@ -77,6 +78,28 @@ const Kernel<BFloat16>& bfloat16_kernel() {
 #endif
   static const Kernel<BFloat16> chosen = widest<BFloat16>();
   return chosen;
+}
+
+template <>
+const Kernel<int8_t>& int8_kernel<float>() {
+  static const Kernel<int8_t> chosen = widest<int8_t>();
+  return chosen;
+}
+
+template <>
+const Kernel<int8_t>& int8_kernel<BFloat16>() {
+#if NXD_X86
+  if (cpu() >= Cpu::amx_bf16) {
+    static const Kernel<int8_t> none{nullptr, 2, false, false, 0, nothing, nothing};
+    return none;
+  }
+  if (cpu() >= Cpu::avx512_bf16) {
+    static const Kernel<int8_t> pairs{
+        avx512_bf16::multiply<BFloat16, int8_t>, 2, false, false, avx512_bf16::kMost, nothing, nothing};
+    return pairs;
+  }
+#endif
+  return int8_kernel<float>();
 }
 
 } // namespace nxd

@@ -42,7 +42,50 @@ NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t width, const BFloat1
   }
 }
 
+// Whole numbers of eight bits become float32 in registers: NXD_LANES columns of one k.
+NXD_TARGET NXD_INLINE Vector widened(const int8_t* w) {
+#if NXD_LANES == 16
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
+#elif NXD_LANES == 8
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w))));
+#else
+  return Vector{static_cast<float>(w[0]), static_cast<float>(w[1]), static_cast<float>(w[2]), static_cast<float>(w[3])};
+#endif
+}
+
+template <int kRows, int kSums>
+NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t, const int8_t* w, Vector (*sums)[kSums]) {
+  Vector weights[kSums];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; i++) weights[i] = widened(w + i * NXD_LANES);
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; row++) {
+    const float value = x[row];
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; i++) sums[row][i] += value * weights[i];
+  }
+}
+
 #ifdef NXD_PAIRS
+// Two values of k, the second one kSums vectors behind the first: pairs of bfloat16, whose bits are the upper ones.
+template <int kRows, int kSums>
+NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const int8_t* w, Vector (*sums)[kSums]) {
+  __m512bh weights[kSums];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; i++) {
+    const Vector first = widened(w + i * NXD_LANES), second = widened(w + (kSums + i) * NXD_LANES);
+    weights[i] = (__m512bh)(((Bits)first >> 16) | (Bits)second);
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; row++) {
+    int pair;
+    std::memcpy(&pair, x + 2 * row, 4);
+    const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; i++) sums[row][i] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][i], value, weights[i]);
+  }
+}
+
 template <int kRows, int kSums>
 NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const BFloat16* w, Vector (*sums)[kSums]) {
   __m512bh weights[kSums];
@@ -59,11 +102,17 @@ NXD_TARGET NXD_INLINE void add_step(const BFloat16* x, int64_t, const BFloat16* 
 }
 #endif
 
+// Values of k in one step.
+template <typename X, typename T>
+constexpr int64_t step_of() {
+  return group_of<X>() > group_of<T>() ? group_of<X>() : group_of<T>();
+}
+
 // All of the panel's values of k for kRows rows and its kLanes * 16 columns. What lies `later` values behind them is
 // brought nearer meanwhile.
 template <typename X, typename T, int kRows, int kLanes, bool kFetch>
 NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, int64_t later, float* out) {
-  constexpr int64_t group = group_of<T>(), stride = kLanes * kLane * group;
+  constexpr int64_t group = step_of<X, T>(), stride = kLanes * kLane * group;
   Vector sums[kRows][kLanes * kParts] = {};
   const T* w = panel.body;
   for (int64_t step = 0; step < panel.steps; step++) {
@@ -91,7 +140,7 @@ Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
 template <typename X, typename T>
 void multiply(const Left& x, const Panel<T>& panel, float* out) {
   constexpr std::make_integer_sequence<int, NXD_ROWS> counts{};
-  constexpr int64_t unit = group_of<T>();
+  constexpr int64_t unit = step_of<X, T>();
   const X* group = static_cast<const X*>(x.data);
   for (int64_t row = 0, number = 0; row < x.rows; row += x.width, number++, group += x.stride) {
     const int64_t count = x.rows - row < x.width ? x.rows - row : x.width;

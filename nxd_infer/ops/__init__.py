@@ -28,6 +28,17 @@ from nxd_infer.ops.packed import (
     packed_linears_fake,
     packed_linears_reference,
 )
+from nxd_infer.ops.packed_int8 import (
+    packed_int8_embedding,
+    packed_int8_embedding_fake,
+    packed_int8_embedding_reference,
+    packed_int8_linear,
+    packed_int8_linear_fake,
+    packed_int8_linear_reference,
+    packed_int8_linears,
+    packed_int8_linears_fake,
+    packed_int8_linears_reference,
+)
 from nxd_infer.ops.sampling import (
     sample,
     sample_adjusted,
@@ -40,6 +51,9 @@ from nxd_infer.ops.sampling import (
 COMPOSITE: dict[Any, Callable[..., Any]] = {
     torch.ops.nxd.cache_attention.default: cache_attention_reference,
     torch.ops.nxd.packed_embedding.default: packed_embedding_reference,
+    torch.ops.nxd.packed_int8_embedding.default: packed_int8_embedding_reference,
+    torch.ops.nxd.packed_int8_linear.default: packed_int8_linear_reference,
+    torch.ops.nxd.packed_int8_linears.default: packed_int8_linears_reference,
     torch.ops.nxd.packed_linear.default: packed_linear_reference,
     torch.ops.nxd.packed_linears.default: packed_linears_reference,
     torch.ops.nxd.remember_tokens.default: remember_tokens_reference,
@@ -51,6 +65,9 @@ COMPOSITE: dict[Any, Callable[..., Any]] = {
 FAKES: dict[str, Callable[..., Any]] = {
     "cache_attention": cache_attention_fake,
     "packed_embedding": packed_embedding_fake,
+    "packed_int8_embedding": packed_int8_embedding_fake,
+    "packed_int8_linear": packed_int8_linear_fake,
+    "packed_int8_linears": packed_int8_linears_fake,
     "packed_linear": packed_linear_fake,
     "packed_linears": packed_linears_fake,
     "remember_tokens": remember_tokens_fake,
@@ -66,6 +83,9 @@ __all__ = [
     "cache_attention",
     "cache_attention_reference",
     "packed_embedding",
+    "packed_int8_embedding",
+    "packed_int8_linear",
+    "packed_int8_linears",
     "packed_linear",
     "packed_linears",
     "remember_tokens",

@@ -1,0 +1,370 @@
+// The product of rows and packed weights (packed.h), for whatever the weights are stored as: rows arranged once for all
+// columns, blocks as a kernel takes them, results rounded. Included by the files of operators, each with its own memory.
+#pragma once
+
+#include "packed.h"
+#include "packed_int8.h"
+#include "parallel.h"
+#include "tensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace nxd {
+namespace {
+
+inline std::string text(const Tensor& x) {
+  std::string found = "[";
+  for (const int64_t size : shape_of(x)) found += (found.size() > 1 ? ", " : "") + std::to_string(size);
+  return found + "]";
+}
+
+constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once a panel, from the second cache
+constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights that are not worth another thread
+
+// Memory that a thread keeps from call to call: a fresh page for every kilobyte would cost as much as the product.
+struct Scratch {
+  std::vector<char> bytes;
+  template <typename T>
+  T* take(int64_t count) {
+    const size_t needed = static_cast<size_t>(count) * sizeof(T) + 64;
+    if (bytes.size() < needed) bytes.resize(needed);
+    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64);
+  }
+};
+thread_local Scratch left_scratch, sums_scratch, panel_scratch;
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// --- the left side ---
+
+template <typename U, typename T>
+NXD_INLINE U converted(T x) {
+  if constexpr (std::is_same_v<T, U>) {
+    return x;
+  } else {
+    return widen(x);
+  }
+}
+
+template <typename U, typename T>
+Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded) {
+  if constexpr (std::is_same_v<T, U>) {
+    if (rows == 1 && K == padded) return Left{x, 1, 1, padded};
+  }
+  constexpr int64_t unit = 4 / sizeof(U);
+  const int64_t groups = (rows + width - 1) / width;
+  U* data = left_scratch.take<U>(groups * width * padded);
+  parallel_for(0, groups, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width * padded)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * width; row < std::min(end * width, rows); row++) {
+      const T* from = x + row * K;
+      U* to = data + row / width * width * padded + row % width * unit;
+      for (int64_t k = 0; k < K / unit * unit; k += unit) {
+        for (int64_t part = 0; part < unit; part++) to[k * width + part] = converted<U>(from[k + part]);
+      }
+      for (int64_t k = K / unit * unit; k < padded; k++) {
+        to[k / unit * unit * width + k % unit] = k < K ? converted<U>(from[k]) : U{};
+      }
+    }
+  });
+  return Left{data, rows, width, width * padded};
+}
+
+// Tiles of 16 rows by 32 values, those of one group of rows behind one another; absent rows are zeros.
+Left tiles_of(const BFloat16* x, int64_t rows, int64_t K, int64_t padded) {
+  const int64_t groups = (rows + 15) / 16;
+  BFloat16* data = left_scratch.take<BFloat16>(groups * 16 * padded);
+  parallel_for(0, groups, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, padded)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * 16; row < end * 16; row++) {
+      BFloat16* to = data + row / 16 * 16 * padded + row % 16 * 32;
+      for (int64_t k = 0; k < padded; k += 32, to += 16 * 32) {
+        if (row < rows && k + 32 <= K) {
+          std::memcpy(to, x + row * K + k, 64);
+        } else {
+          std::memset(to, 0, 64);
+          if (row < rows) std::memcpy(to, x + row * K + k, (K - k) * 2);
+        }
+      }
+    }
+  });
+  return Left{data, rows, 16, 16 * padded};
+}
+
+// Rows of a group: groups of about the same size, none of more than `most` rows.
+int64_t group_rows(int64_t rows, int64_t most) {
+  const int64_t groups = (rows + most - 1) / most;
+  return (rows + groups - 1) / groups;
+}
+
+template <typename P, typename T>
+Left left_side(const Kernel<P>& kernel, const T* x, int64_t rows, int64_t K) {
+  const int64_t padded = round_up(K, kernel.step);
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (kernel.tiles) return tiles_of(x, rows, K, padded);
+    if (!kernel.widened) return rows_of<BFloat16>(x, rows, group_rows(rows, kernel.width), K, padded);
+  }
+  return rows_of<float>(x, rows, group_rows(rows, kernel.width), K, padded);
+}
+
+// --- the weight ---
+
+// Copies values [from, K) of a block into one `filled` columns wide, filled up with zeros to `padded` values of k.
+template <typename T>
+void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t padded, int64_t filled, T* to) {
+  std::fill(to, to + (padded - from) * filled, T{});
+  for (int64_t k = from; k < K; k++) {
+    for (int64_t c = 0; c < width; c++) to[place<T>(k - from, c, filled, padded - from)] = block[place<T>(k, c, width, K)];
+  }
+}
+
+// Values between a row of the stored weight and the next one.
+template <typename W>
+int64_t row_size(int64_t K) {
+  return std::is_same_v<W, int8_t> ? K + kScaleBytes : K;
+}
+
+// A block of whole numbers in the form of a packed block of T that is `filled` columns and `padded` values of k large.
+NXD_CLONES void widen_block(const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, float* to) {
+  if (width == filled) {
+    for (int64_t i = 0; i < K * width; i++) to[i] = q[i];
+  } else {
+    for (int64_t k = 0; k < K; k++) {
+      for (int64_t c = 0; c < filled; c++) to[k * filled + c] = c < width ? q[k * width + c] : 0;
+    }
+  }
+  std::fill(to + K * filled, to + padded * filled, 0.0f);
+}
+
+NXD_CLONES void widen_block(const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, BFloat16* to) {
+  const auto bits = [](float x) {
+    uint32_t found;
+    std::memcpy(&found, &x, 4);
+    return found;  // the low half is zero
+  };
+  const auto pairs = [&](const int8_t* first, const int8_t* second, int64_t count, BFloat16* out) {
+    for (int64_t c = 0; c < count; c++) {
+      const uint32_t pair = bits(first[c]) >> 16 | (second == nullptr ? 0 : bits(second[c]));
+      std::memcpy(out + 2 * c, &pair, 4);
+    }
+  };
+  if (width < filled) std::fill(to, to + padded * filled, BFloat16{});
+  int64_t k = 0;
+  for (; k + 2 <= K; k += 2) {
+    if (width == kColumns) {
+      pairs(q + k * kColumns, q + (k + 1) * kColumns, kColumns, to + k * kColumns);
+    } else {
+      pairs(q + k * width, q + (k + 1) * width, width, to + k * filled);
+    }
+  }
+  if (k < K) {
+    pairs(q + k * width, nullptr, width, to + k * filled);
+    k += 2;
+  }
+  if (k < padded) std::fill(to + k * filled, to + padded * filled, BFloat16{});
+}
+
+// Blocks of W as a kernel over T takes them: in place where they are made of whole vectors and groups, else a copy.
+template <typename T, typename W = T>
+class Panels {
+ public:
+  Panels(const W* weight, int64_t N, int64_t K, int64_t step)
+      : weight_(weight), N_(N), K_(K), step_(step), padded_(round_up(K, step)) {
+    room_ = panel_scratch.take<T>(padded_ * kColumns);
+  }
+
+  Panel<T> at(int64_t number) {
+    const int64_t column = number * kColumns, whole = K_ / step_ * step_;
+    const int64_t width = std::min(kColumns, N_ - column), filled = round_up(width, kLane);
+    const W* block = weight_ + column * row_size<W>(K_);
+    if constexpr (!std::is_same_v<T, W>) {
+      widen_block(block, width, K_, filled, padded_, room_);
+      return Panel<T>{room_, nullptr, filled, padded_ / step_};
+    } else {
+      return in_place(block, width, whole, filled);
+    }
+  }
+
+ private:
+  Panel<T> in_place(const T* block, int64_t width, int64_t whole, int64_t filled) {
+    const bool plain = width == filled && K_ % group_of<T>() == 0;
+    const int64_t from = plain ? whole : 0;
+    if (from < padded_) fill_up(block, width, K_, from, padded_, filled, room_ + from * filled);
+    return Panel<T>{plain ? block : room_, whole < K_ ? room_ + whole * filled : nullptr, filled, K_ / step_};
+  }
+
+  const W* weight_;
+  int64_t N_, K_, step_, padded_;
+  T* room_;
+};
+
+// --- the product ---
+
+template <typename T>
+NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = sums + row * kColumns;
+    T* to = y + row * stride;
+    if (bias == nullptr) {
+      for (int64_t c = 0; c < width; c++) to[c] = narrow<T>(from[c]);
+    } else {
+      for (int64_t c = 0; c < width; c++) to[c] = narrow<T>(from[c] + widen(bias[c]));
+    }
+  }
+}
+
+#define NXD_STORE(T)                                                                                           \
+  NXD_CLONES void store(const float* sums, int64_t rows, int64_t width, const T* bias, T* y, int64_t stride) { \
+    if (width == kColumns) {                                                                                   \
+      store_body(sums, rows, kColumns, bias, y, stride);                                                       \
+    } else {                                                                                                   \
+      store_body(sums, rows, width, bias, y, stride);                                                          \
+    }                                                                                                          \
+  }
+NXD_STORE(float)
+NXD_STORE(BFloat16)
+
+// Sums of a block of whole numbers times the scales behind it.
+NXD_CLONES void scale(float* sums, int64_t rows, int64_t width, const char* scales) {
+  float factors[kColumns] = {};
+  std::memcpy(factors, scales, width * kScaleBytes);
+  for (int64_t row = 0; row < rows; row++) {
+    for (int64_t c = 0; c < kColumns; c++) sums[row * kColumns + c] *= factors[c];
+  }
+}
+
+// A layer: y [M, N] = x @ weight.T + bias.
+template <typename T, typename W = T>
+struct Layer {
+  const W* weight;
+  const T* bias;  // or nullptr
+  T* y;
+  int64_t N;
+
+  int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
+};
+
+// Layers of one x, as if their weights stood below each other: the threads start and wait once for all of them.
+template <typename P, typename T, typename W>
+void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>>& layers, int64_t M, int64_t K) {
+  int64_t blocks = 0;
+  for (const Layer<T, W>& layer : layers) blocks += layer.blocks();
+  const int64_t row_bytes = round_up(K, kernel.step) * static_cast<int64_t>(kernel.widened ? 4 : sizeof(T));
+  const int64_t parts = std::max<int64_t>(1, (M * row_bytes + kLeftBytes - 1) / kLeftBytes);
+  const int64_t chunk = round_up((M + parts - 1) / parts, 32);
+  for (int64_t first = 0; first < M; first += chunk) {
+    const int64_t rows = std::min(chunk, M - first);
+    const Left left = left_side(kernel, x + first * K, rows, K);
+    const int64_t work = kColumns * K * static_cast<int64_t>(sizeof(W)) * ((rows + 15) / 16);
+    const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
+    parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+      float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
+      kernel.begin();
+      int64_t before = 0;
+      for (const Layer<T, W>& layer : layers) {
+        Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
+        const int64_t last = std::min(end - before, layer.blocks());
+        for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
+          kernel.multiply(left, panels.at(block), sums);
+          const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
+          if constexpr (std::is_same_v<W, int8_t>) {
+            const int8_t* values = layer.weight + column * row_size<W>(K);
+            scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
+          }
+          store(
+              sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
+              layer.y + first * layer.N + column, layer.N);
+        }
+        before += layer.blocks();
+      }
+      kernel.end();
+    });
+  }
+}
+
+// --- the operands of an operator ---
+
+struct Operands {
+  Tensor x;  // contiguous
+  std::vector<Tensor> weights, biases, results;
+  int64_t M, K;
+  int32_t dtype;  // of x, the biases and the results
+
+  template <typename T, typename W>
+  std::vector<Layer<T, W>> layers() const {
+    std::vector<Layer<T, W>> all;
+    for (size_t i = 0; i < weights.size(); i++) {
+      all.push_back(Layer<T, W>{
+          static_cast<const W*>(weights[i].data_ptr()),
+          biases.empty() ? nullptr : static_cast<const T*>(biases[i].data_ptr()),
+          static_cast<T*>(results[i].data_ptr()), weights[i].size(0)});
+    }
+    return all;
+  }
+};
+
+// `layers` holds the weights and, when `biased`, a bias for each behind all of them: a compiled graph cannot hand over a
+// list that is empty. `check(weight)` returns the dtype that belongs to it; `extra` columns of each are no values.
+template <typename Check>
+Operands operands(
+    const std::string& what, const Tensor& x, const std::vector<Tensor>& layers, bool biased, int64_t extra,
+    const Check& check) {
+  const size_t count = biased ? layers.size() / 2 : layers.size();
+  if (count == 0 || (biased && layers.size() != 2 * count)) {
+    throw std::runtime_error(
+        "nxd: " + what + "s: " + std::to_string(layers.size()) + " tensors are no weights" +
+        (biased ? " with a bias each" : ""));
+  }
+  const std::vector<Tensor> weights(layers.begin(), layers.begin() + count);
+  std::vector<Tensor> biases(layers.begin() + count, layers.end());
+  const int32_t dtype = check(weights[0]);
+  for (size_t i = 0; i < weights.size(); i++) {
+    const Tensor& weight = weights[i];
+    const int32_t wanted = check(weight);
+    const std::string shape =
+        "[" + std::to_string(weight.size(0)) + ", " + std::to_string(weight.size(1) - extra) + "]";
+    if (x.dim() == 0 || x.size(x.dim() - 1) != weight.size(1) - extra || dtype_code(x) != dtype || wanted != dtype) {
+      throw std::runtime_error(
+          "nxd: " + what + ": the input " + text(x) + " (dtype number " + std::to_string(dtype_code(x)) +
+          ") does not fit the weight " + shape + " (dtype number " + std::to_string(dtype_code(weight)) + ")");
+    }
+    if (biases.empty()) continue;
+    if (biases[i].dim() != 1 || biases[i].size(0) != weight.size(0) || dtype_code(biases[i]) != dtype) {
+      throw std::runtime_error("nxd: " + what + ": the bias " + text(biases[i]) + " does not fit the weight " + shape);
+    }
+    biases[i] = contiguous(biases[i]);
+  }
+  auto shape = shape_of(x);
+  int64_t M = 1;
+  for (size_t d = 0; d + 1 < shape.size(); d++) M *= shape[d];
+  std::vector<Tensor> results;
+  for (const Tensor& weight : weights) {
+    shape.back() = weight.size(0);
+    results.push_back(new_like(x, shape));
+  }
+  return Operands{contiguous(x), weights, biases, results, M, weights[0].size(1) - extra, dtype};
+}
+
+// The ids of rows to gather from a table of N. Raises for one that is not there.
+inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& ids, int64_t N) {
+  const bool wide = dtype_code(ids) == aoti_torch_dtype_int64();
+  if (!wide && dtype_code(ids) != aoti_torch_dtype_int32()) {
+    throw std::runtime_error("nxd: " + what + ": the ids must be int64 or int32");
+  }
+  std::vector<int64_t> rows(ids.numel());
+  for (size_t i = 0; i < rows.size(); i++) {
+    rows[i] = wide ? static_cast<const int64_t*>(ids.data_ptr())[i] : static_cast<const int32_t*>(ids.data_ptr())[i];
+    if (rows[i] < 0 || rows[i] >= N) {
+      throw std::runtime_error(
+          "nxd: " + what + ": index " + std::to_string(rows[i]) + " is out of range for a table of " +
+          std::to_string(N) + " rows");
+    }
+  }
+  return rows;
+}
+
+} // namespace
+} // namespace nxd
