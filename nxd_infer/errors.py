@@ -82,6 +82,11 @@ class RankError(NxdError, RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    @property
+    def summary(self) -> str:
+        """The message without what the rank printed: for a client, where the whole of it goes to a log."""
+        return str(self).partition("\n--- ")[0]
+
 
 class RankDiedError(RankError):
     """A rank process ended while it was needed."""

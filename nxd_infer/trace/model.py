@@ -333,9 +333,13 @@ class TensorParallelModel(nn.Module):
 
         Raises AdapterError when the adapter or the slot does not fit; nothing has changed then.
         """
+        self.update_weights(self.cut_adapter(slot, folder))
+
+    def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
+        """What :meth:`load_adapter` does first, as :meth:`cut_weights` for weights: the ranks go on meanwhile."""
         from nxd_infer.trace.adapters import AdapterUpdate
 
-        self.update_weights(NewWeights(AdapterUpdate(self.manifest, slot, folder)))
+        return NewWeights(AdapterUpdate(self.manifest, slot, folder))
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""

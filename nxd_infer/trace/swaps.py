@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.manifest import Manifest
 from nxd_infer.trace.rank import load_weights
 from nxd_infer.trace.weights import NewWeights
+
+log = logging.getLogger(__name__)
 
 
 class WeightSwaps:
@@ -58,5 +61,7 @@ class WeightSwaps:
             ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._timeout, fds=fds, fatal=False)
         except RankFailedError as error:
             ranks.exchange(Kind.ABORT_WEIGHTS)
-            raise WeightSchemaError(f"a rank refused the new weights and nothing was changed: {error}") from error
+            log.error("a rank refused new weights: %s", error)
+            text = f"a rank refused the new weights and nothing was changed: {error.summary}"
+            raise WeightSchemaError(text) from error
         ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._timeout)

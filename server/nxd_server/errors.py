@@ -5,7 +5,12 @@ Each says which HTTP status it becomes in its docstring; the HTTP half maps by c
 
 from __future__ import annotations
 
-from nxd_infer.errors import NxdError
+from nxd_infer.errors import NxdError, RankError
+
+
+def summary(error: BaseException) -> str:
+    """What a client is told of ``error``: the output of a rank is for the log alone."""
+    return error.summary if isinstance(error, RankError) else str(error)
 
 
 class ServerError(NxdError):

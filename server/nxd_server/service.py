@@ -22,7 +22,7 @@ import torch
 from nxd_infer.errors import ModelConfigError, NxdError
 from nxd_server.bounded import BoundedModel
 from nxd_server.config import ServerSettings
-from nxd_server.errors import EngineUnavailableError, RequestError
+from nxd_server.errors import EngineUnavailableError, RequestError, summary
 from nxd_server.served import ROUTES, Served
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Service(Served):
                 logger.error("the artifact cannot be served: %s", error)
             else:
                 logger.exception("the artifact cannot be served")
-            self._fail(str(error) or type(error).__name__)
+            self._fail(summary(error) or type(error).__name__)
             return
         self._watch()
 

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from nxd_infer.cli import verify
 from nxd_infer.cli.main import app
+from nxd_infer.trace import swaps
+from nxd_infer.trace.adapters import AdapterUpdate
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
-from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
+from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
 from tests.adapter_files import merge, write_adapter
 from tests.engine.real_artifacts import reference_generate
 from tests.tiny_models import write_tiny
@@ -158,6 +160,86 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
             llm.load_adapter(name, adapters["x"])
     with pytest.raises(UnknownModelError, match="there is none"):
         llm.remove_adapter("n0")
+    assert llm.adapters() == []
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds up the ranks' part of a swap: ``(begun, go)``."""
+    begun, go = threading.Event(), threading.Event()
+    exchange = swaps.WeightSwaps._exchange
+
+    def slow(self, ranks, new):
+        begun.set()
+        go.wait(30)
+        exchange(self, ranks, new)
+
+    monkeypatch.setattr(swaps.WeightSwaps, "_exchange", slow)
+    yield begun, go
+    go.set()
+
+
+def loading(llm, *arguments, **options):
+    """``(thread, results)``: what comes out of a load, an error included, is the one result."""
+    results = []
+
+    def load():
+        try:
+            results.append(llm.engine.adapters.load(*arguments, **options).slot)
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    return thread, results
+
+
+def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
+    """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
+    begun, go = held
+    thread, results = loading(llm, "x", adapters["x"])
+    assert begun.wait(30)
+    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
+    assert not ticket.wait(0.3) and llm.engine.health().step_running is None
+    again, busy = loading(llm, "y", adapters["y"], timeout=0.05)
+    again.join(30)
+    assert isinstance(busy[0], WeightsBusyError) and "0.05 s" in str(busy[0])
+    with pytest.raises(WeightsBusyError):
+        llm.update_weights({})
+    go.set()
+    thread.join(30)
+    assert results == [1] and ticket.wait(30)
+    check(llm, expected, None, "x")
+    llm.load_adapter("y", adapters["y"])
+    for name in ("x", "y"):
+        llm.remove_adapter(name)
+
+
+def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):
+    go = threading.Event()
+    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: go.wait(30))  # on the engine's thread
+    try:
+        with pytest.raises(WeightsBusyError, match=r"not finished after 0\.05 s"):
+            llm.engine.adapters.load("x", adapters["x"], timeout=0.05)
+    finally:
+        go.set()
+    assert ticket.wait(30) and llm.adapters() == []
+
+
+def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monkeypatch, caplog):
+    """A file that is not what its header says; what a rank printed is for the log, not for whoever asked."""
+    write = AdapterUpdate.write
+
+    def damaged(self, rank):
+        file = write(self, rank)
+        file.truncate(64)
+        return file
+
+    monkeypatch.setattr(AdapterUpdate, "write", damaged)
+    with pytest.raises(RequestError, match=r"path: a rank refused .* safetensors") as caught:
+        llm.load_adapter("x", adapters["x"])
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "Traceback" in caplog.text and "prepare_weights" in caplog.text
     assert llm.adapters() == []
 
 

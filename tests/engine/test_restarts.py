@@ -11,10 +11,13 @@ import torch
 from nxd_infer.errors import RankDiedError, RankFailedError
 from nxd_server.engine import OneShotEngine
 from nxd_server.errors import EngineFailedError, GenerationError
+from nxd_server.http.errors import as_api_error
 from tests.engine.toy_oneshot import ToyOneShot, expected
 
 POISON, HARMLESS = 666, 7
 """First ids of a request: with the first the graph raises in the ranks, as a wrong input makes it do."""
+REMOTE = "Traceback (most recent call last): secret.py"
+RAISED = f"rank 0: index out of range\n--- traceback of rank 0 ---\n{REMOTE}"
 
 
 class Fragile(ToyOneShot):
@@ -42,7 +45,7 @@ class Fragile(ToyOneShot):
             raise RankDiedError("rank 0 died", 0)
         if (inputs["input_ids"] == POISON).any():
             self.dead = True
-            raise RankFailedError("rank 0: index out of range", 0)
+            raise RankFailedError(RAISED, 0, REMOTE)
 
 
 @pytest.fixture
@@ -170,6 +173,21 @@ def test_whoever_shared_the_failed_step_goes_alone_and_before_all_others(engines
     assert engine.model.restarts == 2 and settled(engine) == "ready"
 
 
+def test_a_ranks_traceback_is_for_the_log_alone(engines, caplog):
+    engine = engines(restart_limit=0)
+    with pytest.raises(EngineFailedError, match="index out of range") as caught:
+        engine.submit(request(POISON)).result(10)
+    assert settled(engine) == "failed"
+    told = [str(caught.value), engine.health().error, as_api_error(caught.value).message]
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    told.append(as_api_error(caught.value.__cause__).message)
+    assert [text for text in told if "index out of range" not in text or "secret.py" in text] == []
+    assert "secret.py" in caplog.text
+    alone = engines(restart_limit=1)
+    with pytest.raises(GenerationError, match=r"index out of range$"):
+        alone.submit(request(POISON)).result(10)
+
+
 def test_a_call_with_the_users_own_routing_counts_as_work(engines):
     model = ToyOneShot(requires=["bucket-kernel"])
     with OneShotEngine(model, restart_limit=1, idle_probe=None) as engine:
@@ -178,7 +196,7 @@ def test_a_call_with_the_users_own_routing_counts_as_work(engines):
         def forward(**inputs):
             if (inputs["input_ids"] == POISON).any():
                 model.dead = True
-                raise RankFailedError("rank 0: index out of range", 0)
+                raise RankFailedError(RAISED, 0, REMOTE)
             return plain(**inputs)
 
         model.forward = forward

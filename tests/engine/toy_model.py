@@ -82,7 +82,9 @@ class ToyModel:
     """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step, and
     ``fail_update`` in place of new weights, which are a number or a file that holds one."""
 
-    def __init__(self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=()):
+    def __init__(
+        self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0
+    ):
         self.slots, self.max_len, self.delay = slots, max_len, delay
         shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
         self.manifest = Manifest(
@@ -94,7 +96,7 @@ class ToyModel:
                 "task": "generate", "model_type": "toy", "vocab_size": VOCAB, "max_len": max_len, "slots": slots,
                 "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
                 "eos_token_ids": list(EOS), "bos_token_id": 0, "top_logprobs": TOP, "bias_slots": 4,
-                "model_name": "toy",
+                "model_name": "toy", "lora": {"slots": lora_slots},
             },
         )  # fmt: skip
         self.buckets = self.manifest.buckets
@@ -164,6 +166,11 @@ class ToyModel:
             return ToyWeights(int(weights.read_text()) if isinstance(weights, Path) else int(weights))
         except ValueError as error:
             raise WeightSchemaError(f"different: {error}") from error
+
+    def cut_adapter(self, slot, folder):
+        """Never returns, as if ``folder`` lay on a file system that does not answer any more."""
+        Path(folder, "entered").touch()
+        threading.Event().wait()
 
     def update_weights(self, new):
         assert self.running.acquire(blocking=False), "new weights in the middle of a step"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.adapter_files import merge, write_adapter
 from tests.http.http_artifacts import greedy_texts, real_server, trace_tiny
@@ -121,6 +124,30 @@ def test_what_cannot_be_loaded_is_refused_by_name(server, root):
     assert "all 2 slots" in is_error(load("z", "y"), 409)["message"]
     assert remove(server, "y", **ADMIN).status_code == 200
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+
+
+def test_a_full_disk_is_the_servers_and_changes_nothing(server, root, artifact, texts):
+    """The server may write no file over 1000 bytes for a while: what a new one needs has no room anywhere."""
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    shapes = {
+        name: shape for entry in manifest["layout"]["weights"].values() for name, shape in entry["logical"].items()
+    }
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, root / "files" / "zeros.safetensors")
+    requests = {"/v1/adapters": {"name": "y", "path": "y"}, "/v1/weights": {"path": "zeros.safetensors"}}
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for path, body in requests.items():
+            error = is_error(server.post(path, body, **ADMIN), 503, code="no_space")
+            assert "nothing was changed" in error["message"] and "TMPDIR" in error["message"]
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+    for name in ("tiny-llama", "x"):
+        answer = ask(server, name, PROMPTS[0]).json()
+        assert answer["weight_version"] == 0 and answer["choices"][0]["text"] == texts[name][PROMPTS[0]]
+    assert server.post("/v1/adapters", requests["/v1/adapters"], **ADMIN).status_code == 200  # when there is room again
+    assert remove(server, "y", **ADMIN).status_code == 200
 
 
 def test_a_model_without_slots_and_a_server_without_an_admin(toy):

@@ -111,6 +111,17 @@ def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
         assert server.wait(30) == 0
 
 
+def test_an_adapter_whose_files_hang_does_not_hold_up_the_end(tmp_path):
+    settings = {"admin_key": "root", "weights_root": str(tmp_path), "drain_timeout": 1}
+    ask = {"json": {"name": "x", "path": str(tmp_path)}, "headers": {"authorization": "Bearer root"}}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, toy_server(toy={"lora_slots": 1}, **settings) as server:
+        hanging = pool.submit(server.post, "/v1/adapters", **ask)
+        wait_for((tmp_path / "entered").exists, 20)
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert server.stop() == 0
+        assert isinstance(hanging.exception(10), httpx.HTTPError)
+
+
 def test_a_second_signal_ends_at_once_with_status_1():
     body = json.dumps({**LONG, "max_tokens": 390, "stream": True}).encode()
     slow = {"delay": 0.1, "max_len": 400}

@@ -6,10 +6,11 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_infer.errors import AdapterError
+from nxd_infer.errors import AdapterError, WeightSchemaError
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -32,8 +33,9 @@ class Adapter:
 class Adapters:
     """The slots of one model. Its methods may be called from any thread."""
 
-    def __init__(self, model: Any):
-        self._model = model
+    def __init__(self, model: Any, put: Callable[[int, str | os.PathLike[str], float], None]):
+        """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
+        self._put = put
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
         self.taken_name = ""
         """The model's own, which no adapter may have."""
@@ -46,16 +48,17 @@ class Adapters:
         with self._lock:
             return [adapter for adapter in self._held if adapter.ready]
 
-    def load(self, name: str, folder: str | os.PathLike[str]) -> Adapter:
+    def load(self, name: str, folder: str | os.PathLike[str], timeout: float = 60.0) -> Adapter:
         """Put the adapter of a PEFT directory into a free slot, while requests go on. Returns when it can be used.
 
         Raises RequestError when it does not fit the model, AdapterConflictError when the name is taken or no slot is
-        free. Nothing has changed then.
+        free; WeightsBusyError when another load or swap, or the step that runs, takes longer than ``timeout`` seconds;
+        ArtifactSpaceError when the disk is full. Nothing has changed then.
         """
         adapter = self._reserve(name)
         try:
-            self._model.load_adapter(adapter.slot, folder)
-        except AdapterError as error:
+            self._put(adapter.slot, folder, timeout)
+        except (AdapterError, WeightSchemaError) as error:
             self._forget(adapter)
             raise RequestError("path", str(error)) from error
         except BaseException:

@@ -79,7 +79,7 @@ class Engine(ModelWorker):
         )
         self.tokenizer = tokenizer
         self.max_queued_tokens = max_queued_tokens
-        self.adapters = Adapters(model)
+        self.adapters = Adapters(model, self._load_adapter)
         self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))

@@ -33,7 +33,7 @@ from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.events import EngineStats
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.engine.worker import FATAL, ModelWorker
-from nxd_server.errors import DeadlineExceededError, GenerationError
+from nxd_server.errors import DeadlineExceededError, GenerationError, summary
 
 Outputs = dict[str, torch.Tensor]
 
@@ -350,7 +350,7 @@ class OneShotEngine(ModelWorker):
             return
         suspects, self._current = self._current, []
         if len(suspects) == 1:
-            failure = GenerationError(f"the model failed on this request's inputs: {error}")
+            failure = GenerationError(f"the model failed on this request's inputs: {summary(error)}")
             failure.__cause__ = error
             self._fail(suspects[0], failure)
             return

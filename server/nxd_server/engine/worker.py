@@ -11,6 +11,7 @@ is its input's fault rather than the machine's, and does not count: a bad reques
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,6 +30,7 @@ from nxd_server.errors import (
     EngineFailedError,
     EngineUnavailableError,
     WeightsBusyError,
+    summary,
 )
 
 log = logging.getLogger("nxd_server.engine")
@@ -117,7 +119,9 @@ class ModelWorker(Admission, ABC):
             with self._wake:
                 self._wake.wait_for(lambda: self._state != "starting")
             if self._state in ("failed", "closed"):
-                raise EngineUnavailableError(f"the engine did not start: {self._error}", self._state) from self._error
+                error = self._error
+                reason = summary(error) if error is not None else self._state
+                raise EngineUnavailableError(f"the engine did not start: {reason}", self._state) from error
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others. True when all ended by themselves within ``timeout`` seconds;
@@ -178,6 +182,19 @@ class ModelWorker(Admission, ABC):
         finally:
             self._updating.release()
 
+    def _load_adapter(self, slot: int, folder: str | os.PathLike[str] | None, timeout: float) -> None:
+        """As ``TensorParallelModel.load_adapter``, between two steps; a change before it, and the step that runs, may
+        take ``timeout`` seconds each. Raises WeightsBusyError after that, or EngineUnavailableError."""
+        if self._thread is None or self._thread is threading.current_thread():  # no step runs
+            self.model.load_adapter(slot, folder)
+            return
+        if not self._updating.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise WeightsBusyError(f"another change of the weights was not over after {timeout:g} s; try again")
+        try:
+            self._swap(self.model.cut_adapter(slot, folder), timeout, quiet=False)
+        finally:
+            self._updating.release()
+
     def _swap(self, new: Any, timeout: float, *, quiet: bool = True) -> int:
         """Hand weights that were cut to the engine's thread; the version afterwards. They are closed unless swapped."""
 
@@ -209,7 +226,7 @@ class ModelWorker(Admission, ABC):
             reason=reason,
             last_step_age=steps.age,
             step_running=steps.running_for,
-            error=str(self._error) if self._error else "",
+            error=summary(self._error) if self._error else "",
             ranks=steps.ranks(),
         )
 
@@ -374,6 +391,6 @@ class ModelWorker(Admission, ABC):
 
 
 def _failed(error: BaseException) -> EngineFailedError:
-    failure = EngineFailedError(f"the ranks failed while this request was in progress: {error}", "failed", 5.0)
+    failure = EngineFailedError(f"the ranks failed while this request was in progress: {summary(error)}", "failed", 5.0)
     failure.__cause__ = error
     return failure

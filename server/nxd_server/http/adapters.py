@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 
 from nxd_server.engine.adapters import Adapter
 from nxd_server.paths import path_under
+from nxd_server.threads import in_thread
 
 from .requests import context_of, require_admin
 from .schemas import AdapterBody
+from .weights import unchanged
 
 
 def _card(adapter: Adapter) -> dict[str, Any]:
@@ -30,9 +31,11 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
     adapters = context.service.require_adapters()
 
     def load() -> Adapter:
-        return adapters.load(body.name, path_under(context.settings.weights_root, body.path))
+        path = path_under(context.settings.weights_root, body.path)
+        return adapters.load(body.name, path, context.settings.weights_drain_timeout)
 
-    return _card(await asyncio.to_thread(load))
+    with unchanged("the adapter was not loaded", "adapter"):
+        return _card(await in_thread(load, "nxd-adapters"))
 
 
 async def list_adapters(request: Request) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from nxd_server.errors import (
     TextTooLongError,
     UnknownModelError,
     WeightsBusyError,
+    summary,
 )
 
 TYPES = {
@@ -172,7 +173,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     if isinstance(error, InputMismatchError):
         return ApiError(400, str(error), param="inputs", code="invalid_value")
     if isinstance(error, RankError):
-        return ApiError(503, f"the model's ranks failed: {error}", code="rank_failed", retry_after=5)
+        return ApiError(503, f"the model's ranks failed: {summary(error)}", code="rank_failed", retry_after=5)
     if isinstance(error, ModelClosedError):
         return ApiError(503, str(error), code="not_ready", retry_after=1)
     return internal(request_id)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 
-from nxd_infer.errors import ArtifactSpaceError, CheckpointError, NxdError, ShardingError, WeightSchemaError
+from nxd_infer.errors import (
+    ArtifactError,
+    ArtifactSpaceError,
+    CheckpointError,
+    NxdError,
+    ShardingError,
+    WeightSchemaError,
+)
 from nxd_server.paths import path_under
 from nxd_server.threads import in_thread
 
@@ -33,19 +42,27 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
         path = path_under(settings.weights_root, body.path)
         return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
 
-    try:
+    with unchanged("the weights are unchanged", "weights"):
         version = await in_thread(swap, "nxd-weights")
-    except (CheckpointError, ShardingError, WeightSchemaError) as error:
-        raise _unchanged(400, error, "weights_refused", "path") from error
-    except (ArtifactSpaceError, OSError) as error:
-        if isinstance(error, NxdError) and not isinstance(error, ArtifactSpaceError):
-            raise
-        raise _unchanged(503, error, "weights_unchanged") from error  # a full disk
     seconds = time.monotonic() - begin
     tag = "" if body.tag is None else f" ({body.tag})"
     logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
     return {"object": "weights", "version": version, "path": body.path, "tag": body.tag, "seconds": round(seconds, 3)}
 
 
-def _unchanged(status: int, error: Exception, code: str, param: str | None = None) -> ApiError:
-    return ApiError(status, f"the weights are unchanged: {error}", code=code, param=param)
+@contextlib.contextmanager
+def unchanged(what: str, code: str) -> Iterator[None]:
+    """The refusals of a change: 400 for what does not fit, 503 where files can be neither read nor written.
+
+    ``what`` did not happen; ``code`` begins the refusals' codes.
+    """
+    try:
+        yield
+    except (CheckpointError, ShardingError, WeightSchemaError) as error:
+        raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param="path") from error
+    except ArtifactSpaceError as error:
+        raise ApiError(503, f"{what}: {error}", code="no_space") from error
+    except (ArtifactError, OSError) as error:
+        if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
+            raise  # a path that may not be named, ranks that are late
+        raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
