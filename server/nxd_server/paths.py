@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import stat
 from pathlib import Path
 
 from nxd_server.errors import ForbiddenPathError, RequestError
@@ -11,9 +11,10 @@ from nxd_server.errors import ForbiddenPathError, RequestError
 def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     """The file or folder ``name`` (relative to ``root``, or absolute) with its links resolved.
 
-    A folder is looked through, so that nothing in it leads out either. Raises ForbiddenPathError without a root, for
-    ``..``, and for whatever lies outside of it; RequestError naming ``field`` when there is nothing, or a thing that is
-    neither a file nor a folder.
+    A folder is looked through, whatever its links lead to as well, so that nothing in it leads out either. What goes
+    away meanwhile (somebody saves into it) is passed over. Raises ForbiddenPathError without a root, for ``..``, and
+    for whatever lies outside of it; RequestError naming ``field`` when there is nothing, or a thing that is neither a
+    file nor a folder.
     """
     if root is None:
         raise ForbiddenPathError("this server reads no paths: start it with --weights-root")
@@ -23,18 +24,39 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     if ".." in Path(name).parts:
         raise ForbiddenPathError(f"{field}: no '..' is followed; name the place itself, under {root}")
     found = _inside(base, base / name, field)
-    if os.path.isdir(found):
-        for folder, folders, files in os.walk(found):
-            for entry in (*folders, *files):
-                path = Path(folder, entry)
-                inner = _inside(base, path, field)
-                if path.is_symlink() and inner.is_dir():
-                    raise ForbiddenPathError(f"{field}: {path} is a link to a folder, which is not followed")
-                if not (inner.is_file() or inner.is_dir()):
-                    raise RequestError(field, f"{path} is neither a file nor a folder")
-    elif not os.path.isfile(found):
+    mode = _mode(found, field)
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise RequestError(field, f"there is no file or folder {name!r} under {root}")
+    seen, folders = {found}, [found] if stat.S_ISDIR(mode) else []
+    while folders:
+        for path in _entries(folders.pop(), field):
+            inner = _inside(base, path, field)
+            mode = _mode(inner, field)
+            if stat.S_ISDIR(mode) and inner not in seen:  # links may lead to where they are
+                seen.add(inner)
+                folders.append(inner)
+            elif mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise RequestError(field, f"{path} is neither a file nor a folder")
     return found
+
+
+def _entries(folder: Path, field: str) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RequestError(field, f"cannot be looked through: {error}") from None
+
+
+def _mode(path: Path, field: str) -> int:
+    """What stands at ``path``, as ``st_mode``; 0 for nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        raise RequestError(field, f"cannot be read: {error}") from None
 
 
 def _inside(base: Path, path: Path, field: str) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import shutil
+import threading
 
 import pytest
 
@@ -34,6 +36,9 @@ def root(tmp_path_factory):
     (root / "holds_out" / "model.safetensors").symlink_to(top / "secret")
     (root / "holds_link").mkdir()
     (root / "holds_link" / "deep").symlink_to(root / "deep")
+    (root / "holds_link" / "back").symlink_to(root / "holds_link")
+    (root / "holds_link_out").mkdir()
+    (root / "holds_link_out" / "deep").symlink_to(root / "holds_out")
     (root / "circle").symlink_to(root / "circle")
     (root / "pipes").mkdir()
     os.mkfifo(root / "pipes" / "model.safetensors")
@@ -81,9 +86,49 @@ def test_it_wants_the_admin_key_and_no_other(server):
 
 
 @pytest.mark.check
+def test_a_link_to_a_folder_is_followed_while_it_stays_inside(root):
+    assert path_under(root, "holds_link") == root / "holds_link"  # one of its links leads back to it
+    assert path_under(root, "holds_link/deep/two") == root / "deep" / "two"
+    with pytest.raises(ForbiddenPathError, match=r"holds_out/model.safetensors' lies outside"):
+        path_under(root, "holds_link_out")
+
+
+@pytest.mark.check
+def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path):
+    """Files and folders come and go: what has gone is no fault of whoever names the folder."""
+    stop, saved = threading.Event(), 0
+
+    def save():
+        nonlocal saved
+        while not stop.is_set():
+            new = tmp_path / f".saving-{saved:08}"
+            new.mkdir()
+            for name in range(20):
+                (new / f"{name}.tmp").write_text("1")
+                (new / f"{name}.tmp").rename(new / f"{name}")
+            (new / "link").symlink_to(new / "0")
+            new.rename(tmp_path / "step")
+            (tmp_path / "step").rename(tmp_path / ".removing-step")
+            shutil.rmtree(tmp_path / ".removing-step")
+            saved += 1
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        read = 0
+        while thread.is_alive() and (read < 300 or saved < 30):
+            assert path_under(tmp_path, ".") == tmp_path
+            read += 1
+    finally:
+        stop.set()
+        thread.join(20)
+    assert saved >= 30
+
+
+@pytest.mark.check
 def test_a_path_leads_nowhere_but_under_the_root(server, root):
     outside = ["../secret", "deep/../../secret", "deep/../one", str(root.parent / "secret"), "/etc/passwd", "out",
-               "up/secret", "up", "holds_out", "holds_link"]  # fmt: skip
+               "up/secret", "up", "holds_out", "holds_link_out"]  # fmt: skip
     for path in outside:
         is_error(swap(server, path), 403, "path", "forbidden_path")
     for path in ["nothing", "deep/nothing", "", "a\0b", "circle", "pipes", "x" * 300]:
