@@ -61,7 +61,7 @@ def open_archive(
 def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchive | None:
     """The reference's checkpoint there, where it is not ours."""
     storage = storage_of(path)
-    ours = holds_checkpoint(storage) if tag is None else any(c.tag == tag for c in complete_checkpoints(storage))
+    ours = holds_checkpoint(storage, tag)
     if ours or not isinstance(storage, LocalStorage) or reference_files.find(storage.root, tag) is None:
         return None
     return reference_files.open_reference(storage.root, tag)

@@ -7,6 +7,7 @@ ever unpickled with the right to run code.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -30,6 +31,8 @@ FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
 _KEY = "nxd_infer"
 _TEMPORARY = ".writing-"
+REMOVING = ".removing-"
+"""Begins the name of a folder that is being removed."""
 
 
 # --- structure: values to JSON and back ------------------------------------------------------------------
@@ -60,7 +63,8 @@ def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
                 )
             return {"tensor": number_of(item)}
         if isinstance(item, Mapping):
-            return {"dict": [[visit(k, f"{path} key"), visit(v, f"{path}[{k!r}]")] for k, v in item.items()]}
+            kind = "counter" if isinstance(item, collections.Counter) else "dict"  # of a MultiStepLR's milestones
+            return {kind: [[visit(k, f"{path} key"), visit(v, f"{path}[{k!r}]")] for k, v in item.items()]}
         if isinstance(item, torch.Size):
             return {"size": list(item)}
         if isinstance(item, list | tuple):
@@ -80,7 +84,12 @@ def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
             "None, and dictionaries, lists and tuples of them"
         )
 
-    return visit(value, "the checkpoint"), tensors
+    try:
+        return visit(value, "the checkpoint"), tensors
+    except RecursionError:
+        raise CheckpointError(
+            "the checkpoint holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+        ) from None
 
 
 def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
@@ -99,6 +108,8 @@ def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
             return made[content]
         if kind == "dict":
             return {visit(key): visit(value) for key, value in content}
+        if kind == "counter":
+            return collections.Counter({visit(key): visit(value) for key, value in content})
         if kind == "list":
             return [visit(value) for value in content]
         if kind == "tuple":
@@ -113,7 +124,7 @@ def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
 
     try:
         return visit(structure)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error
 
 
@@ -171,7 +182,10 @@ def parse_json(text: bytes | str) -> Any:
             raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=unique)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be one of ours") from None
 
 
 def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:

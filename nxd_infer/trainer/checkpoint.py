@@ -222,9 +222,9 @@ def load_checkpoint(
 
 
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
-    """Whether :func:`load_checkpoint` would find a complete checkpoint."""
-    storage = storage_of(path)
-    if any(tag is None or found.tag == tag for found in folders.complete_checkpoints(storage)):
+    """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it names."""
+    storage, tag = storage_of(path), None if tag is None else str(tag)
+    if folders.holds_checkpoint(storage, tag):
         return True
     return isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None
 
@@ -256,10 +256,7 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
 
 def _find(storage: Storage, tag: str | None) -> int:
     """The number of the checkpoint to load, NOTHING, or REFERENCE for one that the reference wrote."""
-    if tag is None:
-        ours = folders.holds_checkpoint(storage)
-    else:
-        ours = any(found.tag == tag for found in folders.complete_checkpoints(storage))
+    ours = folders.holds_checkpoint(storage, tag)
     if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
         return REFERENCE
     if tag is None and not ours:

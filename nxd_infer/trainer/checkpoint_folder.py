@@ -2,8 +2,8 @@
 
 ::
 
-    ckpts/step_100/manifest.json                  what was saved, by how many ranks, every file with its size and sha256
-                   done                           written last: the checkpoint is whole; the manifest's sha256
+    ckpts/step_100/manifest.json                  what was saved, by how many ranks, each file with its size and sha256
+                   done                           written last: it is whole; the manifest's sha256 and the number
                    rank_00000.json ...            the runs: what each tensor of this rank's files is made of
                    rank_00000.safetensors ...     its random state; of rank 0 the tensors of user contents too
                    model.tp_rank_00.pp_rank_00.safetensors
@@ -23,23 +23,23 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_files import parse_json, sha256_of
+from nxd_infer.parallel_layers.checkpoint_files import sha256_of
+from nxd_infer.parallel_layers.checkpoint_manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
 from nxd_infer.trainer.storage import Storage
 
-FORMAT = "nxd-checkpoint 1.0"
-MANIFEST = "manifest.json"
-DONE = "done"
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
 _SAVING = ".saving-"
 _OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/|$)|manifest\.json")
 """How the files of a checkpoint are called that has no DONE yet."""
+_NUMBERED = {True: re.compile(r"^\.saving-(\d{1,18})$"), False: re.compile(r"\.(\d{8,18})$")}
+"""Folders that have their number in their name, in a file system (True) and in a bucket."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,15 @@ def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
     return _survey(storage)[0]
 
 
-def holds_checkpoint(storage: Storage) -> bool:
-    """Whether :func:`find_checkpoint` without a tag has something to say: a checkpoint, whole or damaged."""
+def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
+    """Whether :func:`find_checkpoint` has something to say: a checkpoint, whole or damaged."""
     there, damaged, _ = _survey(storage)
-    return bool(there or damaged) or _read(storage, "") is not None
+    if tag is not None:
+        return any(found.tag == tag for found in there) or any(_tag_of(storage, folder) == tag for folder in damaged)
+    try:
+        return bool(there or damaged) or _read(storage, "") is not None
+    except CheckpointError:
+        return True
 
 
 def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
@@ -143,11 +148,12 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
     if itself is not None:
         return itself
     there, damaged, copies = _survey(storage)
-    last = there[-1].counter if there else 0
-    for folder, error in damaged.items():
-        if tag == folder or (tag is None and _may_be_newer(storage, folder, last)):
-            raise error
     fitting = [checkpoint for checkpoint in there if tag is None or checkpoint.tag == tag]
+    last = fitting[-1].counter if fitting else 0
+    for folder, error in damaged.items():
+        number = _number_of(storage, folder)
+        if (tag is None or _tag_of(storage, folder) == tag) and (number is None or number > last):
+            raise error
     if fitting:
         chosen = fitting[-1]
         if chosen.counter in copies:
@@ -163,15 +169,6 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
         f"{storage.where()} holds {what}; complete are: {listed}. trainer.checkpoint.has_checkpoint(path) says whether "
         "there is one to resume from"
     )
-
-
-def _may_be_newer(storage: Storage, folder: str, counter: int) -> bool:
-    """Whether a damaged checkpoint could be one after number ``counter``."""
-    try:
-        number = re.search(rb'"counter": (\d+)', storage.read(_inside(folder, MANIFEST)))
-    except OSError:
-        return True
-    return number is None or int(number[1]) > counter
 
 
 def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
@@ -196,34 +193,39 @@ def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointErr
 
 def _read(storage: Storage, folder: str) -> Checkpoint | None:
     """The checkpoint of a folder, None when it is not whole or something else. Raises CheckpointError when damaged."""
-    try:
-        recorded = storage.read(_inside(folder, DONE)).decode(errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:  # it is there: an older checkpoint, or none, must not be taken for the newest
-        raise CheckpointError(f"{storage.where(_inside(folder, DONE))} cannot be read: {error}") from error
-    where = storage.where(_inside(folder, MANIFEST))
-    try:
-        text = storage.read(_inside(folder, MANIFEST))
-    except FileNotFoundError as error:
-        if not recorded:
-            return None
-        raise CheckpointError(f"{where} is missing; restore it, or remove the folder") from error
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
-    if recorded and hashlib.sha256(text).hexdigest() != recorded:
-        raise CheckpointError(
-            f"{where} differs from its checksum in {DONE!r}: it was damaged or changed after it was saved; restore it, "
-            "or remove the folder"
-        )
-    try:
-        manifest = parse_json(text)
-        known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
-        known = known and isinstance(manifest["tag"], str) and isinstance(manifest["counter"], int)
-        known = known and isinstance(manifest["degrees"], dict) and isinstance(manifest["world_size"], int)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return Checkpoint(storage, folder, manifest) if known else None
+    manifest = read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
+    return None if manifest is None else Checkpoint(storage, folder, manifest)
+
+
+def _reader(storage: Storage, folder: str) -> Callable[[str], bytes]:
+    return lambda name: storage.read(_inside(folder, name))
+
+
+def _number_of(storage: Storage, folder: str) -> int | None:
+    """The number of a damaged checkpoint, from its folder's name or its mark: its manifest is not to be believed."""
+    named = _NUMBERED[storage.local].search(folder)
+    return int(named[1]) if named else marked_number(_reader(storage, folder))
+
+
+def _tag_of(storage: Storage, folder: str) -> str:
+    """The tag that a folder is named after."""
+    tag = folder if storage.local else _NUMBERED[False].sub("", folder)
+    return "" if tag == UNTAGGED else tag
+
+
+def _highest_number(storage: Storage, folder: str) -> int:
+    """The highest number that anything of a folder says it has: its name, its mark, or a manifest that may be damaged.
+
+    Whatever state it is in, the next checkpoint must be above it.
+    """
+    found = [0, marked_number(_reader(storage, folder)) or 0]
+    named = _NUMBERED[storage.local].search(folder)
+    if named and (storage.local or any(map(_OURS.match, storage.files(folder)))):
+        found.append(int(named[1]))
+    with contextlib.suppress(OSError):
+        claimed = re.search(rb'"counter": (\d{1,18})\b', storage.read(_inside(folder, MANIFEST)))
+        found.append(int(claimed[1]) if claimed else 0)
+    return max(found)
 
 
 def _inside(folder: str, name: str) -> str:
@@ -247,9 +249,13 @@ def checked_tag(tag: Any) -> str:
 def begin(storage: Storage, tag: str) -> int:
     """Tidy up, make the folder to write into, and return the checkpoint's number. One rank calls it."""
     storage.tidy_up()
+    highest = max((_highest_number(storage, folder) for folder in storage.folders()), default=0)
     for folder in storage.folders():
         if _unfinished(storage, folder):
-            found = _read(storage, folder)
+            try:
+                found = _read(storage, folder)
+            except CheckpointError:  # damaged; it stays for whoever can restore it, and loading names it
+                continue
             if found is None:
                 storage.remove(folder)
             else:
@@ -259,9 +265,8 @@ def begin(storage: Storage, tag: str) -> int:
         raise CheckpointError(
             f"{storage.where(target)} exists and is no checkpoint; it is left alone: choose another tag or path"
         )
-    counter = 1 + max((checkpoint.counter for checkpoint in complete_checkpoints(storage)), default=0)
-    storage.make(folder_of(storage, tag, counter))
-    return counter
+    storage.make(folder_of(storage, tag, highest + 1))
+    return highest + 1
 
 
 def folder_of(storage: Storage, tag: str, counter: int) -> str:
@@ -288,7 +293,7 @@ def finish(
     }
     text = json.dumps(manifest, indent=1).encode()
     storage.write(f"{folder}/{MANIFEST}", text)
-    storage.write(f"{folder}/{DONE}", hashlib.sha256(text).hexdigest().encode())
+    storage.write(f"{folder}/{DONE}", mark_of(text, counter))
     _publish(Checkpoint(storage, folder, manifest))
     there = complete_checkpoints(storage)
     for old in there[:-keep] if keep else ():
@@ -310,8 +315,13 @@ def _publish(checkpoint: Checkpoint) -> None:
         storage.replace(checkpoint.folder, target)
         return
     for folder in storage.folders():  # one a tag, as in a file system
-        older = _read(storage, folder)
-        if older is not None and older.tag == checkpoint.tag and older.counter < checkpoint.counter:
+        try:
+            older = _read(storage, folder)
+            replaced = older is not None and older.tag == checkpoint.tag and older.counter < checkpoint.counter
+        except CheckpointError:
+            number = _number_of(storage, folder)
+            replaced = _tag_of(storage, folder) == checkpoint.tag and number is not None and number < checkpoint.counter
+        if replaced:
             storage.remove(folder)
 
 
@@ -319,7 +329,7 @@ def _unfinished(storage: Storage, folder: str) -> bool:
     """Whether it is what a killed job left, renamed or not."""
     if storage.local:
         return folder.startswith(_SAVING)
-    if re.search(r"\.\d{8}$", folder) is None:
+    if _NUMBERED[False].search(folder) is None:
         return False
     files = storage.files(folder)  # a folder with a date in its name, say, is somebody else's
     return DONE not in files and all(map(_OURS.match, files))

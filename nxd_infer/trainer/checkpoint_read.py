@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.errors import CheckpointError, ShardingError
-from nxd_infer.layout.describe import read_plans
+from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
 from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
-from nxd_infer.parallel_layers.checkpoint_files import parse_json, unpack
+from nxd_infer.parallel_layers.checkpoint_files import unpack
 from nxd_infer.trainer.checkpoint_folder import Checkpoint
+from nxd_infer.trainer.checkpoint_record import FIX, read_piece, read_record
 from nxd_infer.trainer.checkpoint_write import rank_stem
 
 
@@ -189,10 +189,7 @@ class Archive:
         """What a rank said of its files."""
         if rank not in self._records:
             name = f"{rank_stem(rank)}.json"
-            try:
-                self._records[rank] = parse_json(self.checkpoint.read(name))
-            except ValueError as error:
-                raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
+            self._records[rank] = read_record(self.checkpoint.read(name), f"{self.where}/{name}")
         return self._records[rank]
 
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -207,17 +204,9 @@ class Archive:
         found: list[Piece] = []
         for rank, part in self.parts(kind):
             tp_rank = self.record(rank)["place"]["tp"]
+            file, where = self.file(part["file"]), f"{self.where}/{rank_stem(rank)}.json"
             for name, piece in part.get("pieces", {}).items():
-                try:
-                    layout = TensorLayout.from_json(piece["layout"])
-                    logical = {key: tuple(shape) for key, shape in piece["logical"].items()}
-                    shape, values = tuple(piece["shape"]), piece.get("values", {})
-                    start, stop = piece["range"]
-                    plans = read_plans(piece["plans"]) if piece.get("plans") else None
-                except (KeyError, TypeError, ValueError, ShardingError) as error:
-                    raise CheckpointError(f"{rank_stem(rank)}.json: {name!r} is damaged: {error!r}") from error
-                file = self.file(part["file"])
-                found.append(Piece(name, tp_rank, file, layout, shape, start, stop, logical, values, plans))
+                found.append(Piece(name, tp_rank, file, **read_piece(name, piece, where)))
         if not found:
             raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
         return found
@@ -229,5 +218,12 @@ class Archive:
 
     def value(self, rank: int, kind: str) -> Any:
         """What a rank saved without runs: ``"values"``, or a model or an optimizer that was a dictionary."""
-        part = self.record(rank)[kind]
-        return unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)))
+        where, part = f"{self.where}/{rank_stem(rank)}.json", self.record(rank).get(kind)
+        if part is None:
+            raise CheckpointError(f"{where} holds no {kind!r}; {FIX}")
+        if "structure" not in part:
+            raise CheckpointError(f"{where}: {kind!r}: it has no 'structure'; {FIX}")
+        found = unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)))
+        if kind == "values" and not (isinstance(found, dict) and (rank or "user_content" in found)):
+            raise CheckpointError(f"{where}: {kind!r}: it has no 'user_content'; {FIX}")
+        return found

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_files import replacing, sync_directory
+from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sync_directory
 
 __all__ = ["LocalStorage", "S3Storage", "Storage", "storage_of"]
-
-_REMOVING = ".removing-"
 
 
 class LocalStorage:
@@ -40,7 +38,7 @@ class LocalStorage:
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(_REMOVING))
+            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(REMOVING))
 
     def files(self, folder: str) -> dict[str, int]:
         """The bytes of every file of a folder, also of those below it, by name relative to it."""
@@ -73,14 +71,14 @@ class LocalStorage:
 
     def remove(self, folder: str) -> None:
         """Take it out of the list in one step, before its files go one by one."""
-        aside = self.root / f"{_REMOVING}{folder}"
+        aside = self.root / f"{REMOVING}{folder}"
         os.rename(self.root / folder, aside)
         sync_directory(self.root)
         shutil.rmtree(aside)
 
     def replace(self, old: str, new: str) -> None:
         """Rename a folder, in place of what has the new name."""
-        aside = self.root / f"{_REMOVING}{new}"
+        aside = self.root / f"{REMOVING}{new}"
         replaced = (self.root / new).exists()
         if replaced:
             os.rename(self.root / new, aside)
@@ -94,7 +92,7 @@ class LocalStorage:
         """Finish what a killed process was removing."""
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self.root.iterdir():
-            if folder.name.startswith(_REMOVING):
+            if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
 
 

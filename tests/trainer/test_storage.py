@@ -83,7 +83,7 @@ def test_damage_in_a_bucket(bucket):
     del objects["models/a.00000002/done"]  # as a killed job leaves it
     assert load_checkpoint("s3://models", model=model) == "older"
     save_checkpoint("s3://models", "b", model)
-    assert {key.split("/")[1] for key in objects} == {"older.00000001", "b.00000002"}  # the next save has tidied up
+    assert {key.split("/")[1] for key in objects} == {"older.00000001", "b.00000003"}  # the next save has tidied up
     with pytest.raises(CheckpointError, match=r"s3://forbidden/x.*AccessDenied"):
         S3Storage("s3://forbidden").read("x")
     with pytest.raises(FileNotFoundError, match="s3://models/x does not exist"):

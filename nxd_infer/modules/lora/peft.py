@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
 from nxd_infer.modules.lora.base import Place
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.parallel_layers.checkpoint_files import replacing
+from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sha256_of
+from nxd_infer.parallel_layers.checkpoint_manifest import DONE, MANIFEST, marked_number, read_manifest
 
 if TYPE_CHECKING:
     from nxd_infer.modules.lora.model import LoRAModel
@@ -142,18 +143,74 @@ def _targets(model: LoRAModel) -> list[str]:
 
 
 def find_adapter(folder: Folder, tag: str | None = None) -> Path:
-    """The folder of an adapter: ``folder`` itself or ``folder/lora_adapter``, of ``tag`` or of the newest tag.
+    """The folder of an adapter: ``folder`` itself or ``folder/lora_adapter``, of ``tag`` or of the newest below.
 
-    Raises CheckpointError when there is none.
+    The newest is the whole checkpoint with the highest number; without checkpoints, the only adapter below ``folder``.
+    Raises CheckpointError when there is none, when there are several that nothing orders, and for a damaged one.
     """
     root = Path(folder) / tag if tag else Path(folder)
     for found in (root, root / SUBFOLDER):
         if (found / CONFIG).is_file():
-            return found
-    below = [*root.glob(f"*/{CONFIG}"), *root.glob(f"*/{SUBFOLDER}/{CONFIG}")]
-    if tag or not below:
+            return _verified(found)
+    below = [path.parent for path in (*root.glob(f"*/{CONFIG}"), *root.glob(f"*/{SUBFOLDER}/{CONFIG}"))]
+    below = sorted(path for path in below if not path.relative_to(root).parts[0].startswith(REMOVING))
+    saved = [path for path in below if path.name == SUBFOLDER and _of_checkpoint(path.parent)]
+    numbers: dict[Path, int] = {}
+    damaged: list[tuple[int | None, CheckpointError]] = []
+    for path in saved:
+        try:
+            manifest = _manifest(path.parent)
+        except CheckpointError as error:
+            damaged.append((marked_number(_reader(path.parent)), error))
+            continue
+        if manifest is not None:
+            numbers[path] = manifest["counter"]
+    for number, error in damaged:
+        if number is None or number > max(numbers.values(), default=0):
+            raise error
+    if numbers:
+        return _verified(max(numbers, key=lambda path: numbers[path]))
+    plain = [path for path in below if path not in saved]
+    if tag or not plain:
         raise CheckpointError(f"{root} holds no adapter: there is no {CONFIG} in it")
-    return max(below, key=lambda path: (path.stat().st_mtime_ns, str(path))).parent
+    if len(plain) > 1:
+        names = ", ".join(str(path.relative_to(root)) for path in plain[:8])
+        raise CheckpointError(
+            f"{root} holds {len(plain)} adapters, and nothing says which is the newest: {names}; name one with "
+            "lora_load_tag"
+        )
+    return plain[0]
+
+
+def _of_checkpoint(folder: Path) -> bool:
+    """Whether a trainer has saved there, or begun to."""
+    return any(folder.glob("rank_*.json")) or any((folder / name).exists() for name in (MANIFEST, DONE))
+
+
+def _reader(folder: Path) -> Callable[[str], bytes]:
+    return lambda name: (folder / name).read_bytes()
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    return read_manifest(_reader(folder), lambda name: str(folder / name))
+
+
+def _verified(adapter: Path) -> Path:
+    """``adapter``, compared with the checksums of the checkpoint that it is in, if it is in one."""
+    folder = adapter.parent
+    if adapter.name != SUBFOLDER or not _of_checkpoint(folder):
+        return adapter
+    manifest = _manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder} holds an adapter, and the checkpoint is not whole: load another tag")
+    for name in (CONFIG, WEIGHTS):
+        recorded = manifest.get("sha256", {}).get(f"{SUBFOLDER}/{name}")  # the first checkpoints had none
+        if recorded is not None and sha256_of(adapter / name) != recorded:
+            raise CheckpointError(
+                f"{adapter / name} differs from its checksum: it was damaged or changed after it was saved; restore "
+                "the file, or load another tag"
+            )
+    return adapter
 
 
 def read_config(folder: Path, config: LoraConfig) -> LoraConfig:

@@ -1,0 +1,99 @@
+"""Which adapter ``load_lora_from_ckpt`` starts from: by the number of the checkpoint, whole ones only, undamaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.lora.peft import find_adapter
+from nxd_infer.trainer.checkpoint import save_checkpoint
+
+
+def adapted(value: float, **options: Any) -> LoRAModel:
+    torch.manual_seed(0)
+    model = LoRAModel(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"], lora_rank=2, **options))
+    if not options:
+        with torch.no_grad():
+            model.get_parameter("0.lora_B.weight").fill_(value)
+    return model
+
+
+def resumed(root: Path) -> float:
+    model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(root))
+    return model.get_parameter("0.lora_B.weight")[0, 0].item()
+
+
+def saved(root: Path, *values: int) -> None:
+    for value in values:
+        save_checkpoint(root, f"step_{value}", adapted(value))
+
+
+@pytest.mark.check
+def test_the_newest_by_its_number(tmp_path: Path):
+    saved(tmp_path, 1, 2, 3)
+    for path in (tmp_path / "step_1").rglob("*"):
+        os.utime(path, (1 << 33, 1 << 33))  # copied, or touched, after the others
+    assert resumed(tmp_path) == 3
+    assert find_adapter(tmp_path, "step_1") == tmp_path / "step_1" / "lora_adapter"
+
+
+@pytest.mark.check
+def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
+    saved(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "step_2", tmp_path / ".saving-00000003")
+    (tmp_path / ".saving-00000003" / "done").unlink()
+    (tmp_path / ".saving-00000003" / "manifest.json").unlink()
+    shutil.copytree(tmp_path / "step_2", tmp_path / ".removing-step_0")
+    (tmp_path / "step_2" / "done").unlink()
+    assert resumed(tmp_path) == 1
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        resumed(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step_2 .*is not whole"):
+        find_adapter(tmp_path, "step_2")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("file", ["lora_adapter/adapter_model.safetensors", "lora_adapter/adapter_config.json"])
+def test_a_damaged_adapter_is_named(tmp_path: Path, file: str):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step_2" / file
+    data = path.read_bytes()
+    path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    with pytest.raises(CheckpointError, match=f"step_2/{file} differs from its checksum"):
+        resumed(tmp_path)
+
+
+@pytest.mark.check
+def test_a_damaged_manifest_of_the_newest(tmp_path: Path):
+    saved(tmp_path, 1, 2)
+    for tag, answer in (("step_2", None), ("step_1", 2)):
+        path = tmp_path / tag / "manifest.json"
+        data = path.read_bytes()
+        path.write_bytes(data[:-9])
+        if answer is None:
+            with pytest.raises(CheckpointError, match="differs from its checksum in 'done'"):
+                resumed(tmp_path)
+        else:
+            assert resumed(tmp_path) == answer  # an older one stands in nobody's way
+        path.write_bytes(data)
+
+
+@pytest.mark.check
+def test_adapters_that_have_no_number(tmp_path: Path):
+    adapted(5.0).save_adapter(tmp_path / "a")
+    assert resumed(tmp_path) == 5
+    adapted(6.0).save_adapter(tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"2 adapters.*a, b.*lora_load_tag"):
+        resumed(tmp_path)
+    assert find_adapter(tmp_path, "b") == tmp_path / "b"
+    adapted(7.0).save_adapter(tmp_path)
+    assert resumed(tmp_path) == 7
