@@ -25,6 +25,7 @@ from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.params import ParamLayout
+from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 from nxd_infer.parallel_layers.checkpoint_files import replacing
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
             if isinstance(value, Tensor):
                 tensors[f"{name}|{key}"] = value.detach()
             else:
-                scalars[key] = value
+                scalars[key] = _stored(value, f"state {key!r} of {name!r}")
         if piece.own_memory:
             tensors[f"{name}|{MASTER}"] = piece.tensor.detach()
         layout = layout_by_name(piece.param, name)
@@ -84,8 +85,12 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
             "values": scalars,
         }
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names") and _plain(value)}
-        for group in optimizer.param_groups
+        {
+            key: _stored(value, f"param_groups[{number}][{key!r}]")
+            for key, value in group.items()
+            if key not in NOT_HYPERPARAMETERS
+        }
+        for number, group in enumerate(optimizer.param_groups)
     ]
     degrees = {axis: context.axis(axis).degree for axis in ("dp", "tp", "pp")}
     return tensors, {"format": FORMAT, "degrees": degrees, "param_groups": groups, "pieces": pieces}
@@ -98,10 +103,34 @@ def layout_by_name(param: Tensor, name: str) -> ParamLayout:
     return layout.resolved(path, own)
 
 
-def _plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | None) or (
-        isinstance(value, tuple | list) and all(isinstance(v, bool | int | float) for v in value)
+def _stored(value: Any, where: str) -> Any:
+    """A hyperparameter as JSON: plain, or a tensor (of a learning rate, say) with its type; every float is exact.
+
+    Raises CheckpointError for anything else: left out, it would be another one in the job that goes on.
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().cpu().tolist()}
+    if isinstance(value, tuple | list):
+        return [_stored(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    raise CheckpointError(
+        f"the optimizer's {where} is a {type(value).__name__}, which a checkpoint does not hold: it takes numbers, "
+        "text, None, tensors, and lists of them"
     )
+
+
+def _restored(value: Any) -> Any:
+    """What :func:`_stored` was given, lists as tuples. Raises CheckpointError for anything else."""
+    if isinstance(value, list | tuple):
+        return tuple(_restored(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    try:
+        dtype = getattr(torch, value["tensor"])
+        return torch.tensor(value["values"], dtype=dtype)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"a hyperparameter of the optimizer is damaged: {value!r:.80} ({error!r:.80})") from error
 
 
 def load_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
@@ -157,7 +186,10 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
 
 def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
     """Give ``optimizer`` what :func:`describe` would say of it; masters that are not there are left as they are."""
-    by_name: dict[str, dict[str, Any]] = {name: dict(piece["values"]) for name, piece in description["pieces"].items()}
+    by_name: dict[str, dict[str, Any]] = {
+        name: {key: _restored(value) for key, value in piece["values"].items()}
+        for name, piece in description["pieces"].items()
+    }
     masters: dict[str, Tensor] = {}
     for full, tensor in tensors.items():
         name, _, key = full.rpartition("|")
@@ -173,7 +205,7 @@ def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: 
         if by_name[optimizer.names[piece.index]]
     }
     for group, stored in zip(state["param_groups"], description["param_groups"], strict=True):
-        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in stored.items()})
+        group.update({key: value if isinstance(value, Tensor) else _restored(value) for key, value in stored.items()})
     for entry in state.get("pieces", ()):
         if entry["master"] is not None:
             entry["master"] = masters.get(entry["name"])
