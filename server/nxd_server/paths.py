@@ -23,14 +23,20 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     base = root.resolve()
     if ".." in Path(name).parts:
         raise ForbiddenPathError(f"{field}: no '..' is followed; name the place itself, under {root}")
-    found = _inside(base, base / name, field)
+    try:
+        found = _inside(base, base / name, field)
+    except FileNotFoundError:
+        raise RequestError(field, f"{name!r} went away under {root} while it was looked for") from None
     mode = _mode(found, field)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise RequestError(field, f"there is no file or folder {name!r} under {root}")
     seen, folders = {found}, [found] if stat.S_ISDIR(mode) else []
     while folders:
         for path in _entries(folders.pop(), field):
-            inner = _inside(base, path, field)
+            try:
+                inner = _inside(base, path, field)
+            except FileNotFoundError:
+                continue
             mode = _mode(inner, field)
             if stat.S_ISDIR(mode) and inner not in seen:  # links may lead to where they are
                 seen.add(inner)
@@ -60,8 +66,11 @@ def _mode(path: Path, field: str) -> int:
 
 
 def _inside(base: Path, path: Path, field: str) -> Path:
+    """``path`` with its links resolved. Raises FileNotFoundError for a link that goes away in that moment."""
     try:
         found = path.resolve()
+    except FileNotFoundError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that no file can have
         raise RequestError(field, f"cannot be followed: {error}") from None
     if not found.is_relative_to(base):
