@@ -116,7 +116,7 @@ def trace(
     ] = None,
     speculate: Annotated[
         int,
-        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess ahead: one more graph a batch."),
+        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess: one more graph a batch."),
     ] = 0,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
 ) -> None:

@@ -19,10 +19,12 @@ from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.deadlines import Deadlines
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
 from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
+from nxd_server.engine.outputs import StepOutputs
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
 from nxd_server.engine.scheduler import Row, Scheduler, Step
 from nxd_server.engine.sequence import derive_seed
+from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.engine.worker import FATAL, ModelWorker
 from nxd_server.errors import (
@@ -47,6 +49,7 @@ class Engine(ModelWorker):
         max_queued_requests: int = 256,
         max_queued_tokens: int | None = None,
         prefill_ratio: float = 4.0,
+        speculate: int = 0,
         restart_limit: int = 1,
         restart_window: float = 600.0,
         idle_probe: float | None = 5.0,
@@ -54,9 +57,9 @@ class Engine(ModelWorker):
     ):
         """``model`` is a TensorParallelModel (or anything with its ``run_bucket``, ``manifest``, ``restart`` and
         ``health``). Without a tokenizer, events carry no text and stop strings are refused. ``prefill_ratio``: how
-        many times longer prefill may take than decoding, while something decodes.
+        many times longer prefill may take than decoding, while something decodes. ``speculate``: tokens to guess ahead.
 
-        Raises ModelConfigError when the artifact is not one for generation.
+        Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
         manifest = model.manifest
         meta = manifest.metadata
@@ -86,11 +89,11 @@ class Engine(ModelWorker):
         self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
         self._inputs = {bucket.name: StepInputs(bucket, self.slots) for bucket in manifest.buckets}
         shapes = {bucket.name: _tokens_shape(bucket) for bucket in manifest.buckets}
-        self._graphs = [Graph(name, batch, length) for name, (batch, length) in shapes.items()]
+        graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
+        self._graphs = [*graphs, *verifying]
         self.costs = StepCosts(self._graphs)
-        self._scheduler: Scheduler[Choice] = Scheduler(
-            self._graphs, self.slots, self.costs, prefill_ratio=prefill_ratio
-        )
+        self._scheduler: Scheduler[Choice] = Scheduler(graphs, self.slots, self.costs, prefill_ratio=prefill_ratio)
+        self._speculation = Speculation(verifying, speculate, self.costs)
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
         self._deadlines = Deadlines()
@@ -167,6 +170,7 @@ class Engine(ModelWorker):
         stats.waiting_tokens = self._waiting_tokens
         stats.prompt_tokens = self._prompt_tokens
         stats.generated_tokens = self._generated_tokens
+        stats.guessed_tokens, stats.accepted_tokens = self._speculation.guessed, self._speculation.accepted
         stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
         return stats
 
@@ -227,7 +231,7 @@ class Engine(ModelWorker):
         step = scheduler.next_step()
         if step is None:
             return False
-        self._run_step(step)
+        self._run_step(self._speculation.put(step))
         return True
 
     def _take_news(self) -> None:
@@ -278,40 +282,33 @@ class Engine(ModelWorker):
             for row in rows:
                 self._fail(row.sequence, _failure(error))
             return
+        gave = StepOutputs(outputs, step.graph.batch)
+        rows = [self._speculation.settle(row, tokens) for row, tokens in zip(rows, gave.tokens, strict=False)]
         step = Step(step.kind, step.graph, tuple(rows))
         self._scheduler.complete(step, seconds)
-        self._take_tokens(step, outputs)
+        self._take_tokens(step, gave)
         self._live_tokens = self._scheduler.live_tokens
 
-    def _take_tokens(self, step: Step[Choice], outputs: dict[str, torch.Tensor]) -> None:
-        tokens = outputs["token"].reshape(step.graph.batch, -1)[:, 0].tolist()
-        logprobs = outputs["logprob"].reshape(step.graph.batch, -1)[:, 0].tolist() if "logprob" in outputs else None
+    def _take_tokens(self, step: Step[Choice], gave: StepOutputs) -> None:
         now = time.monotonic()
         for index, row in enumerate(step.rows):
             choice = row.sequence
-            if not row.samples or choice.slot is None:
-                continue
-            logprob = logprobs[index] if logprobs is not None else 0.0
-            if not 0 <= tokens[index] < self.vocab_size or math.isnan(logprob):
-                error = GenerationError(
-                    f"the model gave no valid token (token {tokens[index]}, log-probability {logprob})"
-                )
-                self._fail(choice, error)
-                continue
-            if choice.first_token is None:
-                choice.first_token = now
-            try:
-                top = self._top(outputs, index, choice.params.logprobs) if choice.params.logprobs else ()
-                self._take_token(choice, tokens[index], logprob, top)
-            except Exception as error:  # its text could not be decoded: again, this request alone
-                log.exception("a token could not be handed over")
-                self._fail(choice, _failure(error))
-
-    @staticmethod
-    def _top(outputs: dict[str, torch.Tensor], index: int, count: int) -> tuple[tuple[int, float], ...]:
-        ids = outputs["top_ids"][index].reshape(-1)[:count].tolist()
-        values = outputs["top_logprobs"][index].reshape(-1)[:count].tolist()
-        return tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)
+            for place in range(row.length if step.kind == "decode" else 1):
+                if not row.samples or choice.slot is None:
+                    break
+                token, logprob = gave.tokens[index][place], gave.logprob(index, place)
+                if not 0 <= token < self.vocab_size or math.isnan(logprob):
+                    found = f"token {token}, log-probability {logprob}"
+                    self._fail(choice, GenerationError(f"the model gave no valid token ({found})"))
+                    break
+                if choice.first_token is None:
+                    choice.first_token = now
+                try:
+                    top = gave.top(index, place, choice.params.logprobs) if choice.params.logprobs else ()
+                    self._take_token(choice, token, logprob, top)
+                except Exception as error:  # its text could not be decoded: again, this request alone
+                    log.exception("a token could not be handed over")
+                    self._fail(choice, _failure(error))
 
     def _take_token(self, choice: Choice, token: int, logprob: float, top: tuple) -> None:
         params = choice.params
@@ -381,6 +378,9 @@ class Engine(ModelWorker):
             self._deadlines.clear()
         for choice in choices:
             self._fail(choice, error)
+
+    def _bucket_names(self) -> list[str]:
+        return [graph.name for graph in self._graphs]  # those that verify guesses only where there are any
 
     def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor]:
         inputs = self._inputs[bucket]

@@ -137,7 +137,7 @@ class StepInputs:
         """Make row ``index`` the piece ``row`` of its choice."""
         sequence, arrays = row.sequence, self._arrays
         tokens = arrays["tokens"][index]
-        tokens[: row.length] = sequence.tokens(row.start, row.length)
+        tokens[: row.length] = row.tokens()
         tokens[row.length :] = 0
         arrays["start"][index] = row.start
         arrays["length"][index] = row.length

@@ -27,12 +27,22 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True)
 class Row(Generic[S]):
-    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one."""
+    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one.
+
+    A decode row of more than one token feeds ``guesses`` behind it; once it has run, ``length`` counts the right ones.
+    """
 
     sequence: S
     start: int
     length: int
     samples: bool
+    guesses: tuple[int, ...] = ()
+
+    def tokens(self) -> list[int]:
+        """What the row feeds."""
+        if not self.guesses:
+            return self.sequence.tokens(self.start, self.length)
+        return [*self.sequence.tokens(self.start, 1), *self.guesses[: self.length - 1]]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nxd_server.engine.lookup import Lookup
 from nxd_server.engine.params import SamplingParams
 
 
@@ -18,6 +19,7 @@ class Sequence:
     slot: int | None = None
     computed: int = 0
     output: list[int] = field(default_factory=list)
+    lookup: Lookup = field(default_factory=Lookup)
 
     @property
     def remaining(self) -> int:

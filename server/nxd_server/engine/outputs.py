@@ -1,0 +1,30 @@
+"""What a step gave, row by row and place by place: a place for each guess that it verified, else one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+class StepOutputs:
+    """The outputs of one step of ``batch`` rows."""
+
+    def __init__(self, outputs: Mapping[str, torch.Tensor], batch: int):
+        self._outputs, self._batch = outputs, batch
+        self.tokens: list[list[int]] = self._rows("token").tolist()
+        """[row][place]"""
+        self._logprobs = self._rows("logprob").tolist() if "logprob" in outputs else None
+
+    def _rows(self, name: str) -> torch.Tensor:
+        return self._outputs[name].reshape(self._batch, -1)
+
+    def logprob(self, row: int, place: int) -> float:
+        return 0.0 if self._logprobs is None else self._logprobs[row][place]
+
+    def top(self, row: int, place: int, count: int) -> tuple[tuple[int, float], ...]:
+        """The ``count`` likeliest tokens and their log-probabilities, best first."""
+        shape = (self._batch, len(self.tokens[row]), -1)
+        ids = self._outputs["top_ids"].reshape(shape)[row, place, :count].tolist()
+        values = self._outputs["top_logprobs"].reshape(shape)[row, place, :count].tolist()
+        return tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)

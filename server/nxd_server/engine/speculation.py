@@ -1,0 +1,101 @@
+"""Speculation: guess the next tokens of some rows, verify all guesses in one step, keep those that were right.
+
+A step that verifies reads the weights once for several tokens a row, and draws behind every guess the token that a step
+of its own would draw there, from the same seed and position. A guess is accepted when it is that token, so an answer is
+the same with and without speculation, greedy or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.scheduler import Row, Step
+from nxd_server.engine.sequence import Sequence as Generated
+
+
+def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: int) -> tuple[list[Graph], list[Graph]]:
+    """The graphs that decode and prefill, and those that verify ``speculate`` guesses (none for 0).
+
+    Raises ModelConfigError when the artifact was not traced for so many.
+    """
+    traced = int(metadata.get("speculate", 0))
+    if isinstance(speculate, bool) or not 0 <= speculate <= traced:
+        found = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
+        raise ModelConfigError(
+            f"speculate = {speculate}: this artifact {found}; trace the model again with --speculate {speculate}"
+            if speculate > 0
+            else f"speculate = {speculate}: expected a whole number; 0 is off"
+        )
+    listed = list(graphs)
+    verifying = [graph for graph in listed if traced and graph.length == traced + 1]
+    return [graph for graph in listed if graph not in verifying], verifying if speculate else []
+
+
+class Speculation:
+    """Puts guesses into decode steps where they pay, and counts what came of them. Belongs to the engine's thread."""
+
+    def __init__(self, graphs: Iterable[Graph], tokens: int, costs: StepCosts):
+        """``graphs`` verify, each at its batch size; ``tokens`` are guessed for a row at most."""
+        self._graphs = {graph.batch: graph for graph in graphs}
+        self._tokens = tokens
+        self._costs = costs
+        self.guessed = 0
+        self.accepted = 0
+
+    def put(self, step: Step) -> Step:
+        """``step`` with guesses in its rows, in the graph that verifies; ``step`` itself where that would not pay."""
+        graph = self._graphs.get(step.graph.batch)
+        if step.kind != "decode" or graph is None:
+            return step
+        rows, gain = [], 0.0
+        for row in step.rows:
+            guesses = self._guess(row.sequence)
+            gain += row.sequence.lookup.expected(len(guesses))
+            rows.append(replace(row, guesses=guesses))
+        if not gain or (len(rows) + gain) * self._costs[step.graph.name] <= len(rows) * self._costs[graph.name]:
+            return replace(step, rows=tuple(rows))  # what was guessed is remembered, to learn from, but not fed
+        rows = [replace(row, length=1 + len(row.guesses)) for row in rows]
+        self.guessed += sum(len(row.guesses) for row in rows)
+        return Step("decode", graph, tuple(rows))
+
+    def _guess(self, sequence: Generated) -> tuple[int, ...]:
+        count, lookup = room(sequence, self._tokens), sequence.lookup
+        if count == 0:
+            return ()
+        known = len(lookup.tokens)
+        lookup.extend(sequence.tokens(known, len(sequence.prompt) + len(sequence.output) - known))
+        return lookup.guess(count)
+
+    def settle(self, row: Row, tokens: Sequence[int]) -> Row:
+        """``row`` as long as its guesses were right, of a step that gave ``tokens`` behind its tokens in order."""
+        if not row.guesses:
+            return row
+        right, tried = 0, max(1, row.length - 1)
+        while right < tried and row.guesses[right] == tokens[right]:
+            right += 1
+        row.sequence.lookup.learn(right, tried)
+        if row.length == 1:
+            return row
+        self.accepted += right
+        return replace(row, length=1 + right)
+
+
+def room(sequence: Generated, tokens: int) -> int:
+    """How many tokens may be guessed for ``sequence``, of ``tokens`` at most."""
+    params, made = sequence.params, len(sequence.output)
+    if penalised(params):
+        return 0  # its counts could not be taken back
+    room = min(tokens, sequence.max_new_tokens - made - 1)
+    if made < params.min_tokens:  # the mask that keeps the end away is one for all tokens of a row
+        room = min(room, params.min_tokens - made - 1)
+    return max(0, room)
+
+
+def penalised(params: SamplingParams) -> bool:
+    """Whether the next token depends on how often others were said."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)

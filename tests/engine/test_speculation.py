@@ -1,0 +1,143 @@
+"""Answers with guesses verified against answers without: a tiny traced Llama, at degree 1 compiled and at degree 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server import LLM, SamplingParams
+from nxd_server.engine import Engine
+from tests.engine.real_artifacts import MAX_LEN, trace_llama
+from tests.engine.toy_model import ToyModel
+
+GUESSES = 4
+REPETITIVE = [[11, 12, 13, 14] * 6, [7] * 9, [20, 21, 22, 23, 24, 20, 21, 22]]
+RANDOM = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for length in (3, 11, 20, 33)]
+GREEDY = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def llms(request, tmp_path_factory):
+    """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
+    directory = tmp_path_factory.mktemp("speculation")
+    if request.param == 1:  # few graphs, as compiling takes its time
+        artifact = trace_llama(directory, 1, "inductor", speculate=GUESSES, batch_sizes=[4], length_buckets=[16])[1]
+    else:
+        artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
+    with LLM(artifact) as plain, LLM(artifact, speculate=GUESSES) as guessing:
+        always(guessing.engine)
+        yield plain, guessing
+
+
+def always(engine):
+    """A step that verifies costs what one without does: every guess pays."""
+    engine._speculation._costs = dict.fromkeys(engine.costs.as_dict(), 1.0)
+
+
+def counted(llm, name):
+    """Steps so far of the graphs whose name begins so."""
+    return sum(count for bucket, count in llm.engine.stats().bucket_steps.items() if bucket.startswith(name))
+
+
+def compare(llms, prompts, params):
+    """Ask both, all prompts at once; the answers of the one that guesses."""
+    plain, guessing = (llm.generate(prompts, params) for llm in llms)
+    for expected, found in zip(plain, guessing, strict=True):
+        assert found.usage == expected.usage
+        for a, b in zip(expected.outputs, found.outputs, strict=True):
+            assert (b.token_ids, b.text, b.finish_reason, b.stop) == (a.token_ids, a.text, a.finish_reason, a.stop)
+            for ours, theirs in zip(b.logprobs or [], a.logprobs or [], strict=True):
+                assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+                assert len(ours.top) == len(theirs.top)
+                assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4)
+    return guessing
+
+
+@pytest.mark.check
+def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
+    plain, guessing = llms
+    before = [counted(llm, "decode") + counted(llm, "verify") for llm in llms]
+    few = GREEDY.replace(logit_bias=dict.fromkeys((20, 21, 22, 23), 3.0))  # partly right guesses all the time
+    params = [GREEDY, few, few, few.replace(max_tokens=40), GREEDY, few, GREEDY]
+    compare(llms, REPETITIVE + RANDOM, params)
+    steps = [counted(llm, "decode") + counted(llm, "verify") - old for llm, old in zip(llms, before, strict=True)]
+    assert steps[1] < steps[0] and counted(guessing, "verify") > 0 and counted(plain, "verify") == 0
+    stats = guessing.engine.stats()
+    assert 40 < stats.accepted_tokens < stats.guessed_tokens
+    assert plain.engine.stats().guessed_tokens == 0
+    assert stats.generated_tokens == plain.engine.stats().generated_tokens
+
+
+def test_one_prompt_alone_and_up_to_the_last_position(llms):
+    for prompt in (REPETITIVE[1], RANDOM[2]):
+        (output,) = compare(llms, prompt, GREEDY.replace(max_tokens=MAX_LEN - len(prompt)))
+        assert output.outputs[0].finish_reason == "length"
+
+
+def test_whatever_a_request_asks_for_stays_right(llms):
+    """Drawn, biased, penalised, with log-probabilities, with the end kept away, several choices: all in one batch."""
+    eos = llms[0].engine.eos_token_ids[0]
+    drawn = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
+    asked = [
+        (REPETITIVE[0], drawn),
+        (REPETITIVE[1], drawn.replace(n=3, top_p=0.9, logit_bias={7: 6.0})),
+        (REPETITIVE[2], GREEDY.replace(logprobs=5)),
+        (REPETITIVE[0], GREEDY.replace(frequency_penalty=0.6, presence_penalty=0.3)),
+        (REPETITIVE[0], GREEDY.replace(repetition_penalty=1.2)),
+        (REPETITIVE[1], GREEDY.replace(logit_bias={7: 50.0})),
+        (REPETITIVE[2], GREEDY.replace(ignore_eos=False, min_tokens=9, logit_bias={eos: 100.0})),
+        (REPETITIVE[2], GREEDY.replace(ignore_eos=False, min_tokens=9, logit_bias={eos: 100.0, 20: 90.0}, logprobs=0)),
+    ]
+    accepted = llms[1].engine.stats().accepted_tokens
+    outputs = compare(llms, [prompt for prompt, _ in asked], [params for _, params in asked])
+    assert llms[1].engine.stats().accepted_tokens > accepted
+    assert outputs[5].outputs[0].token_ids == [7] * 28
+    assert outputs[6].outputs[0].token_ids[-1] == eos and outputs[6].usage.completion_tokens == 10
+    assert len(outputs[2].outputs[0].logprobs or []) == 28
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 13])
+def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
+    """By its length, by a stop token, by a stop string: nothing behind it is sent or counted."""
+    biased = GREEDY.replace(logit_bias={7: 50.0})
+    compare(llms, [7] * 9, biased.replace(max_tokens=length))
+    whole = llms[0].generate(REPETITIVE[2], GREEDY)[0].outputs[0]
+    compare(llms, REPETITIVE[2], GREEDY.replace(stop_token_ids=[whole.token_ids[length]]))
+    text = llms[0].tokenizer.decode(whole.token_ids[: length + 1])
+    compare(llms, REPETITIVE[2], GREEDY.replace(stop=[text[-2:]]))
+
+
+def test_a_stream_gives_the_tokens_one_by_one(llms):
+    events, expected = (list(llm.stream(REPETITIVE[1], GREEDY)) for llm in reversed(llms))
+    assert [getattr(e, "token", None) for e in events] == [getattr(e, "token", None) for e in expected]
+    assert "".join(e.text for e in events) == "".join(e.text for e in expected)
+
+
+def test_without_a_guess_the_plain_graph_runs(llms):
+    guessing = llms[1]
+    before = counted(guessing, "verify")
+    guessing.generate([[40], [50]], GREEDY.replace(max_tokens=2))
+    assert counted(guessing, "verify") == before
+
+
+def test_guesses_are_fed_only_where_they_pay(llms):
+    """Measured costs decide: a graph that takes five times as long cannot win with four guesses."""
+    guessing = llms[1]
+    costs = guessing.engine._speculation._costs
+    before = counted(guessing, "verify")
+    try:
+        guessing.engine._speculation._costs = {name: 5.1 if name.startswith("verify") else 1.0 for name in costs}
+        guessing.generate([REPETITIVE[1]], GREEDY)
+    finally:
+        guessing.engine._speculation._costs = costs
+    assert counted(guessing, "verify") == before
+
+
+def test_what_an_artifact_cannot_verify_is_refused_with_the_fix(llms):
+    with pytest.raises(ModelConfigError, match=r"speculate = 3: .* was traced without .* again with --speculate 3"):
+        Engine(ToyModel(), speculate=3)
+    model = llms[0].model
+    with pytest.raises(ModelConfigError, match="verifies 4 guesses at most; trace the model again with --speculate 5"):
+        Engine(model, speculate=5)
+    with pytest.raises(ModelConfigError, match="speculate = -1: expected a whole number; 0 is off"):
+        Engine(model, speculate=-1)
