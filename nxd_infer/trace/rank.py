@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class Rank:
                 self._memory[name].clear()
 
     def prepare_weights(self, file: str | os.PathLike[str]) -> None:
-        """Map new weights and check them, without using them yet. Raises WeightSchemaError."""
+        """Map new weights, check them and read them from disk, without using them yet. Raises WeightSchemaError."""
         self.abort_weights()
         try:
             found = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
@@ -115,6 +116,8 @@ class Rank:
             raise WeightSchemaError(str(error)) from error
         packed = [name for name in found if name in self._packed.specs]
         plain = {name: tensor for name, tensor in found.items() if name not in self._packed.specs}
+        for tensor in plain.values():
+            _touch(tensor)  # here, where it may take as long as a start: the next call has a call's time
         self._staged = _Staged(plain, packed, entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def commit_weights(self) -> None:
@@ -235,6 +238,12 @@ def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Te
                 f"expected {spec.dtype}{spec.shape}"
             )
     return initial
+
+
+def _touch(tensor: Tensor) -> None:
+    """Have the pages of a mapped tensor in memory."""
+    if tensor.is_contiguous() and tensor.numel() > 0:  # another one was copied out of its file
+        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def _extent(spec: TensorSpec) -> int:

@@ -19,6 +19,7 @@ class BoundedModel:
     """The model as the engine sees it: every call is bounded by what calls have taken before.
 
     A graph's first run reads its weights from disk and may take as long as a start; later ones are stuck long before.
+    (New weights are read while they are swapped in, so that no run does it.)
     """
 
     def __init__(self, model: TensorParallelModel, call_timeout: float, start_timeout: float):
@@ -41,11 +42,6 @@ class BoundedModel:
             self._slowest = max(self._slowest, time.monotonic() - begin)
         self._seen.add(name)
         return outputs
-
-    def update_weights(self, weights: Any) -> None:
-        """As :meth:`TensorParallelModel.update_weights`; a graph's next run reads them for the first time."""
-        self._seen.clear()
-        self._model.update_weights(weights)
 
     def restart(self) -> None:
         self._seen.clear()

@@ -293,6 +293,15 @@ def test_one_copy_of_a_packed_weight_is_held() -> None:
         assert big.name == "big.weight" and big.nbytes == 16 << 20
 
 
+def test_new_weights_are_read_before_the_first_call() -> None:
+    """A call's time limit is not for reading them: the swap, which has a start's, does that in the ranks."""
+    x = torch.randn(2, 2048).bfloat16()
+    with trace(packed_models.wide, x, packed_models.wide_checkpoint, packed=False) as model:
+        before = resident("(deleted)")
+        model.update_weights({name: tensor.detach() for name, tensor in packed_models.wide(1).state_dict().items()})
+        assert resident("(deleted)") - before >= 16 << 20
+
+
 def resident(name: str) -> int:
     """Bytes of this process's mappings of files whose name contains ``name``."""
     total, counts = 0, False
