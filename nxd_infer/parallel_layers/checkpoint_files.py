@@ -163,13 +163,18 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def sha256_of(path: Path) -> str:
-    """The checksum of a file, read once from front to back; without the GIL, so beside other work."""
+def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
+    """The checksum of a file, read once from front to back; without the GIL, so beside other work.
+
+    ``progress`` is called with the bytes of each part.
+    """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            if progress is not None:
+                progress(count)
     return digest.hexdigest()
 
 

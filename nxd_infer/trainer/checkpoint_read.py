@@ -7,7 +7,7 @@ read whole tensors one at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -129,13 +129,13 @@ class RunsSource:
 class _File:
     """One of the checkpoint's safetensors, opened when it is first needed; one in a bucket is fetched then."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, verify: bool):
+    def __init__(self, checkpoint: Checkpoint, name: str, verify: Callable[[str], None] | None):
         self._checkpoint, self._name, self._verify = checkpoint, name, verify
 
     @cached_property
     def _source(self) -> SafetensorsSource:
-        if self._verify and not self._checkpoint.storage.local:
-            self._checkpoint.verify([self._name])
+        if self._verify is not None:
+            self._verify(self._name)
         return SafetensorsSource(self._checkpoint.path(self._name))
 
     def keys(self) -> Iterable[str]:
@@ -154,14 +154,15 @@ class _File:
 class Archive:
     """A checkpoint that is open for reading.
 
-    The JSON that ranks have written is always checked; their tensors are by :meth:`verify`, or, with ``verify`` in a
-    bucket, each file when it is fetched.
+    The JSON that ranks have written is always checked; their tensors are by :meth:`verify`, and, with ``verify`` in a
+    bucket, each file once more when another rank than the one that has checked it fetches it.
     """
 
     def __init__(self, checkpoint: Checkpoint, verify: bool = True):
         checkpoint.require_files()
         self.checkpoint = checkpoint
         self._verify = verify
+        self._verified: set[str] = set()
         self._records: dict[int, dict[str, Any]] = {}
         self._files: dict[str, WeightSource] = {}
 
@@ -181,9 +182,14 @@ class Archive:
         Each file is read once, by one rank, whatever number of ranks goes on to read it.
         Raises CheckpointError, which names the file.
         """
-        if self._verify and self.checkpoint.storage.local:
-            names = sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})
-            self.checkpoint.verify(names[share::of])
+        if self._verify:
+            for name in sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})[share::of]:
+                self._verify_one(name)
+
+    def _verify_one(self, name: str) -> None:
+        if name not in self._verified:
+            self.checkpoint.verify([name])
+            self._verified.add(name)
 
     def record(self, rank: int) -> dict[str, Any]:
         """What a rank said of its files."""
@@ -213,7 +219,8 @@ class Archive:
 
     def file(self, name: str) -> WeightSource:
         if name not in self._files:
-            self._files[name] = _File(self.checkpoint, name, self._verify)
+            fetched = self._verify and not self.checkpoint.storage.local
+            self._files[name] = _File(self.checkpoint, name, self._verify_one if fetched else None)
         return self._files[name]
 
     def value(self, rank: int, kind: str) -> Any:

@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
+import os
 import random
 import stat
 import sys
@@ -39,6 +41,8 @@ from nxd_infer.trainer.storage import Storage
 
 SILENCE = 600.0
 """Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""
+SIGN_EVERY = 30.0
+"""Seconds between two signs of a rank whose save goes on, where what it does shows in no file."""
 
 
 @dataclass
@@ -182,22 +186,45 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> None:
     """Write this rank's files; last its JSON, which holds their checksums."""
-    last = f"{rank_stem(rank)}.json"
-    with storage.writing(folder, last) as place:
+    last, sign = f"{rank_stem(rank)}.json", SignOfLife(storage, f"{folder}/{rank_stem(rank)}.alive")
+    with storage.writing(folder, last, sign) as place:
         readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors writes files that only their owner can read
         for name, tensors in content.files.items():
             with replacing(place / name) as temporary:
                 save_file(tensors, temporary)
                 temporary.chmod(readers)
+            sign(0)
         written = {name: place / name for name in content.files}
         if content.adapter is not None and rank == 0:
             write_adapter(place / SUBFOLDER, *content.adapter)
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
         # What was just written is still in memory, and every rank reads its own.
-        sha256 = {name: sha256_of(path) for name, path in written.items()}
+        sha256 = {name: sha256_of(path, sign) for name, path in written.items()}
+        sign.end()
         with replacing(place / last) as temporary:
             temporary.write_text(json.dumps({**content.record, "sha256": sha256}), encoding="utf-8")
+
+
+class SignOfLife:
+    """A small file that grows while a rank reads or uploads large ones. It is gone before the rank's JSON is there."""
+
+    def __init__(self, storage: Storage, name: str):
+        self._storage, self._name = storage, name
+        self._signs, self._last, self._there = 0, time.monotonic(), False
+
+    def __call__(self, count: int, /) -> None:
+        if time.monotonic() - self._last < SIGN_EVERY:
+            return
+        self._signs += 1
+        with contextlib.suppress(OSError, CheckpointError):  # rank 0 may have given up and removed the folder
+            self._storage.write(self._name, b"." * self._signs)
+        self._last, self._there = time.monotonic(), True
+
+    def end(self) -> None:
+        if self._there:
+            self._storage.delete(self._name)
+            self._there = False
 
 
 def checksums(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
@@ -263,8 +290,19 @@ class Outstanding:
             raise CheckpointError(f"the last asynchronous save failed: {error}") from error
 
     def report(self) -> None:
-        if self._error is not None:
-            print(f"nxd_infer: the last asynchronous save failed: {self._error}", file=sys.stderr)
+        """At the end of the process: nobody has been told of the failure, so the process must not look like a success.
+
+        An exception here would be printed and leave the exit status 0. What was registered after this module was
+        imported has run; the output and the log are brought out before.
+        """
+        if self._error is None:
+            return
+        print(f"nxd_infer: the last asynchronous save failed: {self._error}", file=sys.stderr)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
 
 outstanding = Outstanding()

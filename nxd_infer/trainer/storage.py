@@ -13,12 +13,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sync_directory
 
-__all__ = ["LocalStorage", "S3Storage", "Storage", "storage_of"]
+__all__ = ["LocalStorage", "S3Storage", "Sign", "Storage", "storage_of"]
+
+
+class Sign(Protocol):
+    """Told of bytes that were dealt with, so that others see a long save go on; ``end`` before its last file."""
+
+    def __call__(self, count: int, /) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class LocalStorage:
@@ -57,12 +65,15 @@ class LocalStorage:
         with replacing(self.root / name) as temporary:
             temporary.write_bytes(data)
 
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
     def path(self, name: str) -> Path:
         """A file to open that has the contents."""
         return self.root / name
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str) -> Iterator[Path]:
+    def writing(self, folder: str, last: str, sign: Sign | None = None) -> Iterator[Path]:
         """A folder to put files into, which are in ``folder`` afterwards; ``last`` never before the others."""
         yield self.root / folder
 
@@ -146,6 +157,10 @@ class S3Storage:
         with self._told(name):
             self._s3.put_object(Bucket=self.bucket, Key=self._key(name), Body=data)
 
+    def delete(self, name: str) -> None:
+        with self._told(name):
+            self._s3.delete_object(Bucket=self.bucket, Key=self._key(name))
+
     def path(self, name: str) -> Path:
         """A copy of it, kept as long as this object."""
         if self._copies is None:
@@ -158,22 +173,24 @@ class S3Storage:
         return copy
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str) -> Iterator[Path]:
+    def writing(self, folder: str, last: str, sign: Sign | None = None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="nxd-checkpoint-") as place:
             yield Path(place)
             names = [path.relative_to(place).as_posix() for path in sorted(Path(place).rglob("*")) if path.is_file()]
             for name in sorted(names, key=lambda name: name == last):
+                if sign is not None and name == last:
+                    sign.end()
                 with self._told(f"{folder}/{name}"):
-                    key = self._key(f"{folder}/{name}")
-                    self._s3.upload_file(str(Path(place) / name), self.bucket, key, Config=_in_this_thread())
+                    source, key = str(Path(place) / name), self._key(f"{folder}/{name}")
+                    shown = sign if name != last else None
+                    self._s3.upload_file(source, self.bucket, key, Callback=shown, Config=_in_this_thread())
 
     def make(self, folder: str) -> None:
         """Nothing: a bucket has no folders."""
 
     def remove(self, folder: str) -> None:
         for name in sorted(self.files(folder), key=lambda name: name != "done"):  # first: it is no checkpoint any more
-            with self._told(f"{folder}/{name}"):
-                self._s3.delete_object(Bucket=self.bucket, Key=self._key(f"{folder}/{name}"))
+            self.delete(f"{folder}/{name}")
 
     def replace(self, old: str, new: str) -> None:
         raise CheckpointError(f"{self.where(old)} cannot be renamed: a bucket has no folders")
