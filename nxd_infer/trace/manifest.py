@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,6 +83,22 @@ class TensorSpec(_Model):
         return count * self.torch_dtype.itemsize
 
 
+def _check_fits(value: float, spec: TensorSpec) -> None:
+    """ValueError unless the type of ``spec`` can hold ``value``."""
+    dtype = spec.torch_dtype
+    if dtype == torch.bool or dtype.is_complex:
+        return
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    fits = limits.min <= value <= limits.max
+    if dtype.is_floating_point:  # a mask is padded with -inf
+        fits = fits or value != value or value in (math.inf, -math.inf)
+    if not fits:
+        raise ValueError(
+            f"{spec.name!r} is {spec.dtype}, which holds {limits.min} to {limits.max}, and is to be filled with "
+            f"{value}: give a value in that range"
+        )
+
+
 class InputSpec(TensorSpec):
     """A graph input. ``pad`` maps a dimension to the value that fills it up to the bucket's size."""
 
@@ -95,9 +112,16 @@ class InputSpec(TensorSpec):
     because a graph takes an index outside its table for another row, or for none."""
 
     @model_validator(mode="after")
-    def _check_pad(self):
+    def _check_fills(self):
         self._check_dimensions("pad", self.pad)
+        for value in [*self.pad.values(), *([] if self.default is None else [self.default]), self.nearest_to_zero()]:
+            _check_fits(value, self)
         return self
+
+    def nearest_to_zero(self) -> float:
+        """The value in the declared range that is nearest to zero: for runs on behalf of nobody."""
+        value = 0 if self.minimum is None else max(0, self.minimum)
+        return value if self.maximum is None else min(value, self.maximum)
 
     def allows(self, value: float) -> bool:
         """Whether an element may be ``value``; NaN is outside every range."""

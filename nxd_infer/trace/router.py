@@ -213,12 +213,7 @@ def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> No
 
 def lawful(spec: InputSpec) -> Tensor:
     """A tensor of the input's shape that the model allows: zeros, or the allowed value nearest to zero."""
-    value = 0
-    if spec.minimum is not None:
-        value = max(value, spec.minimum)
-    if spec.maximum is not None:
-        value = min(value, spec.maximum)
-    return torch.full(spec.shape, _scalar(spec, value), dtype=spec.torch_dtype)
+    return torch.full(spec.shape, _scalar(spec, spec.nearest_to_zero()), dtype=spec.torch_dtype)
 
 
 def fill(view: Tensor, spec: InputSpec, tensor: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.trace import BucketModelConfig, trace_plan
+from nxd_infer.trace.manifest import InputSpec
 from nxd_infer.trace.plan import human_bytes
+from nxd_infer.trace.router import fill
 from tests.trace import models, toy
 
 X = torch.zeros(4)
@@ -291,3 +294,31 @@ class Declares(torch.nn.Module):
 def test_what_a_model_declares_of_its_inputs_is_checked(entry, message):
     with pytest.raises(TraceConfigError, match=message):
         nxd.trace.parallel_model_trace(lambda: Declares(**entry), X, backend="eager", checkpoint_loader_callable=dict)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("dtype", "entry", "message"),
+    [
+        (torch.int64, {"default": 2**70}, "holds -9223372036854775808 to 9223372036854775807, .*filled with 1.18059"),
+        (torch.uint8, {"pad": {0: -1}}, "holds 0 to 255, and is to be filled with -1.0: give a value in that range"),
+        (torch.int32, {"default": float("nan")}, "filled with nan"),
+        (torch.int64, {"minimum": 10**400}, "filled with 1000000"),
+        (torch.uint8, {"maximum": -1}, "holds 0 to 255, and is to be filled with -1"),
+        (torch.float16, {"default": 65536}, "holds -65504.0 to 65504.0, and is to be filled with 65536"),
+    ],
+)
+def test_what_fills_an_input_fits_its_type(dtype, entry, message):
+    with pytest.raises(TraceConfigError, match=f"'x' is {str(dtype)[6:]}, which .*{message}"):
+        nxd.trace.parallel_model_trace(
+            lambda: Declares(**entry), X.to(dtype), backend="eager", checkpoint_loader_callable=dict
+        )
+
+
+@pytest.mark.check
+def test_what_fits_a_type_fills_an_input():
+    """Its limits do, as far as a float holds them; infinities fill floating-point inputs (a mask, say)."""
+    for dtype, value in ((torch.float32, -math.inf), (torch.int32, 2**31 - 1), (torch.uint8, 255), (torch.bool, 7)):
+        spec = InputSpec.of("x", torch.zeros(2, dtype=dtype), default=value)
+        fill(view := torch.zeros(2, dtype=dtype), spec, None)
+        assert view.tolist() == [bool(value) if dtype == torch.bool else value] * 2
