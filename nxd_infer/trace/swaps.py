@@ -27,16 +27,30 @@ class WeightSwaps:
         self._entries: list[NewWeights] = []
 
     def swap(self, ranks: Any, new: NewWeights) -> None:
-        """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does."""
+        """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does.
+
+        Ranks that were told to use it do so, even when their caller is interrupted meanwhile: then it is kept, too.
+        """
         if new in self._entries or any(file.closed for file in new.files):
             raise WeightSchemaError("these weights were swapped in before, or given back: call cut_weights() again")
         try:
             if new.manifest is not self._manifest:
                 raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")
-            self._exchange(ranks, new)
+            self._prepare(ranks, new)
         except BaseException:
             new.close()
             raise
+        try:
+            self._commit(ranks)
+        except Exception:  # the ranks have been ended
+            new.close()
+            raise
+        except BaseException:
+            self._keep(new)
+            raise
+        self._keep(new)
+
+    def _keep(self, new: NewWeights) -> None:
         for entry in [entry for entry in self._entries if entry.names <= new.names]:
             self._entries.remove(entry)
             entry.close()
@@ -45,7 +59,8 @@ class WeightSwaps:
     def replay(self, ranks: Any) -> None:
         """Give ranks that were just started what was swapped in before."""
         for entry in self._entries:
-            self._exchange(ranks, entry)
+            self._prepare(ranks, entry)
+            self._commit(ranks)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """A rank's swapped weights, memory-mapped, by name."""
@@ -55,7 +70,7 @@ class WeightSwaps:
             found.update(load_weights(file, self._manifest.weights, partial=True))
         return found
 
-    def _exchange(self, ranks: Any, new: NewWeights) -> None:
+    def _prepare(self, ranks: Any, new: NewWeights) -> None:
         fds = [file.fileno() for file in new.files]
         try:
             ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._timeout, fds=fds, fatal=False)
@@ -64,4 +79,6 @@ class WeightSwaps:
             log.error("a rank refused new weights: %s", error)
             text = f"a rank refused the new weights and nothing was changed: {error.summary}"
             raise WeightSchemaError(text) from error
+
+    def _commit(self, ranks: Any) -> None:
         ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._timeout)

@@ -167,14 +167,14 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
 def held(monkeypatch):
     """Holds up the ranks' part of a swap: ``(begun, go)``."""
     begun, go = threading.Event(), threading.Event()
-    exchange = swaps.WeightSwaps._exchange
+    prepare = swaps.WeightSwaps._prepare
 
     def slow(self, ranks, new):
         begun.set()
         go.wait(30)
-        exchange(self, ranks, new)
+        prepare(self, ranks, new)
 
-    monkeypatch.setattr(swaps.WeightSwaps, "_exchange", slow)
+    monkeypatch.setattr(swaps.WeightSwaps, "_prepare", slow)
     yield begun, go
     go.set()
 

@@ -111,6 +111,40 @@ def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
         assert server.wait(30) == 0
 
 
+OTHER = "another change of the weights is on its way"
+
+
+def test_a_signal_ends_a_swap_that_waits_and_no_request(tmp_path):
+    (tmp_path / "new").write_text("1")
+    hold = tmp_path / "hold"
+    settings = {"admin_key": "root", "weights_root": str(tmp_path), "weights_drain_timeout": 600}
+    with (
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        toy_server(toy=SLOW, arguments=("--fail-file", str(hold)), **settings) as server,
+    ):
+        hold.write_text("hold")
+        running = pool.submit(server.post, COMPLETIONS, LONG)
+        server.wait_metric("nxd_num_requests_running", 1.0)
+        admin = {"authorization": "Bearer root"}
+
+        def swap(**more):
+            return server.post("/v1/weights", {"path": "new", **more}, headers=admin)
+
+        def swap_in_turn():
+            while OTHER in (answer := swap()).text:
+                pass
+            return answer
+
+        swapping = pool.submit(swap_in_turn)
+        wait_for(lambda: OTHER in swap(timeout=0.01).text, 20)
+        server.process.send_signal(signal.SIGTERM)
+        error = is_error(swapping.result(20), 503, code="draining")
+        assert "the weights are unchanged" in error["message"] and not running.done()
+        hold.unlink()
+        assert server.wait(30) == 0
+        assert running.result().json()["weight_version"] == 0
+
+
 def test_an_adapter_whose_files_hang_does_not_hold_up_the_end(tmp_path):
     settings = {"admin_key": "root", "weights_root": str(tmp_path), "drain_timeout": 1}
     ask = {"json": {"name": "x", "path": str(tmp_path)}, "headers": {"authorization": "Bearer root"}}

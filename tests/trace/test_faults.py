@@ -25,6 +25,7 @@ from nxd_infer.errors import (
     RankTimeoutError,
     WeightSchemaError,
 )
+from nxd_infer.trace import swaps
 from nxd_infer.trace.artifact import parallel_model_load
 from nxd_infer.trace.channel import Channel
 from nxd_infer.trace.model import TensorParallelModel
@@ -508,15 +509,43 @@ def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path,
     model.close()
 
 
+def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, monkeypatch):
+    """Ranks that were told to use them do: the next call, and ranks that are started again, are of one mind."""
+    model = started(path)
+    slow = pids_of(model)[1]
+    commit = swaps.WeightSwaps._commit
+
+    def interrupted(self, ranks):
+        os.kill(slow, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        commit(self, ranks)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(swaps.WeightSwaps, "_commit", interrupted)
+            model.update_weights(toy.logical_weights(1))
+    finally:
+        os.kill(slow, signal.SIGCONT)
+        signal.signal(signal.SIGINT, before)
+    x = torch.randn(2, 4, toy.HIDDEN)
+    torch.testing.assert_close(model(x)["y"], toy.expected(toy.logical_weights(1), x))
+    torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
+    model.close()
+
+
 def test_weights_that_were_cut_once_are_swapped_in_once(path):
     model = started(path)
     x = torch.randn(2, 4, toy.HIDDEN)
     new, other = model.cut_weights(toy.logical_weights(1)), model.cut_weights(toy.logical_weights(2))
+    size = sum(os.fstat(file.fileno()).st_size for file in new.files)
+    assert 0 < size <= sum(file.stat().st_size for file in (path / "weights").iterdir())  # as deployment.md has it
     model.update_weights(new)
     with pytest.raises(WeightSchemaError, match="cut_weights"):
         model.update_weights(new)
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(1), x))
     model.update_weights(other)
+    assert all(file.closed for file in new.files) and not any(file.closed for file in other.files)
     with pytest.raises(WeightSchemaError, match="cut_weights"):
         model.update_weights(new)
     torch.testing.assert_close(model.restart()(x)["y"], toy.expected(toy.logical_weights(2), x))

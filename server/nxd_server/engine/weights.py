@@ -136,11 +136,11 @@ class WeightGate:
                 self._lock.wait_for(lambda: change.done)  # bounded by the model's own limits
         finally:
             with self._lock:
-                if not change.begun:
-                    if self._change is change:
-                        self._change = None
-                        self._lock.notify_all()
-                    withdrawn()
+                if self._change is change and not change.begun:
+                    self._change = None
+                    self._lock.notify_all()
+            if not change.begun:
+                withdrawn()  # without the lock: the end of a large file takes its time
         if change.error is not None:
             raise change.error
         return change.version

@@ -201,7 +201,7 @@ class ModelWorker(Admission, ABC):
         def swap() -> None:
             try:
                 self.model.update_weights(new)
-            except BaseException:
+            except Exception:
                 new.close()
                 raise
 
