@@ -18,12 +18,12 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.modules.lora.peft import SUBFOLDER
-from nxd_infer.optimizer.sharded_files import FORMAT, stem
+from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
 from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_of
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.weights import write_safetensors
 from nxd_infer.trainer import checkpoint_folder as folders
-from nxd_infer.trainer.checkpoint import data_position
+from nxd_infer.trainer.checkpoint_load import data_position
 from nxd_infer.trainer.checkpoint_optimizer import classify, read_flat
 from nxd_infer.trainer.checkpoint_read import Archive, Piece, RunsSource
 from nxd_infer.trainer.checkpoint_write import checksums, rank_stem
@@ -154,9 +154,9 @@ class Resharding:
                 **_describe(plans, self.tp, context.tp.rank, start, stop),
                 "values": dict(first.values),
             }
-        groups = next(part["param_groups"] for _, part in self.archive.parts("optimizer"))
+        stored = next(part for _, part in self.archive.parts("optimizer"))
         degrees = {"dp": self.dp, "tp": self.tp, "pp": 1}
-        part.record = {"format": FORMAT, "degrees": degrees, "param_groups": groups}
+        part.record = {"format": FORMAT, "degrees": degrees, **{k: stored[k] for k in GROUP_KEYS if k in stored}}
         return part
 
     def _values(self, context: ParallelContext) -> dict[str, Any]:

@@ -130,6 +130,12 @@ class NxDOptimizer(torch.optim.Optimizer):
         """The trained parameters."""
         return self._reducer.params
 
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Of each group the names of its trained parameters."""
+        name_of = dict(zip(map(id, self._params), self.names, strict=True))
+        return [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in self.param_groups]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, as with any optimizer; their gradients travel in buckets of their own.
 
@@ -283,6 +289,8 @@ class NxDOptimizer(torch.optim.Optimizer):
         the parameter that each entry belongs to, and its float32 master where there is one.
         """
         self._hand_on(self.param_groups, self.optimizer.param_groups)
+        for piece in self.pieces:
+            piece.refresh()  # weights may have been loaded since the last step
         state = self.optimizer.state_dict()
         if any(piece.tensor is not piece.param for piece in self.pieces):
             state["pieces"] = [self._describe(piece) for piece in self.pieces]

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 FORMAT = "nxd-optimizer-shards 1.0"
 MASTER = "master"
+GROUP_KEYS = ("param_groups", "group_names")
+"""Of a description: the hyperparameters of each group, and the names of its parameters."""
+OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What learning-rate schedules put into groups."""
 
 
 def stem(context: ParallelContext) -> str:
@@ -66,6 +70,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     for piece in optimizer.pieces:
+        piece.refresh()  # weights may have been loaded since the last step
         name = optimizer.names[piece.index]
         scalars: dict[str, Any] = {}
         for key, value in optimizer.state.get(piece.tensor, {}).items():
@@ -93,7 +98,13 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
         for number, group in enumerate(optimizer.param_groups)
     ]
     degrees = {axis: context.axis(axis).degree for axis in ("dp", "tp", "pp")}
-    return tensors, {"format": FORMAT, "degrees": degrees, "param_groups": groups, "pieces": pieces}
+    return tensors, {
+        "format": FORMAT,
+        "degrees": degrees,
+        "param_groups": groups,
+        "group_names": optimizer.group_names,
+        "pieces": pieces,
+    }
 
 
 def layout_by_name(param: Tensor, name: str) -> ParamLayout:
@@ -150,7 +161,10 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         stored = {name: (piece["range"], piece["shape"]) for name, piece in description["pieces"].items()}
         if not all(isinstance(piece["values"], dict) for piece in description["pieces"].values()):
             raise TypeError("a piece has no values")
-        groups = len([dict(group) for group in description["param_groups"]])
+        if not all(isinstance(group, dict) for group in description["param_groups"]):
+            raise TypeError("a parameter group is no object")
+        if not all(isinstance(names, list) for names in description.get("group_names", [])):
+            raise TypeError("a group has no names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{json_file} describes no optimizer shard: {error!r}") from error
     _, mine = describe(optimizer)
@@ -163,11 +177,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         )
     wanted = {name: (piece["range"], piece["shape"]) for name, piece in mine["pieces"].items()}
     differing = [name for name in stored | wanted if stored.get(name) != wanted.get(name)]
-    if groups != len(mine["param_groups"]):
-        raise CheckpointError(
-            f"{json_file} has {groups} parameter groups, and this optimizer {len(mine['param_groups'])}; make it of "
-            "the same groups"
-        )
+    require_same_groups(optimizer, description, str(json_file))
     if differing:
         raise CheckpointError(
             f"{json_file} belongs to another model: {len(differing)} parameters differ in name, shape or range, "
@@ -182,6 +192,32 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
     if strangers:
         raise CheckpointError(f"{tensors_file} holds {strangers[0]!r}, which {json_file.name} does not describe")
     take_over(optimizer, tensors, description)
+
+
+def require_same_groups(optimizer: NxDOptimizer, description: dict[str, Any], where: str) -> None:
+    """Raise CheckpointError when the groups are of another optimizer, or of other parameters: they go by place."""
+    stored, mine = description["param_groups"], optimizer.param_groups
+    if len(stored) != len(mine):
+        raise CheckpointError(
+            f"{where} has {len(stored)} parameter groups, and this optimizer {len(mine)}; make it of the same groups"
+        )
+    if "group_names" not in description:  # of the reference, or one of our first
+        return
+    for theirs, ours in zip(stored, mine, strict=True):
+        missing = sorted(optimizer.optimizer.defaults.keys() - theirs.keys())
+        surplus = sorted(theirs.keys() - ours.keys() - set(OF_SCHEDULES))
+        if missing and surplus:  # another release of PyTorch may have more of them, or less, but not both
+            raise CheckpointError(
+                f"{where} is of another optimizer than this {type(optimizer.optimizer).__name__}: it has {surplus} and "
+                f"not {missing}; make an optimizer of the class that was saved, or load without one"
+            )
+    for number, (theirs, ours) in enumerate(zip(description["group_names"], optimizer.group_names, strict=False)):
+        differing = sorted(set(theirs) ^ set(ours))
+        if differing:
+            raise CheckpointError(
+                f"{where}: parameter group {number} is of other parameters than this optimizer's, by {differing[:4]}; "
+                "hand over the groups in the order of the save"
+            )
 
 
 def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.sources import open_safetensors
+from nxd_infer.layout.sources import DTYPES, open_safetensors
 
 FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
@@ -38,10 +39,20 @@ REMOVING = ".removing-"
 # --- structure: values to JSON and back ------------------------------------------------------------------
 
 
-def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
+def require_sliceable(dtype: torch.dtype, what: str) -> None:
+    """Raise CheckpointError for a type that could be written, and not be read in slices."""
+    if dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{what} is a tensor of {dtype}, which a checkpoint does not hold; convert it (a complex one with "
+            "torch.view_as_real, an unsigned one to int64)"
+        )
+
+
+def pack(value: Any, down_cast_bf16: bool = False, sliceable: bool = False) -> tuple[Any, list[Tensor]]:
     """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
 
     With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed.
+    ``sliceable`` refuses tensors of types that cannot be read in slices.
     Raises CheckpointError for a value of another kind, with the path to it.
     """
     tensors: list[Tensor] = []
@@ -61,6 +72,8 @@ def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
                 raise CheckpointError(
                     f"{path} is a {item.layout} tensor on {item.device}; only dense ones can be saved"
                 )
+            if sliceable:
+                require_sliceable(item.dtype, path)
             return {"tensor": number_of(item)}
         if isinstance(item, Mapping):
             kind = "counter" if isinstance(item, collections.Counter) else "dict"  # of a MultiStepLR's milestones
@@ -76,9 +89,9 @@ def pack(value: Any, down_cast_bf16: bool = False) -> tuple[Any, list[Tensor]]:
             return {"float": str(float(item))}
         if item is None or type(item) in (bool, int, float, str):
             return item
-        scalar = getattr(item, "item", None)  # a numpy scalar
-        if callable(scalar) and type(item).__module__ == "numpy":
-            return visit(scalar(), path)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(item, numpy.generic):
+            return visit(item.item(), path)  # pyright: ignore[reportAttributeAccessIssue]
         raise CheckpointError(
             f"{path} is a {type(item).__name__}, which a checkpoint does not hold: it takes tensors, numbers, text, "
             "None, and dictionaries, lists and tuples of them"
@@ -289,7 +302,7 @@ def _record(structure: Any, facts: Mapping[str, Any]) -> str:
 
 def _parsed(text: str, path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = parse_json(text)
         found = (record["format"], record["version"])
         known = isinstance(record["facts"], dict) and "structure" in record
     except (ValueError, KeyError, TypeError) as error:

@@ -22,6 +22,7 @@ from nxd_infer.parallel_layers.checkpoint_files import parse_json
 FORMAT = "nxd-checkpoint 1.0"
 MANIFEST, DONE = "manifest.json", "done"
 COUNTERS = range(1, 1 << 62)
+YEAR_10000 = 253402300800
 Read = Callable[[str], bytes]
 """The contents of a file of the checkpoint, by its name. Raises OSError."""
 
@@ -98,6 +99,8 @@ def _require_known(manifest: Any, where: str) -> None:
     complete = isinstance(degrees, dict) and all(whole(degrees.get(axis)) and degrees[axis] > 0 for axis in AXES)
     check("degrees", complete, f"an object with a whole number for each of {', '.join(AXES)}")
     check("world_size", whole(world) and world in COUNTERS, "a whole number of at least 1")
+    saved = manifest.get("saved_at")
+    check("saved_at", isinstance(saved, int | float) and 0 <= saved < YEAR_10000, "a time in seconds")
     check("files", is_object(manifest.get("files"), int), "an object of numbers")
     check("sha256", is_object(manifest.get("sha256", {}), str), "an object of texts")
 

@@ -7,27 +7,22 @@ pickled. :mod:`nxd_infer.trainer.checkpoint_folder` says what lies where.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout import check_weights, fill_tensor, load_weights, weight_layout
-from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
-from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import in_turns, world_max
-from nxd_infer.parallel_layers.checkpoint_files import pack
 from nxd_infer.trainer import checkpoint_folder as folders
 from nxd_infer.trainer import reference_files
-from nxd_infer.trainer.checkpoint_optimizer import load_optimizer, optimizer_layouts
-from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+from nxd_infer.trainer.checkpoint_load import data_position, model_change, optimizer_change, same_degrees
+from nxd_infer.trainer.checkpoint_read import Archive
 from nxd_infer.trainer.checkpoint_write import (
     Content,
     checksums,
@@ -38,7 +33,7 @@ from nxd_infer.trainer.checkpoint_write import (
     wait_for_ranks,
     write_rank,
 )
-from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
+from nxd_infer.trainer.reference_files import AnyArchive
 from nxd_infer.trainer.storage import LocalStorage, Storage, storage_of
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
@@ -47,6 +42,7 @@ WORKERS = range(1, 33)
 NOTHING, REFERENCE = 0, 1 << 62
 """Instead of the number of a checkpoint. The largest of all ranks counts, and only rank 0 looks."""
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -111,7 +107,7 @@ def save_checkpoint(
     inner = local_module(model) if isinstance(model, nn.Module) else None
     if isinstance(inner, LoRAModel):
         contents[0].adapter = collect_adapter(inner)  # a collective
-    counter = _number_of(context, lambda: folders.begin(storage, tag))
+    counter = _number_of(context, _told(storage, lambda: folders.begin(storage, tag)))
     folder = folders.folder_of(storage, tag, counter)
     facts = {
         "world_size": context.world_size,
@@ -138,11 +134,11 @@ def save_checkpoint(
             raise
 
     if async_save:
-        outstanding.start(storage, folder, context.rank, write_and_finish)
+        outstanding.start(storage, folder, context.rank, _told(storage, write_and_finish))
         return
     try:
-        in_turns(context, context.world_size if use_xser else num_workers, write, of_world=True)
-        _together(context, finish)
+        in_turns(context, context.world_size if use_xser else num_workers, _told(storage, write), of_world=True)
+        _together(context, _told(storage, finish))
     except Exception:
         if context.rank == 0:
             folders.abandon(storage, tag, counter)
@@ -188,7 +184,7 @@ def load_checkpoint(
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    counter = _number_of(context, lambda: _find(storage, tag))
+    counter = _number_of(context, _told(storage, lambda: _find(storage, tag)))
     if counter == NOTHING:
         if context.rank == 0:
             logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
@@ -196,28 +192,34 @@ def load_checkpoint(
     archive = _open(storage, counter, tag, context, verify)
     wanted = {"model": model, "optimizer": optimizer}
     kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
-    in_turns(context, num_workers, lambda: archive.verify(kinds, context.rank, context.world_size), of_world=True)
+    verify_share = _told(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
+    in_turns(context, num_workers, verify_share, of_world=True)
     user_content: list[Any] = []
 
     def read() -> None:
-        if model is not None:
-            _load_model(model, archive, strict, context)
-        if optimizer is not None:
-            _load_optimizer(optimizer, archive, context)
+        # What may not fit is read and compared first; then everything changes.
         values = archive.value(0, "values")
+        if scheduler is not None and "scheduler" not in values:
+            raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
+        position = None if dataloader is None else data_position(archive, context)
+        changes: list[Callable[[], object]] = []
+        if model is not None:
+            changes.append(model_change(model, archive, strict, context))
+        if optimizer is not None:
+            changes.append(optimizer_change(optimizer, archive, context))
+        for change in changes:
+            change()
         if scheduler is not None:
-            if "scheduler" not in values:
-                raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
             scheduler.load_state_dict(values["scheduler"])
         if dataloader is not None:
-            dataloader.load_state_dict(data_position(archive, context))
-        if optimizer is not None and _same_degrees(archive, context):
+            dataloader.load_state_dict(position)
+        if optimizer is not None and same_degrees(archive, context):
             random_state = archive.value(context.rank, "values").get("random")
             if random_state is not None:
                 restore_random_state(random_state)
         user_content.append(values["user_content"])
 
-    in_turns(context, num_workers, read, of_world=True)
+    in_turns(context, num_workers, _told(storage, read), of_world=True)
     return user_content[0]
 
 
@@ -242,6 +244,18 @@ def _check_workers(num_workers: Any) -> None:
         raise CheckpointError(f"num_workers must be a whole number of 1 to {WORKERS[-1]}, got {num_workers!r}")
 
 
+def _told(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
+    """``action``, whose failures to read and write are CheckpointErrors that name the folder."""
+
+    def told() -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(f"{storage.where()} cannot be read or written: {error}") from error
+
+    return told
+
+
 def _together(context: ParallelContext, action: Callable[[], object]) -> None:
     """On all ranks at once; all wait, and all fail, together."""
     in_turns(context, context.world_size, action, of_world=True)
@@ -256,6 +270,8 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
 
 def _find(storage: Storage, tag: str | None) -> int:
     """The number of the checkpoint to load, NOTHING, or REFERENCE for one that the reference wrote."""
+    if isinstance(storage, LocalStorage) and storage.root.is_file():
+        raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
     ours = folders.holds_checkpoint(storage, tag)
     if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
         return REFERENCE
@@ -280,84 +296,5 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
         found.append(Archive(checkpoint, verify))
 
     found: list[AnyArchive] = []
-    _together(context, find)
+    _together(context, _told(storage, find))
     return found[0]
-
-
-def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
-    """What to give this rank's data loader."""
-    if _same_degrees(archive, context):
-        return _position_of(archive, context.rank)
-    first, *others = (pack(_position_of(archive, rank)) for rank in range(math.prod(archive.degrees.values())))
-    if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
-        raise CheckpointError(
-            f"{archive.where} holds another position in the data for each rank, so it goes on at the degrees of the "
-            f"save only, {dict(archive.degrees)}; a trainer.data.ResumableLoader can go on at any"
-        )
-    return _position_of(archive, 0)
-
-
-def _position_of(archive: AnyArchive, rank: int) -> Any:
-    values = archive.value(rank, "values")
-    if "dataloader" not in values:
-        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
-    return values["dataloader"]
-
-
-def _same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
-    return all(archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
-
-
-def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:
-    """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
-    parts = dict(archive.parts(kind))
-    if not any("structure" in part for part in parts.values()):
-        return None
-    if not _same_degrees(archive, context):
-        raise CheckpointError(
-            f"the {kind} of {archive.where} was saved as a dictionary at "
-            f"{dict(archive.degrees)}; it can be loaded at these degrees only: save the "
-            "object itself to load it at others"
-        )
-    rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
-    return archive.value(rank, kind)
-
-
-def _load_model(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> None:
-    module = local_module(model)
-    state = _whole("model", archive, context)
-    if state is not None:
-        module.load_state_dict(state, strict=strict)
-        return
-    if isinstance(archive, ReferenceArchive):
-        if isinstance(module, LoRAModel):
-            raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
-        archive.know(weight_layout(module))
-    source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
-    if isinstance(module, LoRAModel):
-        module.load_weights(source, rank, degree, strict)
-        return
-    if strict:
-        load_weights(module, source, rank=rank, degree=degree)
-        return
-    names = set(source.keys())
-    there = {name: layout for name, layout in weight_layout(module).items() if set(layout.logical_names) <= names}
-    check_weights(there, source, strict=False)
-    here = named_tensors(module)
-    for name, layout in there.items():
-        fill_tensor(here[name], source, layout.rank_layout(degree, rank))
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, archive: AnyArchive, context: ParallelContext) -> None:
-    state = _whole("optimizer", archive, context)
-    if state is not None:
-        optimizer.load_state_dict(state)
-    elif isinstance(optimizer, NxDOptimizer):
-        if isinstance(archive, ReferenceArchive):
-            archive.know(optimizer_layouts(optimizer), optimizer.names)
-        load_optimizer(optimizer, archive, context)
-    else:
-        raise CheckpointError(
-            f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "
-            "make the optimizer with initialize_parallel_optimizer()"
-        )

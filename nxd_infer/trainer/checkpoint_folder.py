@@ -223,7 +223,7 @@ def _highest_number(storage: Storage, folder: str) -> int:
     if named and (storage.local or any(map(_OURS.match, storage.files(folder)))):
         found.append(int(named[1]))
     with contextlib.suppress(OSError):
-        claimed = re.search(rb'"counter": (\d{1,18})\b', storage.read(_inside(folder, MANIFEST)))
+        claimed = re.search(rb'"counter": (\d{1,15})\b', storage.read(_inside(folder, MANIFEST)))
         found.append(int(claimed[1]) if claimed else 0)
     return max(found)
 
@@ -301,10 +301,10 @@ def finish(
 
 
 def abandon(storage: Storage, tag: str, counter: int) -> None:
-    """Remove what was written of a checkpoint that failed."""
+    """Remove what was written of a checkpoint that failed, unless it is whole: then only what came after it failed."""
     folder = folder_of(storage, tag, counter)
-    with contextlib.suppress(OSError):
-        if folder in storage.folders():
+    with contextlib.suppress(OSError, CheckpointError):
+        if folder in storage.folders() and DONE not in storage.files(folder):
             storage.remove(folder)
 
 

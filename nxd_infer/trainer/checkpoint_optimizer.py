@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weight
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
-from nxd_infer.optimizer.sharded_files import MASTER, layout_by_name, take_over
+from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, layout_by_name, require_same_groups
 from nxd_infer.trainer.checkpoint_read import Piece, RunsSource
 from nxd_infer.trainer.reference_files import AnyArchive
 
 
-def load_optimizer(optimizer: NxDOptimizer, archive: AnyArchive, context: ParallelContext) -> None:
-    """Give each piece of ``optimizer`` the state of the elements it stands for.
+def read_optimizer(
+    optimizer: NxDOptimizer, archive: AnyArchive, context: ParallelContext
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of the elements that each piece of ``optimizer`` stands for, for :func:`take_over`.
 
     State of the shape of its parameter is read element by element; what is one number a parameter (``step``) is the
     same for all of it. Anything else can be read at the degrees it was saved at only.
@@ -57,12 +60,10 @@ def load_optimizer(optimizer: NxDOptimizer, archive: AnyArchive, context: Parall
                     f"{dict(archive.degrees)}"
                 )
             tensors[f"{name}|{key}"] = found
-    groups = next(part["param_groups"] for _, part in archive.parts("optimizer"))
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(groups)} parameter groups, this one {len(optimizer.param_groups)}"
-        )
-    take_over(optimizer, tensors, {"pieces": values, "param_groups": groups})
+    stored_part = next(part for _, part in archive.parts("optimizer"))
+    description = {"pieces": values, **{key: stored_part[key] for key in GROUP_KEYS if key in stored_part}}
+    require_same_groups(optimizer, description, archive.where)
+    return tensors, description
 
 
 def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:

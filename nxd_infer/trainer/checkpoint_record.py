@@ -48,6 +48,9 @@ def read_record(text: bytes, where: str) -> dict[str, Any]:
             groups = part.get("param_groups")
             listed = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
             check(f"{kind!r}: 'param_groups'", listed, "a list of objects", groups)
+            names = part.get("group_names", [])
+            listed = isinstance(names, list) and all(isinstance(group, list) for group in names)
+            check(f"{kind!r}: 'group_names'", listed, "a list of lists of names", names)
     return record
 
 

@@ -34,7 +34,7 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
-from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_of
+from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, require_sliceable, sha256_of
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 from nxd_infer.trainer.model import NxDModel
 from nxd_infer.trainer.storage import Storage
@@ -132,7 +132,7 @@ def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
 
 
 def _packed(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    structure, tensors = pack(value)
+    structure, tensors = pack(value, sliceable=True)
     return {str(number): tensor for number, tensor in enumerate(tensors)}, {"structure": structure}
 
 
@@ -141,6 +141,7 @@ def _storable(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     used: set[int] = set()
     for name, tensor in tensors.items():
+        require_sliceable(tensor.dtype, repr(name))
         stored = tensor.detach().cpu().contiguous()
         memory = stored.untyped_storage()
         mine = tensor.untyped_storage().data_ptr() != memory.data_ptr()
@@ -223,7 +224,8 @@ class SignOfLife:
 
     def end(self) -> None:
         if self._there:
-            self._storage.delete(self._name)
+            with contextlib.suppress(OSError, CheckpointError):  # it may stay where nothing can be deleted
+                self._storage.delete(self._name)
             self._there = False
 
 

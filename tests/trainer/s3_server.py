@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -19,6 +19,9 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     objects: dict[str, bytes]
     calls: list[str]
+    kept: Collection[str]
+    parts: dict[str, dict[int, bytes]]
+    """Of files that are uploaded in several, by upload and number."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -39,14 +42,41 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def _query(self) -> dict[str, str]:
+        query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+        return {name: values[0] for name, values in query.items()}
+
+    def do_POST(self) -> None:
+        """A file of several parts is begun, and made of them."""
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        query, key = self._query(), self._key()
+        if "uploads" in query:
+            upload = f"upload-{key}"
+            self.parts[upload] = {}
+            answer = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
+        else:
+            parts = self.parts.pop(query["uploadId"])
+            self.calls.append(f"PUT {key}")
+            self.objects[key] = b"".join(parts[number] for number in sorted(parts))
+            answer = "<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
+        self._answer(200, answer.encode(), Content_Type="application/xml")
+
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers["Content-Length"]))
         assert "aws-chunked" not in self.headers.get("Content-Encoding", "")
+        query = self._query()
+        if "partNumber" in query:
+            self.parts[query["uploadId"]][int(query["partNumber"])] = data
+            self._answer(200)
+            return
         self.calls.append(f"PUT {self._key()}")
         self.objects[self._key()] = data
         self._answer(200)
 
     def do_DELETE(self) -> None:
+        if self._key() in self.kept:
+            self._error(403, "AccessDenied")
+            return
         self.calls.append(f"DELETE {self._key()}")
         self.objects.pop(self._key(), None)
         self._answer(204)
@@ -55,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        query = self._query()
         if query.get("list-type") == "2":
             self._list(query)
             return
@@ -102,9 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def s3_server() -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
-    """``(endpoint, objects by bucket/key, calls that changed something)`` of a server that runs inside the block."""
-    handler = type("Handler", (_Handler,), {"objects": {}, "calls": []})
+def s3_server(kept: Collection[str] = ()) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
+    """``(endpoint, objects by bucket/key, calls that changed something)`` of a server that runs inside the block.
+
+    It refuses to delete what is ``kept``.
+    """
+    handler = type("Handler", (_Handler,), {"objects": {}, "calls": [], "parts": {}, "kept": kept})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -13,7 +13,7 @@ from torch import nn
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint, wait_for_save
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, training
 from tests.trainer.models import mlp, vectors
@@ -59,6 +59,32 @@ def test_a_damaged_tensor_is_found_before_anything_changes(ranks: int):
             assert sum(f"s3://{file} differs from its checksum" in text for text in told) == 1, told
             objects[file] = data
         assert run_ranks(untouched, ranks, endpoint, ZERO1, True, tp=1, timeout=60) == ["loaded"] * ranks
+
+
+def test_a_file_of_several_parts(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Above 8 MB a file travels in parts, both ways."""
+    with s3_server() as (endpoint, objects, _):
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        model, other = nn.Linear(1600, 1600), nn.Linear(1600, 1600)
+        save_checkpoint(ROOT, "a", model, user_content=1)
+        assert len(objects["models/job/a.00000001/model.tp_rank_00.pp_rank_00.safetensors"]) > 8 << 20
+        assert load_checkpoint(ROOT, model=other) == 1 and torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_whole_checkpoint_survives_a_failure_to_tidy_up(async_save: bool, monkeypatch: pytest.MonkeyPatch):
+    """An older one cannot be removed, halfway through: that is told, and the new one is there."""
+    with s3_server(kept={"models/job/a.00000001/manifest.json"}) as (endpoint, objects, _):
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        save_checkpoint(ROOT, "a", model, user_content="a")
+        with pytest.raises(CheckpointError, match=r"a.00000001/manifest.json.*AccessDenied"):
+            save_checkpoint(ROOT, "b", model, user_content="b", num_kept_ckpts=1, async_save=async_save)
+            wait_for_save()
+        assert "models/job/a.00000001/done" not in objects
+        assert load_checkpoint(ROOT, model=other) == "b" and torch.equal(other.weight, model.weight)
 
 
 # --- killed at any moment ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -188,6 +189,37 @@ def test_one_rank_killed_while_saving(tmp_path: Path):
 # --- in one process ---------------------------------------------------------------------------------------
 
 
+class Held(torch.nn.Module):
+    def __init__(self, value: torch.Tensor):
+        super().__init__()
+        self.register_buffer("held", value)
+
+
+TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+OTHERS = ["float8_e4m3fn", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fnuz"]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", [*TYPES, *OTHERS])
+def test_every_type_comes_back_or_is_refused_when_it_is_saved(tmp_path: Path, name: str):
+    """Never a checkpoint that says later that it cannot be read."""
+    value = torch.tensor([1, 0, 1, 1]).to(getattr(torch, name))
+    model, other = Held(value), Held(torch.zeros_like(value))
+    refused = []
+    for kind, arguments in (("content", {"user_content": [value]}), ("model", {"model": model})):
+        try:
+            save_checkpoint(tmp_path, kind, **arguments)
+        except CheckpointError as error:
+            refused.append(f"torch.{name}" in str(error))
+    if refused:
+        assert refused == [True, True] and name in OTHERS and not list(tmp_path.iterdir())
+        return
+    (content,) = load_checkpoint(tmp_path, "content")
+    load_checkpoint(tmp_path, "model", model=other)
+    for found in (content, other.get_buffer("held")):
+        assert found.dtype == value.dtype and torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+
+
 def small() -> tuple[Any, Any]:
     """A model and an optimizer that have made a step."""
     model, optimizer = training(mlp)
@@ -302,10 +334,26 @@ def test_loading_a_part(tmp_path: Path):
 
 
 @pytest.mark.check
+def test_a_path_that_is_a_file(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"file cannot be read or written: .*File exists"):
+        save_checkpoint(path, "a", MLP())
+    for tag in (None, "a"):
+        with pytest.raises(CheckpointError, match="file is a file; give the folder that save_checkpoint"):
+            load_checkpoint(path, tag)
+    assert path.read_text() == "mine" and not has_checkpoint(path)
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"user_content": {"a": [object()]}}, r"\['user_content'\]\['a'\]\[0\] is a object"),
+        (
+            {"user_content": {"a": numpy.zeros(1)}},
+            r"\['user_content'\]\['a'\] is a ndarray, .* it takes tensors",
+        ),
         ({"tag": "../a"}, "cannot be a tag"),
         ({"tag": "theirs"}, "exists and is no checkpoint; it is left alone"),
         ({"num_workers": 33}, "num_workers must be a whole number of 1 to 32, got 33"),

@@ -83,6 +83,7 @@ MODEL, OPTIMIZER = "model.tp_rank_00.pp_rank_00.safetensors", "optim.dp_rank_00.
         ("manifest.json", flip, "manifest.json differs from its checksum in 'done'"),
         ("manifest.json", Path.unlink, "manifest.json is missing"),
         (MODEL, Path.unlink, f"damaged: {MODEL} is missing; restore the files, or load another tag"),
+        ("rank_00000.json", Path.unlink, r"of 1 ranks is damaged: rank_00000.json is missing; restore the files"),
         (MODEL, lambda path: path.write_bytes(path.read_bytes()[:-1]), f"{MODEL} has [0-9]+ bytes instead of [0-9]+"),
     ],
 )
@@ -174,11 +175,16 @@ def test_elements_that_two_ranks_claim_are_refused(tmp_path: Path):
 
 
 def test_a_checkpoint_of_the_first_version(tmp_path: Path):
-    """Without checksums, with an empty ``done``."""
+    """Without checksums and the names of groups, with an empty ``done``."""
     model, optimizer = small()
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=7)
+    path = tmp_path / "a" / "rank_00000.json"
+    record = json.loads(path.read_text())
+    del record["optimizer"]["group_names"], record["sha256"]
+    path.write_text(json.dumps(record))
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     del manifest["sha256"]
+    manifest["files"][path.name] = path.stat().st_size
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "a" / "done").write_text("")
     assert load_checkpoint(tmp_path, None, *training(mlp, seed=3, optimizer_class=AdamW)) == 7

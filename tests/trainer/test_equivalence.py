@@ -94,7 +94,7 @@ def test_four_ranks():
 @pytest.mark.parametrize("model", ["mlp", *FAMILIES])
 def test_one_process(model: str):
     """The trainer at degree 1 is plain PyTorch, bit by bit."""
-    options = {"steps": 3}
+    options = {"steps": STEPS}
     reference = train_single(builder(model, torch.float32), batch_for(model, torch.float32), Training(**options))
     found = compare_with(
         reference, builder(model, torch.float32), batch_for(model, torch.float32), Training(**options), tolerance=0.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ import nxd_infer as nxd
 from nxd_infer.errors import CheckpointError
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
-from tests.trainer.jobs import mine
-from tests.trainer.models import mlp, vectors
+from tests.trainer.jobs import mine, training
+from tests.trainer.models import MLP, mlp, vectors
 
 Optimizer = torch.optim.Optimizer
 
@@ -50,10 +52,11 @@ def go_on(parts: tuple[Any, Any, Any], count: int) -> list[float]:
     model, optimizer, scheduler = parts
     losses = []
     for _ in range(count):
-        losses.append(float(model.run_train(**mine(vectors()))))
+        losses.append(float(model.run_train(**mine(vectors(model.dtype)))))
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
     return losses
 
 
@@ -95,6 +98,36 @@ def resharded_file(root: str) -> None:
 
 def test_a_rate_that_is_a_tensor_in_sharded_files(tmp_path: Path):
     run_ranks(resharded_file, 2, str(tmp_path), tp=1, timeout=60)
+
+
+def loaded_before_the_first_step(root: str, zero1: bool) -> None:
+    """Weights that are loaded after the optimizer was made, saved before it has stepped: the masters are theirs."""
+    options = {
+        "optimizer_config": {"zero_one_enabled": zero1, "bucket_cap_mb": 0.001},
+        "mixed_precision_config": {"use_master_weights": True},
+    }
+    build = partial(MLP, torch.bfloat16)
+    torch.manual_seed(7)
+    pretrained = build().state_dict()
+    model, optimizer = training(build, **options)
+    model.load_state_dict(pretrained)
+    save_checkpoint(root, "files", model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    wanted = go_on((model, optimizer, None), 2)
+    for how in ("files", "memory"):
+        other, fresh = training(build, seed=3, **options)
+        if how == "files":
+            load_checkpoint(root, how, other, fresh)
+        else:
+            other.load_state_dict(pretrained)
+            fresh.load_state_dict(state)
+        assert go_on((other, fresh, None), 2) == wanted, how
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items()), how
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masters_are_saved_as_the_weights_are(tmp_path: Path, ranks: int):
+    run_ranks(loaded_before_the_first_step, ranks, str(tmp_path), ranks == 2, tp=1, timeout=60)
 
 
 @pytest.mark.check

@@ -1,0 +1,139 @@
+"""What loading a checkpoint changes of a job. What may not fit is read and compared before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import ParamLayout, check_weights, fill_tensor, load_weights, weight_layout
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import take_over
+from nxd_infer.parallel_layers.checkpoint_files import pack
+from nxd_infer.trainer.checkpoint_optimizer import optimizer_layouts, read_optimizer
+from nxd_infer.trainer.checkpoint_read import RunsSource
+from nxd_infer.trainer.checkpoint_write import local_module
+from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
+
+
+def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
+    """What to give this rank's data loader."""
+    if same_degrees(archive, context):
+        return _position_of(archive, context.rank)
+    first, *others = (pack(_position_of(archive, rank)) for rank in range(math.prod(archive.degrees.values())))
+    if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
+        raise CheckpointError(
+            f"{archive.where} holds another position in the data for each rank, so it goes on at the degrees of the "
+            f"save only, {dict(archive.degrees)}; a trainer.data.ResumableLoader can go on at any"
+        )
+    return _position_of(archive, 0)
+
+
+def _position_of(archive: AnyArchive, rank: int) -> Any:
+    values = archive.value(rank, "values")
+    if "dataloader" not in values:
+        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
+    return values["dataloader"]
+
+
+def same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
+    return all(archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
+
+
+def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:
+    """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
+    parts = dict(archive.parts(kind))
+    if not any("structure" in part for part in parts.values()):
+        return None
+    if not same_degrees(archive, context):
+        raise CheckpointError(
+            f"the {kind} of {archive.where} was saved as a dictionary at "
+            f"{dict(archive.degrees)}; it can be loaded at these degrees only: save the "
+            "object itself to load it at others"
+        )
+    rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
+    return archive.value(rank, kind)
+
+
+def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> Callable[[], object]:
+    """What loads the model. Raises WeightMismatchError now, before anything changes, when it does not fit."""
+    module = local_module(model)
+    state = _whole("model", archive, context)
+    if state is not None:
+        return partial(_load_dictionary, "model", module, state, {"strict": strict})
+    if isinstance(archive, ReferenceArchive):
+        if isinstance(module, LoRAModel):
+            raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
+        archive.know(weight_layout(module))
+    source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
+    if isinstance(module, LoRAModel):
+        return partial(module.load_weights, source, rank, degree, strict)
+    layouts = weight_layout(module)
+    if strict:
+        check_weights(layouts, source)
+    else:
+        names = set(source.keys())
+        layouts = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+        check_weights(layouts, source, strict=False)
+    here = named_tensors(module)
+    _require_equal_ties(layouts, here, source, context)
+    if strict:
+        return partial(load_weights, module, source, rank=rank, degree=degree)
+
+    def fill() -> None:
+        for name, layout in layouts.items():
+            fill_tensor(here[name], source, layout.rank_layout(degree, rank))
+
+    return fill
+
+
+def _require_equal_ties(
+    layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
+) -> None:
+    """Raise WeightMismatchError when what is one weight of the model is two different ones in the checkpoint."""
+    names = set(source.keys())
+    for name, layout in layouts.items():
+        first = layouts.get(layout.alias_of or "")
+        if first is None or not {*layout.logical_names, *first.logical_names} <= names:
+            continue
+        values = []
+        for one in (layout, first):
+            values.append(torch.zeros_like(here[name]))
+            fill_tensor(values[-1], source, one.rank_layout(context.tp.degree, context.tp.rank))
+        if not torch.equal(*values):
+            raise WeightMismatchError(
+                f"{name!r} and {layout.alias_of!r} are one weight in this model, and two different ones in the "
+                "checkpoint: build the model without tying them"
+            )
+
+
+def _load_dictionary(what: str, target: Any, state: Any, options: Mapping[str, Any]) -> None:
+    try:
+        target.load_state_dict(state, **options)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's {what}, a dictionary, does not fit this one: {error}") from error
+
+
+def optimizer_change(
+    optimizer: torch.optim.Optimizer, archive: AnyArchive, context: ParallelContext
+) -> Callable[[], object]:
+    """What loads the optimizer. Raises CheckpointError now, before anything changes, when it does not fit."""
+    state = _whole("optimizer", archive, context)
+    if state is not None:
+        return partial(_load_dictionary, "optimizer", optimizer, state, {})
+    if not isinstance(optimizer, NxDOptimizer):
+        raise CheckpointError(
+            f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "
+            "make the optimizer with initialize_parallel_optimizer()"
+        )
+    if isinstance(archive, ReferenceArchive):
+        archive.know(optimizer_layouts(optimizer), optimizer.names)
+    return partial(take_over, optimizer, *read_optimizer(optimizer, archive, context))

@@ -1,0 +1,137 @@
+"""What does not fit is refused before anything changes: another optimizer, other groups, a weight that is tied here."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_infer as nxd
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxd_infer.trainer.data import ResumableLoader
+from tests.ranks import run_ranks
+from tests.trainer.jobs import ZERO1, AdamW, training
+from tests.trainer.models import mlp, vectors
+
+
+def by_decay(model: nn.Module, swapped: bool = False) -> list[dict[str, Any]]:
+    """Weights decay, biases and norms do not."""
+    named = list(model.named_parameters())
+    flat = [param for name, param in named if param.dim() == 1]
+    groups = [
+        {"params": [param for name, param in named if param.dim() > 1], "weight_decay": 0.5, "lr": 0.01},
+        {"params": flat, "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return groups[::-1] if swapped else groups
+
+
+def stepped(**options: Any) -> tuple[Any, Any]:
+    model, optimizer = training(mlp, **options)
+    model.run_train(**vectors())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "swapped": (
+        {"groups": lambda model: by_decay(model, swapped=True)},
+        "parameter group 0 is of other parameters than this optimizer's, by .*hand over the groups in the order",
+    ),
+    "one group": ({}, "has 2 parameter groups, and this optimizer 1"),
+    "sgd": (
+        {"groups": by_decay, "optimizer_class": torch.optim.SGD},
+        r"is of another optimizer than this SGD: it has .*'betas'.* and not \['dampening', 'momentum', 'nesterov'\]",
+    ),
+}
+
+
+def refused(root: str, zero1: bool) -> None:
+    options = ZERO1 if zero1 else {}
+    model, optimizer = stepped(groups=by_decay, **options)
+    save_checkpoint(root, "a", model, optimizer)
+    if zero1:
+        optimizer.save_sharded_state_dict(root)
+    for others, message in OTHERS.values():
+        other, fresh = training(mlp, seed=3, **others, **options)
+        weights, rates = copy.deepcopy(other.state_dict()), [group["lr"] for group in fresh.param_groups]
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(root, "a", other, fresh)
+        if zero1:
+            with pytest.raises(CheckpointError, match=message):
+                fresh.load_sharded_state_dict(root)
+        assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+        assert not fresh.state and [group["lr"] for group in fresh.param_groups] == rates
+    other, fresh = training(mlp, seed=3, groups=by_decay, **options)
+    load_checkpoint(root, "a", other, fresh)
+    for parts in ((model, optimizer), (other, fresh)):
+        parts[0].run_train(**vectors())
+        parts[1].step()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_optimizer_or_other_groups(tmp_path: Path, ranks: int):
+    """Hyperparameters go by the place of a group: in another order they would be given to the wrong parameters."""
+    run_ranks(refused, ranks, str(tmp_path), ranks == 2, tp=1, timeout=90)
+
+
+@pytest.mark.check
+def test_what_was_not_saved_is_missed_before_anything_changes(tmp_path: Path):
+    save_checkpoint(tmp_path, "a", *stepped())
+    model, optimizer = training(mlp, seed=3)
+    before = copy.deepcopy(model.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for wanted, message in (
+        ({"scheduler": scheduler}, "holds no scheduler"),
+        ({"dataloader": ResumableLoader([1])}, "holds no position in the data"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, "a", model, optimizer, **wanted)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not optimizer.state
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_weights_that_are_one_here(tmp_path: Path, strict: bool):
+    """Different ones cannot be; equal ones, and a checkpoint of the tied model, are loaded."""
+    apart, tied = Tied(False), Tied(True)
+    save_checkpoint(tmp_path, "apart", apart)
+    before = tied.embed.weight.detach().clone()
+    with pytest.raises(WeightMismatchError, match=r"'head.weight' and 'embed.weight' are one weight in this model"):
+        load_checkpoint(tmp_path, "apart", tied, strict=strict)
+    assert torch.equal(tied.embed.weight, before)
+    with torch.no_grad():
+        apart.head.weight.copy_(apart.embed.weight)
+    save_checkpoint(tmp_path, "equal", apart)
+    load_checkpoint(tmp_path, "equal", tied, strict=strict)
+    assert torch.equal(tied.head.weight, apart.head.weight)
+    save_checkpoint(tmp_path, "tied", tied)
+    load_checkpoint(tmp_path, "tied", Tied(True), strict=strict)
+
+
+@pytest.mark.check
+def test_a_dictionary_that_does_not_fit(tmp_path: Path):
+    optimizer = AdamW(nn.Linear(2, 2).parameters())
+    save_checkpoint(tmp_path, "a", nn.Linear(3, 3).state_dict(), optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"(?s)model, a dictionary, does not fit this one: .*size mismatch"):
+        load_checkpoint(tmp_path, "a", nn.Linear(2, 2))
+    other = nxd.initialize_parallel_optimizer(
+        nxd.neuronx_distributed_config(), AdamW, nn.Linear(2, 2, bias=False).parameters()
+    )
+    with pytest.raises(CheckpointError, match="it does not fit this optimizer"):
+        load_checkpoint(tmp_path, "a", optimizer=other)
