@@ -70,6 +70,12 @@ def test_a_damaged_adapter_is_named(tmp_path: Path, file: str):
     path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     with pytest.raises(CheckpointError, match=f"step_2/{file} differs from its checksum"):
         resumed(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"step_2/{file} is missing"):
+        resumed(tmp_path)
+    save_checkpoint(tmp_path, "without", nn.Linear(2, 2))  # a newer one that has no adapter
+    path.write_bytes(data)
+    assert resumed(tmp_path) == 2
 
 
 @pytest.mark.check
@@ -97,3 +103,6 @@ def test_adapters_that_have_no_number(tmp_path: Path):
     assert find_adapter(tmp_path, "b") == tmp_path / "b"
     adapted(7.0).save_adapter(tmp_path)
     assert resumed(tmp_path) == 7
+    (tmp_path / "manifest.json").write_text("{}")  # of something else
+    adapted(8.0).save_adapter(tmp_path / "lora_adapter")
+    assert resumed(tmp_path / "lora_adapter") == 8

@@ -64,7 +64,7 @@ class LoraConfig:
     load_lora_from_ckpt: bool = False
     """Take the configuration and the weights of the adapter in ``lora_save_dir``."""
     lora_load_tag: str | None = None
-    """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else the newest below it."""
+    """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else that of its newest checkpoint."""
     lora_save_dir: str = "lora_adapter"
     merge_lora: bool = False
     """State dicts hold the merged model; needs ``save_lora_base=True``."""

@@ -27,7 +27,7 @@ from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout
 from nxd_infer.modules.lora.base import Place
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sha256_of
-from nxd_infer.parallel_layers.checkpoint_manifest import DONE, MANIFEST, marked_number, read_manifest
+from nxd_infer.parallel_layers.checkpoint_manifest import marked_number, read_manifest
 
 if TYPE_CHECKING:
     from nxd_infer.modules.lora.model import LoRAModel
@@ -152,25 +152,13 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     for found in (root, root / SUBFOLDER):
         if (found / CONFIG).is_file():
             return _verified(found)
-    below = [path.parent for path in (*root.glob(f"*/{CONFIG}"), *root.glob(f"*/{SUBFOLDER}/{CONFIG}"))]
-    below = sorted(path for path in below if not path.relative_to(root).parts[0].startswith(REMOVING))
-    saved = [path for path in below if path.name == SUBFOLDER and _of_checkpoint(path.parent)]
-    numbers: dict[Path, int] = {}
-    damaged: list[tuple[int | None, CheckpointError]] = []
-    for path in saved:
-        try:
-            manifest = _manifest(path.parent)
-        except CheckpointError as error:
-            damaged.append((marked_number(_reader(path.parent)), error))
-            continue
-        if manifest is not None:
-            numbers[path] = manifest["counter"]
-    for number, error in damaged:
-        if number is None or number > max(numbers.values(), default=0):
-            raise error
-    if numbers:
-        return _verified(max(numbers, key=lambda path: numbers[path]))
-    plain = [path for path in below if path not in saved]
+    below = sorted(path for path in root.glob("*") if path.is_dir() and not path.name.startswith(REMOVING))
+    saved = [path for path in below if _of_checkpoint(path)]
+    newest = _newest_checkpoint(saved)
+    if newest is not None:
+        return _verified(newest / SUBFOLDER)
+    places = (place for path in below if path not in saved for place in (path, path / SUBFOLDER))
+    plain = [place for place in places if (place / CONFIG).is_file()]
     if tag or not plain:
         raise CheckpointError(f"{root} holds no adapter: there is no {CONFIG} in it")
     if len(plain) > 1:
@@ -182,9 +170,29 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     return plain[0]
 
 
+def _newest_checkpoint(folders: list[Path]) -> Path | None:
+    """The newest whole checkpoint that has an adapter. Raises CheckpointError for a damaged one that may be newer."""
+    numbers: dict[Path, int] = {}
+    damaged: list[tuple[int | None, CheckpointError]] = []
+    for folder in folders:
+        try:
+            manifest = _manifest(folder)
+        except CheckpointError as error:
+            if (folder / SUBFOLDER).is_dir():
+                damaged.append((marked_number(_reader(folder)), error))
+            continue
+        if manifest is not None and f"{SUBFOLDER}/{CONFIG}" in manifest["files"]:
+            numbers[folder] = manifest["counter"]
+    last = max(numbers.values(), default=0)
+    for number, error in damaged:
+        if number is None or number > last:
+            raise error
+    return max(numbers, key=lambda folder: numbers[folder]) if numbers else None
+
+
 def _of_checkpoint(folder: Path) -> bool:
-    """Whether a trainer has saved there, or begun to."""
-    return any(folder.glob("rank_*.json")) or any((folder / name).exists() for name in (MANIFEST, DONE))
+    """Whether a trainer has saved there, or begun to: a rank writes its adapter after its other files."""
+    return any(folder.glob("rank_[0-9]*"))
 
 
 def _reader(folder: Path) -> Callable[[str], bytes]:
@@ -204,6 +212,8 @@ def _verified(adapter: Path) -> Path:
     if manifest is None:
         raise CheckpointError(f"{folder} holds an adapter, and the checkpoint is not whole: load another tag")
     for name in (CONFIG, WEIGHTS):
+        if not (adapter / name).is_file():
+            raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
         recorded = manifest.get("sha256", {}).get(f"{SUBFOLDER}/{name}")  # the first checkpoints had none
         if recorded is not None and sha256_of(adapter / name) != recorded:
             raise CheckpointError(
