@@ -3,6 +3,7 @@
 An encoding is chosen once a weight, over all buckets of a rank: packed only where every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
 embedding. Anything else keeps the weight plain, everywhere. Values take no part, so ranks of equal graphs agree.
+A trace that quantises packs the same weights in eight bits: a tied table, too, so that there is one copy of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch._ops import HigherOrderOperator
 from nxd_infer.backends.lowering import call, native_operator, written
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.ops.packed import packable
-from nxd_infer.trace.manifest import PACKED
+from nxd_infer.ops.packed_int8 import packed_shape
+from nxd_infer.trace.manifest import PACKED, PACKED_INT8, WeightSpec
 
 aten = torch.ops.aten
 
@@ -28,6 +30,15 @@ OPTION = "nxd_packed"
 MINIMUM_BYTES = 64 << 10
 """Smaller weights stay in the caches and gain nothing."""
 
+QUANTIZE = "quantize"
+"""Where a trace's configuration names one of QUANTIZATIONS; absent where weights keep their type."""
+QUANTIZATIONS = {"int8": PACKED_INT8}
+"""What ``quantize`` may be, and the encoding it gives the weights that would be packed."""
+
+_OPERATORS = {
+    PACKED: ("packed_linear", "packed_linears", "packed_embedding"),
+    PACKED_INT8: ("packed_int8_linear", "packed_int8_linears", "packed_int8_embedding"),
+}
 _LINEAR = aten.linear.default
 _EMBEDDING = aten.embedding.default
 _PRODUCTS = {aten.mm.default, aten.matmul.default}
@@ -46,6 +57,20 @@ def packed_option(value: Any) -> int:
     )
 
 
+def quantize_option(value: Any, options: Mapping[str, Any]) -> dict[str, str]:
+    """What ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError for one that there is not."""
+    if value is None:
+        return {}
+    if not isinstance(value, str) or value not in QUANTIZATIONS:
+        raise TraceConfigError(f"quantize={value!r} is not one of {', '.join(map(repr, QUANTIZATIONS))}, or None")
+    if not options.get(OPTION):
+        raise TraceConfigError(
+            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({OPTION}=False): "
+            "leave one of the two out"
+        )
+    return {QUANTIZE: value}
+
+
 @dataclass
 class Use:
     """One node that reads a weight: ``x @ W.T + bias``, or rows of it (``ids``)."""
@@ -58,8 +83,8 @@ class Use:
     ids: fx.Node | None = None
 
 
-def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int) -> dict[str, str]:
-    """``{weight: encoding}`` for placeholders by weight name, one mapping a bucket; nothing for a ``minimum`` of 0."""
+def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
+    """``{weight: form}`` for placeholders by weight name, one mapping a bucket; nothing for a ``minimum`` of 0."""
     chosen: dict[str, str] = {}
     for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
         found = [uses(bucket[name]) for bucket in buckets if name in bucket]
@@ -67,7 +92,7 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int) -> dict[str, 
         if all(some is not None for some in found) and any(use.x is not None for use in known):
             value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
             if value.numel() * value.element_size() >= minimum:
-                chosen[name] = PACKED
+                chosen[name] = form
     return chosen
 
 
@@ -75,17 +100,42 @@ def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library
     """Put the operators on packed weights in; True if there was a use."""
     replaced: dict[fx.Node, fx.Node] = {}
     for name, weight in weights.items():
-        if encodings.get(name) == PACKED:
-            for use in uses(weight) or ():
-                _replace(use, library, replaced)
+        form = encodings.get(name, "")
+        if form in _OPERATORS:
+            found = uses(weight) or ()
+            if form == PACKED_INT8:
+                _hold_int8(weight, found)
+            for use in found:
+                _replace(use, form, library, replaced)
     for graph in dict.fromkeys(node.graph for node in replaced.values()):
-        _join(graph, library)
+        for single, several, _ in _OPERATORS.values():
+            _join(graph, _operator(library, single), _operator(library, several))
     return bool(replaced)
 
 
-def _join(graph: fx.Graph, library: Any) -> None:
+def _operator(library: Any, name: str) -> Any:
+    """The native operator, or the composite one of that name."""
+    return native_operator(library, name) or getattr(torch.ops.nxd, name).default
+
+
+def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
+    """What a graph takes for a weight of ``spec`` in ``form``."""
+    if form != PACKED_INT8:
+        return spec.model_copy(update={"encoding": form})
+    N, row = packed_shape(spec.shape)
+    return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": [N, row], "stride": [row, 1]})
+
+
+def _hold_int8(weight: fx.Node, found: Iterable[Use]) -> None:
+    """The placeholders of a weight get the type and shape of its packed form."""
+    for node in {weight, *(use.weight for use in found)}:
+        value = node.meta["val"]
+        with value.fake_mode:
+            node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
+
+
+def _join(graph: fx.Graph, single: Any, several: Any) -> None:
     """One call for all packed linears of one input: queries, keys and values; gate and up."""
-    single = native_operator(library, "packed_linear")
     found: list[tuple[fx.Node, bool, list[fx.Node]]] = []
     together: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -103,7 +153,7 @@ def _join(graph: fx.Graph, library: Any) -> None:
             continue
         with graph.inserting_before(nodes[0]):
             weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes if biased]
-            results = call(graph, native_operator(library, "packed_linears"), x, [*weights, *biases], biased)
+            results = call(graph, several, x, [*weights, *biases], biased)
             parts = [call(graph, operator.getitem, results, place, like=x) for place in range(len(nodes))]
         for node, part in zip(nodes, parts, strict=True):
             node.replace_all_uses_with(part)
@@ -223,18 +273,20 @@ def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
     return found
 
 
-def _replace(use: Use, library: Any, replaced: dict[fx.Node, fx.Node]) -> None:
+def _replace(use: Use, form: str, library: Any, replaced: dict[fx.Node, fx.Node]) -> None:
     """Call the packed operator in place of ``use.node``. What it leaves unused is dead code."""
+    linear, _, embedding = _OPERATORS[form]
     node, weight, graph = use.node, use.weight, use.node.graph
     x, bias, ids = (
         None if operand is None else replaced.get(operand, operand) for operand in (use.x, use.bias, use.ids)
     )
     with graph.inserting_before(node):
         if ids is not None:
-            new = call(graph, native_operator(library, "packed_embedding"), weight, ids)
+            half = [node.meta["val"].dtype == torch.bfloat16] if form == PACKED_INT8 else []
+            new = call(graph, _operator(library, embedding), weight, ids, *half)
         else:
             row = bias is not None and list(bias.meta["val"].shape) == [weight.meta["val"].shape[0]]
-            new = call(graph, native_operator(library, "packed_linear"), x, weight, bias if row else None)
+            new = call(graph, _operator(library, linear), x, weight, bias if row else None)
             if bias is not None and not row:
                 new = call(graph, aten.add.Tensor, new, bias)
     node.replace_all_uses_with(new)

@@ -110,13 +110,19 @@ def encode(
     lowered: Lowered, exported: Exported, encodings: Mapping[str, str], library: Any, configuration: Mapping[str, Any]
 ) -> None:
     """Read the weights of ``encodings`` in their encoded form; the digest is taken anew."""
+    from nxd_infer.ops import COMPOSITE
+
     if not encoding.insert(weight_nodes(lowered, exported), encodings, library):
         return
+    if library is None:
+        lowering.insert_operators(exported.module, None, COMPOSITE)
+    else:
+        lowered.graph.ops = sorted({*lowered.graph.ops, library.hash})
     lowering.eliminate_dead_code(exported.module)
     lowered.ir = graph_to_ir(exported.module)
-    lowered.graph.ops = sorted({*lowered.graph.ops, library.hash})
-    for weight in lowered.graph.weights:
-        weight.encoding = encodings.get(weight.name, "")
+    lowered.graph.weights = [
+        encoding.encoded_spec(weight, encodings.get(weight.name, "")) for weight in lowered.graph.weights
+    ]
     rename_weights(lowered, {}, configuration)
 
 

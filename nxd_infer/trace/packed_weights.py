@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_infer.ops import packed
-from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.backends.encoding import encoded_spec
+from nxd_infer.ops import packed, packed_int8
+from nxd_infer.trace.manifest import PACKED_INT8, WeightSpec
 from nxd_infer.trace.memory import Memory
 
 _ALIGNMENT = 64
@@ -22,17 +23,19 @@ class PackedWeights:
         self.tensors: dict[str, Tensor] = {}
         self._library = library
         places, end = {}, 0
-        for spec in self.specs.values():
+        held = [encoded_spec(spec, spec.encoding) for spec in self.specs.values()]
+        for spec in held:
             places[spec.name] = end
             end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not end:
             return
         arena = Memory(end, large=True).bytes
-        for spec in self.specs.values():
+        for spec in held:
             piece = arena[places[spec.name] : places[spec.name] + spec.nbytes]
             self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
 
     def fill(self, read: Callable[[WeightSpec], Tensor], names: Iterable[str] | None = None) -> None:
         """Pack the plain tensors that ``read`` returns, one at a time, over what is there; all of them by default."""
         for name in self.specs if names is None else names:
-            packed.pack(read(self.specs[name]), out=self.tensors[name], library=self._library)
+            pack = packed_int8.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
+            pack(read(self.specs[name]), out=self.tensors[name], library=self._library)

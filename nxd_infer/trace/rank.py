@@ -17,7 +17,7 @@ from nxd_infer.backends.base import Executable
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.trace.artifact import LoadedArtifact
-from nxd_infer.trace.manifest import TensorSpec, WeightSpec
+from nxd_infer.trace.manifest import PACKED_INT8, TensorSpec, WeightSpec
 from nxd_infer.trace.memory import Memory
 from nxd_infer.trace.packed_weights import PackedWeights
 from nxd_infer.trace.weights import parse_entry
@@ -47,11 +47,13 @@ class Runtime:
         return self._libraries[content_hash]
 
     def packer(self) -> Any | None:
-        """A library of the artifact that can pack weights; None where no graph reads packed ones."""
-        if not any(spec.encoding for spec in self.artifact.manifest.weights):
+        """A library of the artifact that can pack weights; None where no graph reads packed ones, or it has none."""
+        encodings = {spec.encoding for spec in self.artifact.manifest.weights if spec.encoding}
+        if not encodings:
             return None
+        needed = "pack_int8" if PACKED_INT8 in encodings else "pack"
         libraries = [self.library(content_hash) for content_hash in self.artifact.manifest.ops]
-        return next((library for library in libraries if "pack" in library.ops), None)
+        return next((library for library in libraries if needed in library.ops), None)
 
 
 class Rank:

@@ -22,7 +22,7 @@ from nxd_infer.backends.lower import encode, lower, rename_weights, weight_nodes
 from nxd_infer.backends.names import named_inputs, named_tensors, shared_memory, state_name
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
-from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.trace.manifest import PACKED, InputSpec, OutputSpec, TensorSpec, WeightSpec
 from nxd_infer.trace.request import TracedBucket, TraceRequest
 
 log = logging.getLogger(__name__)
@@ -290,10 +290,11 @@ def _share(request: TraceRequest, graphs: RankGraphs) -> None:
 def _encode(request: TraceRequest, graphs: RankGraphs, exported: list[Exported], library: Any) -> None:
     """Choose the encoding of every weight over all buckets, and read the encoded ones so."""
     minimum = request.configuration.get("options", {}).get(encoding.OPTION, 0)
-    if library is None or not minimum:
+    form = encoding.QUANTIZATIONS.get(request.configuration.get(encoding.QUANTIZE, ""), PACKED)
+    if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
         return
     nodes = [weight_nodes(entry, own) for entry, own in zip(graphs.lowered, exported, strict=True)]
-    chosen = encoding.choose(nodes, minimum)
+    chosen = encoding.choose(nodes, minimum, form)
     for entry, own in zip(graphs.lowered, exported, strict=True):
         encode(entry, own, chosen, library, request.configuration)
     for name, found in chosen.items():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import backends
+from nxd_infer.backends.encoding import quantize_option
 from nxd_infer.backends.lower import configuration
 from nxd_infer.errors import (
     ArtifactBackendError,
@@ -89,6 +90,7 @@ def parallel_model_trace(
     trace_timeout: float = 7200.0,
     checkpoint: Weights | None = None,
     checkpoint_tag: str | None = None,
+    quantize: str | None = None,
 ) -> TensorParallelModel:
     """Trace a model for ``tp_degree`` ranks and return it ready to call.
 
@@ -126,6 +128,9 @@ def parallel_model_trace(
         checkpoint: the unsharded weights themselves, in place of a loader: the folder that ``save_checkpoint`` wrote
             into at any degree, the path of safetensors, a dictionary, a WeightSource, or a trained model of degree 1.
         checkpoint_tag: which checkpoint of the folder. Default: the newest complete one.
+        quantize: ``"int8"`` holds the weights of linear layers (and a table that is tied to one) in eight bits with a
+            scale for each output: a decode step reads half the bytes. Weight files keep the traced type; ranks
+            quantise as they load, and again when weights are updated. Small weights stay as they are (``nxd_packed``).
 
     Returns:
         TensorParallelModel; its ``trace_report`` says how many graphs there are and how many were compiled now.
@@ -203,6 +208,7 @@ def _check(
     trace_timeout: Any,
     checkpoint: Any,
     checkpoint_tag: Any,
+    quantize: Any,
     **_: Any,
 ) -> _Settings:
     """Every contradiction is reported before anything runs."""
@@ -274,7 +280,7 @@ def _check(
         buckets=buckets,
         tp_degree=tp_degree,
         backend=backend,
-        configuration=configuration(backend, options),
+        configuration={**configuration(backend, options), **quantize_option(quantize, options)},
         states=list(states or ()),
         shared_states=bucket_config.shared_state_buffer if bucket_config is not None else None,
         state_preprocessor=bucket_config.shared_state_buffer_preprocessor if bucket_config is not None else None,

@@ -1,0 +1,92 @@
+"""Models traced with weights in eight bits: what they compute, on any backend and degree, updated and recompiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nxd_infer as nxd
+from nxd_infer.errors import TraceConfigError
+from nxd_infer.ops.packed_int8 import quantize
+from nxd_infer.trace.artifact import load_artifact, parallel_model_save
+from nxd_infer.trace.manifest import PACKED, PACKED_INT8
+from nxd_infer.trace.recompile import parallel_model_recompile
+from tests.trace import packed_models
+
+TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
+
+
+def trace(*, backend: str = "eager", tp_degree: int = 1, quantize: Any = "int8", packed: Any = 1, **more: Any) -> Any:
+    return nxd.trace.parallel_model_trace(
+        packed_models.tied,
+        TOKENS,
+        compiler_args={"nxd_packed": packed},
+        inline_weights_to_neff=False,
+        tp_degree=tp_degree,
+        checkpoint_loader_callable=packed_models.tied_checkpoint,
+        backend=backend,
+        quantize=quantize,
+        **more,
+    )
+
+
+def rounded(seed: int, degree: int) -> nn.Module:
+    """The plain model with the weights that ``degree`` ranks compute with: each rounds what it holds of one."""
+    model = packed_models.tied(seed)
+    with torch.no_grad():
+        for name, parts, dim in (("embed.weight", 1, 0), ("up.weight", 1, 0), ("down.weight", degree, 1)):
+            weight = model.get_parameter(name)
+            cut = [quantize(part.contiguous()) for part in weight.chunk(parts, dim)]
+            weight.copy_(torch.cat([q * scale[:, None] for q, scale in cut], dim))
+    return model
+
+
+def expected(seed: int, degree: int) -> Tensor:
+    return rounded(seed, degree)(TOKENS).detach()
+
+
+@pytest.mark.parametrize(("backend", "tp_degree"), [("eager", 1), ("eager", 2), ("inductor", 1), ("inductor", 2)])
+def test_a_traced_model_computes_with_the_rounded_weights(backend: str, tp_degree: int, tmp_path: Path) -> None:
+    with trace(backend=backend, tp_degree=tp_degree) as model:
+        encodings = {spec.name: spec.encoding for spec in model.manifest.weights if spec.encoding}
+        assert encodings == dict.fromkeys(("embed.weight", "up.weight", "down.weight"), PACKED_INT8)
+        assert {spec.dtype for spec in model.manifest.weights} == {"float32"}  # files hold the plain tensors
+        found = model(TOKENS)
+        torch.testing.assert_close(found, expected(0, tp_degree), rtol=1e-5, atol=1e-5)
+        plain = packed_models.tied(0)(TOKENS).detach()
+        assert 0 < float((found - plain).abs().max()) < 0.02 * float(plain.abs().max())
+        model.update_weights(packed_models.tied_weights(5))
+        torch.testing.assert_close(model(TOKENS), expected(5, tp_degree), rtol=1e-5, atol=1e-5)
+        model.restart()
+        torch.testing.assert_close(model(TOKENS), expected(5, tp_degree), rtol=1e-5, atol=1e-5)
+        parallel_model_save(model, tmp_path / "saved")
+    other = "eager" if backend == "inductor" else "inductor"
+    report = parallel_model_recompile(tmp_path / "saved", tmp_path / "again", backend=other)
+    assert report["graphs"] == 1
+    for place in ("saved", "again"):
+        with nxd.trace.parallel_model_load(tmp_path / place) as loaded:
+            torch.testing.assert_close(loaded(TOKENS), expected(5, tp_degree), rtol=1e-5, atol=1e-5)
+
+
+def test_the_option_is_part_of_the_digest_and_of_nothing_else(tmp_path: Path) -> None:
+    digests = []
+    for option in ("int8", None):
+        with trace(quantize=option, artifact_dir=tmp_path / str(option)) as model:
+            digests.append(set(model.manifest.graphs))
+            encodings = {spec.encoding for spec in model.manifest.weights}
+            assert encodings == {"", PACKED_INT8 if option else PACKED}
+    assert not digests[0] & digests[1]
+    schemas = {load_artifact(tmp_path / str(option)).manifest.weight_schema for option in ("int8", None)}
+    assert len(schemas) == 1
+
+
+def test_what_quantize_may_not_be_is_refused_by_name() -> None:
+    for bad in ("int4", 8, True, ["int8"]):
+        with pytest.raises(TraceConfigError, match=r"quantize=.* is not one of 'int8', or None"):
+            trace(quantize=bad)
+    with pytest.raises(TraceConfigError, match="a form of packed weights and compiler_args turn those off"):
+        trace(packed=False)
