@@ -31,6 +31,10 @@ class Backend(str, enum.Enum):
     eager = "eager"
 
 
+class Quantize(str, enum.Enum):
+    int8 = "int8"
+
+
 class Task(str, enum.Enum):
     generate = "generate"
     embed = "embed"
@@ -78,7 +82,7 @@ def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
     return words if cpu_target is None else [*words, f"cpu_target={cpu_target}"]
 
 
-@app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --prompt-buckets 128,512 --max-len 1024")
+@app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
 def trace(
     model_dir: ModelDir,
     out: Annotated[Path, typer.Option("--out", help="Where to write the artifact.", show_default=False)],
@@ -90,6 +94,10 @@ def trace(
         typer.Option(min=2, help="Longest prompt plus answer, in tokens. Default: 1024, or the model's own if less."),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Type of the weights and of the arithmetic.")] = DType.bfloat16,
+    quantize: Annotated[
+        Quantize | None,
+        typer.Option(help="int8 reads half the bytes a token; `nxd-infer verify` measures what it costs in accuracy."),
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
     task: Annotated[
         Task | None,
@@ -136,6 +144,7 @@ def trace(
         prompt_buckets=whole_numbers(prompt_buckets, "--prompt-buckets"),
         max_len=max_len,
         dtype=dtype.value,
+        quantize=quantize.value if quantize else None,
         backend=backend.value,
         task=task.value if task else None,
         workdir=workdir,

@@ -54,10 +54,11 @@ def run(
     lora_rank: int = 16,
     lora_targets: list[str] | None = None,
     speculate: int = 0,
+    quantize: str | None = None,
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
-    from nxd_infer.trace.manifest import dtype_of
+    from nxd_infer.trace.manifest import PACKED_INT8, dtype_of
     from nxd_infer.trace.sources import weight_source
     from nxd_models import tasks
 
@@ -82,6 +83,7 @@ def run(
         "backend": backend,
         "compiler_workdir": workdir,
         "compiler_args": compiler_args,
+        "quantize": quantize,
     }
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
@@ -103,6 +105,14 @@ def run(
         f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
         f"{size(on_disk)}, in {duration(seconds)}"
     )
+    if quantize is not None:
+        weights = model.manifest.weights
+        held = [spec for spec in weights if spec.encoding == PACKED_INT8]
+        console.print(
+            f"{quantize}: {len(held)} of {len(weights)} weights of each rank, "
+            f"{size(sum(spec.nbytes for spec in held))} of {size(sum(spec.nbytes for spec in weights))}; "
+            "`nxd-infer verify` measures what that changes"
+        )
     return {
         "seconds": seconds,
         "graphs": report["graphs"],

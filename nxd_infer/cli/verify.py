@@ -1,4 +1,8 @@
-"""``nxd-infer verify``: the traced artifact against the unsharded eager model, bucket by bucket."""
+"""``nxd-infer verify``: the traced artifact against the unsharded eager model, bucket by bucket.
+
+An artifact with weights in eight bits is compared with the model of the weights that it rounds to, which it should
+equal; what the rounding costs is measured apart.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_infer.cli import accuracy
 from nxd_infer.cli.console import bar, console, table
 from nxd_infer.errors import ArtifactError
 
@@ -109,7 +114,7 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
 
 
 def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module]:
-    """Makes the unsharded eager module that the artifact's graphs should equal, states empty."""
+    """Makes the unsharded eager module that the artifact's graphs should equal, states empty, weights rounded alike."""
     from nxd_infer.trace.manifest import dtype_of
     from nxd_models import hf, registry, tasks
 
@@ -134,7 +139,13 @@ def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module
         dtype=dtype_of(meta["dtype"]),
         **options,
     )
-    return lambda: hf.load(plan.func(**plan.func_kwargs), hf.weights(model_dir)).eval()
+
+    def make() -> torch.nn.Module:
+        module = plan.func(**plan.func_kwargs)
+        source = hf.named_weights(module, hf.weights(model_dir))
+        return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
+
+    return make
 
 
 @torch.no_grad()
@@ -149,6 +160,7 @@ def run(artifact: Path, model_dir: Path, tolerance: float | None, seed: int) -> 
         limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
         eager = make()
+        seen: list[tuple[Tensors, Tensors]] = []
         with bar() as display:
             task = display.add_task("comparing", total=len(manifest.buckets), note="")
             for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
@@ -157,15 +169,26 @@ def run(artifact: Path, model_dir: Path, tolerance: float | None, seed: int) -> 
                 reference: Any = {}
                 for name, inputs in steps:
                     ours = model.run_bucket(name, inputs)
-                    reference = eager(**full_inputs(manifest.bucket(name), inputs))
+                    filled = full_inputs(manifest.bucket(name), inputs)
+                    reference = eager(**filled)
+                    seen.append((filled, ours))
                 rows.append(compare(bucket, ours, reference, limit))
                 display.advance(task)
     verdict = {True: "equal", False: "differs"}
+    rounded = accuracy.quantized(manifest)
     table(
-        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {model_dir}, unsharded and eager",
+        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {model_dir}, unsharded and eager"
+        + (", weights rounded to eight bits" if rounded else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
     )
+    if rounded and cases is generation_cases:
+        del eager
+        accuracy.report_text(manifest, artifact, model_dir, seed)
+    elif rounded:
+        from nxd_models import hf
+
+        accuracy.report_outputs(hf.load(eager, hf.weights(model_dir)), seen)
     failed = [row.bucket for row in rows if not row.ok]
     if failed:
         console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.backends.compile_pool import worker_count
+from nxd_infer.backends.encoding import QUANTIZE
 from nxd_infer.backends.lower import native_library
 from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
@@ -140,8 +141,15 @@ def make_plan(settings: _Settings) -> TracePlan:
         if settings.loader is not None
         else min(settings.max_parallel or request.tp_degree, request.tp_degree),
         compile_processes=worker_count(len(buckets), settings.max_parallel) if compiles else 0,
+        notes=_notes(request.configuration),
         **sizes,
     )
+
+
+def _notes(configuration: dict[str, Any]) -> tuple[str, ...]:
+    if QUANTIZE not in configuration:
+        return ()
+    return (f"note: linear layers keep their weights in {configuration[QUANTIZE]}: serving needs less than this",)
 
 
 def _shapes(example: Any) -> tuple[str, ...]:

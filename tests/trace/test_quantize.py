@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,23 @@ def test_what_quantize_may_not_be_is_refused_by_name() -> None:
             trace(quantize=bad)
     with pytest.raises(TraceConfigError, match="a form of packed weights and compiler_args turn those off"):
         trace(packed=False)
+
+
+def test_without_a_compiler_the_eager_backend_computes_the_same(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from tests.trace import test_quantize as test\n"
+        "from nxd_infer.backends.lower import native_library\n"
+        "assert native_library() is None\n"
+        "with test.trace() as model:\n"
+        "    assert not model.manifest.ops\n"
+        "    torch.testing.assert_close(model(test.TOKENS), test.expected(0, 1), rtol=1e-5, atol=1e-5)\n"
+        "    model.update_weights(test.packed_models.tied_weights(5))\n"
+        "    torch.testing.assert_close(model(test.TOKENS), test.expected(5, 1), rtol=1e-5, atol=1e-5)\n"
+        "print('fine')\n"
+    )
+    environment = {**os.environ, "NXD_INFER_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr[-2000:]

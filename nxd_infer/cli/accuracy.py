@@ -1,0 +1,117 @@
+"""What weights in eight bits cost: the model with the weights that the ranks round to, against the model with its own.
+
+Both run eagerly and unsharded. That the artifact computes what the rounded model does is what ``verify`` compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.cli.console import console
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.layout import TensorLayout, shard_tensor
+from nxd_infer.ops.packed_int8 import quantize
+from nxd_infer.trace.manifest import PACKED_INT8, Manifest, dtype_of
+
+TOKENS = 512
+"""Of the text that logits are compared over, at most."""
+Outputs = dict[str, Tensor]
+
+
+def quantized(manifest: Manifest) -> bool:
+    """Whether some weights of the artifact are read in eight bits."""
+    return any(spec.encoding == PACKED_INT8 for spec in manifest.weights)
+
+
+class RoundedSource:
+    """Logical weights as the ranks of an artifact compute with them: each rank rounds the part that it holds."""
+
+    def __init__(self, manifest: Manifest, source: Any):
+        """``source``: the weights before rounding (a WeightSource), under the names of the manifest's layout."""
+        self._source = source
+        self._parts: dict[str, list[tuple[TensorLayout, torch.dtype]]] = {}
+        for spec in manifest.weights:
+            if spec.encoding == PACKED_INT8:
+                for rank in manifest.layout["weights"][spec.name]["ranks"]:
+                    layout = TensorLayout.from_json(rank)
+                    for name in layout.names:
+                        self._parts.setdefault(name, []).append((layout, spec.torch_dtype))
+
+    def keys(self) -> Iterable[str]:
+        return self._source.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(name)
+
+    def read(self, name: str, slices: Any = None) -> Tensor:
+        if name not in self._parts:
+            return self._source.read(name, slices)
+        whole = torch.empty(self._source.shape(name), dtype=self._parts[name][0][1])
+        for layout, dtype in self._parts[name]:
+            q, scale = quantize(shard_tensor(self._source, layout, dtype))
+            rounded = q * scale[:, None]
+            for block in layout.blocks():
+                if block.name == name:
+                    whole[block.logical_slices] = rounded[block.local_slices].to(dtype)
+        return whole if slices is None else whole[slices]
+
+
+@torch.no_grad()
+def report_text(manifest: Manifest, artifact: Path, model_dir: Path, seed: int) -> None:
+    """Print how far the logits are from those of the model's own weights, over a text or random tokens."""
+    from nxd_models import hf, registry
+
+    meta = manifest.metadata
+    ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
+    model = registry.load_model(model_dir, "generate", dtype_of(meta["dtype"]))
+    own = model(ids[None])[0].float()
+    hf.load(model, RoundedSource(manifest, hf.named_weights(model, hf.weights(model_dir))))
+    rounded = model(ids[None])[0].float()
+    difference = (rounded - own).abs()
+    agree = int((rounded.argmax(-1) == own.argmax(-1)).sum())
+    console.print(f"weights in eight bits against the model's own, over {len(ids)} {what}:", markup=False)
+    console.print(f"  logits       differ by {difference.max():.3g} at most, {difference.mean():.2g} on average")
+    console.print(f"               (the largest is {own.abs().max():.3g})")
+    console.print(f"  next tokens  {agree} of {len(ids)} are the same, taking the likeliest ({agree / len(ids):.1%})")
+    if what != RANDOM:
+        before, after = (float(F.cross_entropy(x[:-1], ids[1:]).exp()) for x in (own, rounded))
+        console.print(f"  perplexity   {after:.4g}, the model's own {before:.4g} ({after / before - 1:+.2%})")
+
+
+RANDOM = "random tokens"
+
+
+def _tokens(artifact: Path, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
+    """Ids [n], n at most ``count``, and what they are; random ones where there is no tokenizer that can be used."""
+    from nxd_infer.cli.demo.corpus import split
+    from nxd_server.text.tokenizer import Tokenizer
+
+    try:
+        ids = Tokenizer.from_dir(artifact).encode(split()[1][0])[:count]
+    except (ModelConfigError, ModuleNotFoundError):
+        ids = []
+    if len(ids) > 1 and max(ids) < vocabulary:
+        return torch.tensor(ids), "tokens of Python's language reference"
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)), RANDOM
+
+
+@torch.no_grad()
+def report_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> None:
+    """Print how far the artifact's outputs, of ``seen`` inputs, are from those of ``own``."""
+    pairs = [(ours[name].double(), out.double()) for inputs, ours in seen for name, out in own(**inputs).items()]
+    largest = max(float((a - b).abs().max()) for a, b in pairs)
+    mean = float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean())
+    scale = max(float(b.abs().max()) for _, b in pairs)
+    console.print(
+        f"weights in eight bits against the model's own: outputs differ by {largest:.3g} at most, {mean:.2g} on "
+        f"average (the largest is {scale:.3g})"
+    )

@@ -1,0 +1,55 @@
+"""Weights in eight bits as a user meets them: traced, verified, generated from, at both degrees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import nxd_infer, nxd_infer_here
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("quantize") / "model")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_path, tp):
+    out = tmp_path / "artifact"
+    # The model's weights are small: all of them are to be packed.
+    done = nxd_infer(
+        *("trace", model_dir, "--tp", tp, "--out", out, "--quantize", "int8", "--batch-sizes", "1"),
+        *("--prompt-buckets", "16", "--max-len", 64, "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
+        *(("--lora-slots", 1) if tp == 2 else ()),
+    )
+    assert done.status == 0, done.err
+    assert "linear layers keep their weights in int8" in done.out
+    count = re.search(r"int8: (\d+) of (\d+) weights of each rank", done.out)
+    assert count and 0 < int(count[1]) < int(count[2]), done.out
+    done = nxd_infer("verify", out, model_dir)  # to 1e-4, with the weights that the ranks round to
+    assert done.status == 0, done.out + done.err
+    assert "weights rounded to eight bits" in done.out
+    assert re.search(r"logits +differ by [0-9.e-]+ at most", done.out), done.out
+    assert re.search(r"next tokens +\d+ of 64 are the same", done.out), done.out
+    done = nxd_infer("generate", out, "--prompt", "def f", "--max-tokens", 8)
+    assert done.status == 0, done.err
+
+
+def test_an_encoder_in_eight_bits_is_verified(tmp_path):
+    model_dir = write_tiny("bert", tmp_path / "model")
+    done = nxd_infer(
+        *("trace", model_dir, "--out", tmp_path / "artifact", "--quantize", "int8", "--batch-sizes", "2"),
+        *("--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
+    )
+    assert done.status == 0, done.err
+    done = nxd_infer("verify", tmp_path / "artifact", model_dir)
+    assert done.status == 0, done.out + done.err
+    assert re.search(r"outputs differ by [0-9.e-]+ at most", done.out), done.out
+
+
+def test_another_number_of_bits_is_refused_with_the_choices(model_dir, tmp_path, capsys, monkeypatch):
+    done = nxd_infer_here(capsys, monkeypatch, "trace", model_dir, "--out", tmp_path / "a", "--quantize", "int4")
+    assert done.status == 2 and "int4" in done.err and "'int8'" in done.err, done.err
