@@ -139,7 +139,7 @@ def test_layers_of_one_input_together_have_the_bits_of_each_alone(library: Any, 
         x = problem(rows, 1, k, dtype, False, 0)[0]
         layers = [problem(1, n, k, dtype, True, n)[1:] for n in sizes]
         weights = [packed_int8.pack_int8(weight) for weight, _ in layers]
-        biases = [found for _, found in layers] if bias else []
+        biases = [found for _, found in layers if found is not None] if bias else []
         together = library.op("packed_int8_linears")(x, [*weights, *biases], bias)
         one = library.op("packed_int8_linear")
         alone = [one(x, weight, biases[i] if bias else None) for i, weight in enumerate(weights)]
