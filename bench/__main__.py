@@ -11,7 +11,7 @@ import time
 
 from bench.options import PEERS, THREADS, Options
 
-BENCHMARKS = ("start", "stream", "collectives", "decode", "prefill", "server", "trace", "train", "plot")
+BENCHMARKS = ("start", "stream", "collectives", "decode", "prefill", "speculate", "server", "trace", "train", "plot")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,18 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def artifact(options: Options, tp: int) -> Path:
+def artifact(
+    options: Options, tp: int, batches: Sequence[int] = BATCHES, prompts: Sequence[int] = PROMPTS, speculate: int = 0
+) -> Path:
     """The model of ``options`` traced in bfloat16 at degree ``tp``, for every batch and prompt that is measured."""
     model = bench_model(options)
-    arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, BATCHES))]
-    arguments += ["--prompt-buckets", ",".join(map(str, PROMPTS)), "--max-len", 4096, "--dtype", "bfloat16"]
+    arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, batches))]
+    arguments += ["--prompt-buckets", ",".join(map(str, prompts)), "--max-len", 4096, "--dtype", "bfloat16"]
+    name = f"{options.model}-tp{tp}"
+    if speculate:
+        arguments += ["--speculate", speculate]
+        name += f"-speculate{speculate}"
     if options.model == "tiny":
         arguments += ["--backend", "eager"]
     key = f"{sources_digest()} {model.with_name(model.name + '.stamp').read_text()} {arguments}"
-    return stamped(
-        home() / "artifacts" / f"{options.model}-tp{tp}", key, lambda path: nxd_infer(*arguments, "--out", path)
-    )
+    return stamped(home() / "artifacts" / name, key, lambda path: nxd_infer(*arguments, "--out", path))

@@ -11,7 +11,9 @@ from nxd_infer.cli.console import console, spinner
 DEFAULT_MAX_TOKENS = 64
 
 
-def run(artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | None, **sampling: Any) -> None:
+def run(
+    artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | None, speculate: int, **sampling: Any
+) -> None:
     """Print each prompt's continuation, or one JSON object a prompt. ``max_tokens`` None: the default, if it fits."""
     from nxd_server import LLM, RequestOutput
     from nxd_server.engine.params import SamplingParams
@@ -23,7 +25,7 @@ def run(artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | Non
         return llm.generate(prompts, [given.replace(max_tokens=room) for room in rooms])
 
     if as_json:
-        with LLM(artifact) as llm:
+        with LLM(artifact, speculate=speculate) as llm:
             outputs = answers(llm)
         for output in outputs:
             answer = output.outputs[0]
@@ -35,7 +37,7 @@ def run(artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | Non
             }
             print(json.dumps(record, ensure_ascii=False))
         return
-    with spinner("loading and answering"), LLM(artifact) as llm:
+    with spinner("loading and answering"), LLM(artifact, speculate=speculate) as llm:
         outputs = answers(llm)
     for output in outputs:
         answer = output.outputs[0]

@@ -197,6 +197,10 @@ def serve(
         Path | None,
         typer.Option(help="Directory of what the admin's routes may load; without it they load nothing."),
     ] = None,
+    speculate: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate. Default: 0, off."),
+    ] = None,
     max_queued_requests: Annotated[
         int | None,
         typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
@@ -223,6 +227,7 @@ def serve(
             admin_key=admin_key,
             weights_root=weights_root,
             lora=lora,
+            speculate=speculate,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
         )
@@ -241,6 +246,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
+    speculate: Annotated[
+        int, typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate; 0 is off.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
 ) -> None:
     """Continue prompts in this process's own engine, without a server."""
@@ -258,6 +266,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         stop=stop or [],
+        speculate=speculate,
     )
 
 

@@ -58,6 +58,10 @@ class ServerSettings(BaseSettings):
         default_factory=list, description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas."
     )
 
+    speculate: int = Field(
+        0, ge=0, description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for."
+    )
+
     weights_root: Path | None = Field(
         None, description="Directory of what requests may load; without it they may load nothing."
     )

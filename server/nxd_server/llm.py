@@ -90,6 +90,7 @@ class LLM:
         artifact_dir: what ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
+        speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
         on_progress: called with (done, total, bucket) while every graph runs once.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
 
@@ -105,6 +106,7 @@ class LLM:
         call_timeout: float = 120.0,
         threads_per_rank: int | None = None,
         expect_digest: str | None = None,
+        speculate: int = 0,
         on_progress: Callable[[int, int, str], None] | None = None,
         **engine_options: Any,
     ):
@@ -127,7 +129,9 @@ class LLM:
             self.encoder: TextEncoder | None = None
             engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
             if self.task == "generate":
-                self.engine = Engine(self.model, self.tokenizer, **engine_options)
+                self.engine = Engine(self.model, self.tokenizer, speculate=speculate, **engine_options)
+            elif speculate:
+                raise ModelConfigError(f"speculate = {speculate}: the artifact's task is {self.task!r}, not 'generate'")
             else:
                 self.engine = OneShotEngine(self.model, **engine_options)
                 if self.task in ("embed", "classify") and self.tokenizer is not None:

@@ -157,12 +157,14 @@ class Service(Served):
         if self.task == "generate":
             from nxd_server.engine import Engine
 
-            engine = self._engine = Engine(model, self._tokenizer, **options)
+            engine = self._engine = Engine(model, self._tokenizer, speculate=settings.speculate, **options)
             engine.adapters.taken_name = self.model_name
             for name, _, path in (word.partition("=") for word in settings.lora):
                 engine.adapters.load(name, path)
         elif settings.lora:
             raise ModelConfigError(f"lora: the artifact's task is {self.task!r}, and only 'generate' takes adapters")
+        elif settings.speculate:
+            raise ModelConfigError(f"speculate: the artifact's task is {self.task!r}, and only 'generate' can")
         else:
             from nxd_server.engine import OneShotEngine, TextEncoder
 

@@ -63,8 +63,8 @@ def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     steps = [counted(llm, "decode") + counted(llm, "verify") - old for llm, old in zip(llms, before, strict=True)]
     assert steps[1] < steps[0] and counted(guessing, "verify") > 0 and counted(plain, "verify") == 0
     stats = guessing.engine.stats()
-    assert 40 < stats.accepted_tokens < stats.guessed_tokens
-    assert plain.engine.stats().guessed_tokens == 0
+    assert 40 < stats.accepted_tokens < stats.draft_tokens
+    assert plain.engine.stats().draft_tokens == 0
     assert stats.generated_tokens == plain.engine.stats().generated_tokens
 
 
@@ -117,19 +117,6 @@ def test_without_a_guess_the_plain_graph_runs(llms):
     guessing = llms[1]
     before = counted(guessing, "verify")
     guessing.generate([[40], [50]], GREEDY.replace(max_tokens=2))
-    assert counted(guessing, "verify") == before
-
-
-def test_guesses_are_fed_only_where_they_pay(llms):
-    """Measured costs decide: a graph that takes five times as long cannot win with four guesses."""
-    guessing = llms[1]
-    costs = guessing.engine._speculation._costs
-    before = counted(guessing, "verify")
-    try:
-        guessing.engine._speculation._costs = {name: 5.1 if name.startswith("verify") else 1.0 for name in costs}
-        guessing.generate([REPETITIVE[1]], GREEDY)
-    finally:
-        guessing.engine._speculation._costs = costs
     assert counted(guessing, "verify") == before
 
 

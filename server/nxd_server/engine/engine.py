@@ -170,7 +170,7 @@ class Engine(ModelWorker):
         stats.waiting_tokens = self._waiting_tokens
         stats.prompt_tokens = self._prompt_tokens
         stats.generated_tokens = self._generated_tokens
-        stats.guessed_tokens, stats.accepted_tokens = self._speculation.guessed, self._speculation.accepted
+        stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
         stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
         return stats
 

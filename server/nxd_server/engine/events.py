@@ -99,8 +99,8 @@ class EngineStats:
     """Requests refused at submission by reason: queue_full, unavailable, invalid."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    guessed_tokens: int = 0
-    """Tokens that speculation guessed and verified ..."""
+    draft_tokens: int = 0
+    """Tokens that speculation guessed, and verified ..."""
     accepted_tokens: int = 0
     """... and those of them that were right; they are among ``generated_tokens``."""
     restarts: int = 0

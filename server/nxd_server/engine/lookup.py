@@ -33,7 +33,7 @@ class Lookup:
                     self._behind[tuple(text[-run:])] = len(text)
             text.append(token)
 
-    def guess(self, count: int) -> tuple[int, ...]:
+    def draft(self, count: int) -> tuple[int, ...]:
         """The next ``count`` tokens, or none. A repetition that reaches the end of the text is taken to go on."""
         text = self.tokens
         for run in RUNS:

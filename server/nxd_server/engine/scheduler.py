@@ -29,20 +29,20 @@ S = TypeVar("S", bound=Sequence)
 class Row(Generic[S]):
     """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one.
 
-    A decode row of more than one token feeds ``guesses`` behind it; once it has run, ``length`` counts the right ones.
+    A decode row of more than one token feeds ``draft`` behind it; once it has run, ``length`` counts the right ones.
     """
 
     sequence: S
     start: int
     length: int
     samples: bool
-    guesses: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
         """What the row feeds."""
-        if not self.guesses:
+        if not self.draft:
             return self.sequence.tokens(self.start, self.length)
-        return [*self.sequence.tokens(self.start, 1), *self.guesses[: self.length - 1]]
+        return [*self.sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.scheduler import Row, Step
 from nxd_server.engine.sequence import Sequence as Generated
 
+RETRY = 32
+"""Of so many steps whose guesses would not pay, one is verified all the same: measured times may have changed."""
+
 
 def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: int) -> tuple[list[Graph], list[Graph]]:
     """The graphs that decode and prefill, and those that verify ``speculate`` guesses (none for 0).
@@ -44,7 +47,8 @@ class Speculation:
         self._graphs = {graph.batch: graph for graph in graphs}
         self._tokens = tokens
         self._costs = costs
-        self.guessed = 0
+        self._passed = 0
+        self.drafted = 0
         self.accepted = 0
 
     def put(self, step: Step) -> Step:
@@ -54,29 +58,33 @@ class Speculation:
             return step
         rows, gain = [], 0.0
         for row in step.rows:
-            guesses = self._guess(row.sequence)
-            gain += row.sequence.lookup.expected(len(guesses))
-            rows.append(replace(row, guesses=guesses))
-        if not gain or (len(rows) + gain) * self._costs[step.graph.name] <= len(rows) * self._costs[graph.name]:
-            return replace(step, rows=tuple(rows))  # what was guessed is remembered, to learn from, but not fed
-        rows = [replace(row, length=1 + len(row.guesses)) for row in rows]
-        self.guessed += sum(len(row.guesses) for row in rows)
+            draft = self._draft(row.sequence)
+            gain += row.sequence.lookup.expected(len(draft))
+            rows.append(replace(row, draft=draft))
+        if not gain:
+            return step
+        if (len(rows) + gain) * self._costs[step.graph.name] <= len(rows) * self._costs[graph.name]:
+            self._passed += 1
+            if self._passed % RETRY:
+                return replace(step, rows=tuple(rows))  # what was guessed is remembered, to learn from, but not fed
+        rows = [replace(row, length=1 + len(row.draft)) for row in rows]
+        self.drafted += sum(len(row.draft) for row in rows)
         return Step("decode", graph, tuple(rows))
 
-    def _guess(self, sequence: Generated) -> tuple[int, ...]:
+    def _draft(self, sequence: Generated) -> tuple[int, ...]:
         count, lookup = room(sequence, self._tokens), sequence.lookup
         if count == 0:
             return ()
         known = len(lookup.tokens)
         lookup.extend(sequence.tokens(known, len(sequence.prompt) + len(sequence.output) - known))
-        return lookup.guess(count)
+        return lookup.draft(count)
 
     def settle(self, row: Row, tokens: Sequence[int]) -> Row:
         """``row`` as long as its guesses were right, of a step that gave ``tokens`` behind its tokens in order."""
-        if not row.guesses:
+        if not row.draft:
             return row
         right, tried = 0, max(1, row.length - 1)
-        while right < tried and row.guesses[right] == tokens[right]:
+        while right < tried and row.draft[right] == tokens[right]:
             right += 1
         row.sequence.lookup.learn(right, tried)
         if row.length == 1:

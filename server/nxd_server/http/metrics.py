@@ -144,6 +144,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
     yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
+    yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
+    yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Of these, right.", stats.accepted_tokens)
     success = CounterMetricFamily("nxd_request_success", "Choices by how they ended.", labels=["finished_reason"])
     for reason, count in stats.finished.items():
         success.add_metric([reason], count)
