@@ -276,7 +276,8 @@ class LLM:
         """Load the LoRA adapter of a PEFT directory into a free slot, for ``generate(..., adapter=name)``.
 
         Needs an artifact that was traced with slots (``--lora-slots``). Raises RequestError when the adapter does not
-        fit them, AdapterConflictError when the name is taken or all slots are.
+        fit them, AdapterConflictError when the name is taken or all slots are, WeightsBusyError when the step that runs
+        or another change of the weights takes longer than a minute.
         """
         self._engine().adapters.load(name, path)
 
