@@ -23,10 +23,10 @@ from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_o
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.weights import write_safetensors
 from nxd_infer.trainer import checkpoint_folder as folders
-from nxd_infer.trainer.checkpoint_load import data_position
+from nxd_infer.trainer.checkpoint_load import data_position, extra_states
 from nxd_infer.trainer.checkpoint_optimizer import classify, read_flat
 from nxd_infer.trainer.checkpoint_read import Archive, Piece, RunsSource
-from nxd_infer.trainer.checkpoint_write import checksums, rank_stem
+from nxd_infer.trainer.checkpoint_write import EXTRA, checksums, rank_stem
 from nxd_infer.trainer.reference_files import AnyArchive
 from nxd_infer.trainer.storage import Storage
 
@@ -164,14 +164,17 @@ class Resharding:
         first = self.archive.value(0, "values")
         same = all(self.archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
         own = dict(self.archive.value(context.rank, "values")) if same else {}
-        if "dataloader" in first and not same:
+        by_rank = {"dataloader": data_position, EXTRA: extra_states}
+        for key, value_of in by_rank.items():
+            if key not in first or same:
+                continue
             try:
-                own["dataloader"] = data_position(self.archive, context)
+                own[key] = value_of(self.archive, context)
             except CheckpointError as error:
                 if context.rank == 0:
-                    self.notes.append(f"the position in the data is left out: {error}")
+                    self.notes.append(f"{key} is left out: {error}")
         if context.rank == 0:
-            own |= {key: item for key, item in first.items() if key not in ("random", "dataloader")}
+            own |= {key: item for key, item in first.items() if key not in ("random", *by_rank)}
         return own
 
     # --- writing --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from nxd_infer.modules.lora.peft import collect_adapter
 from nxd_infer.optimizer.sharded_files import in_turns, world_max
 from nxd_infer.trainer import checkpoint_folder as folders
 from nxd_infer.trainer import reference_files
-from nxd_infer.trainer.checkpoint_load import data_position, model_change, optimizer_change, same_degrees
+from nxd_infer.trainer.checkpoint_load import data_position, extra_change, model_change, optimizer_change, same_degrees
 from nxd_infer.trainer.checkpoint_read import Archive
 from nxd_infer.trainer.checkpoint_write import (
     Content,
@@ -205,6 +205,8 @@ def load_checkpoint(
         changes: list[Callable[[], object]] = []
         if model is not None:
             changes.append(model_change(model, archive, strict, context))
+            extra = extra_change(model, archive, strict, context)
+            changes += [extra] if extra is not None else []
         if optimizer is not None:
             changes.append(optimizer_change(optimizer, archive, context))
         for change in changes:

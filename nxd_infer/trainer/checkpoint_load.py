@@ -20,32 +20,81 @@ from nxd_infer.optimizer.sharded_files import take_over
 from nxd_infer.parallel_layers.checkpoint_files import pack
 from nxd_infer.trainer.checkpoint_optimizer import optimizer_layouts, read_optimizer
 from nxd_infer.trainer.checkpoint_read import RunsSource
-from nxd_infer.trainer.checkpoint_write import local_module
+from nxd_infer.trainer.checkpoint_write import EXTRA, local_module, modules_with_extra_state
 from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
 
 
 def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
     """What to give this rank's data loader."""
+    return _of_this_rank(
+        archive,
+        context,
+        "dataloader",
+        "position in the data",
+        "it was saved without dataloader=",
+        "a trainer.data.ResumableLoader can go on at any",
+    )
+
+
+def extra_states(archive: AnyArchive, context: ParallelContext) -> Any:
+    """What ``get_extra_state`` of each module gave, by its name."""
+    return _of_this_rank(
+        archive,
+        context,
+        EXTRA,
+        "extra state of modules",
+        "it was saved by a model without; pass strict=False to go on without",
+        "pass strict=False to go on without",
+    )
+
+
+def _of_this_rank(archive: AnyArchive, context: ParallelContext, key: str, what: str, without: str, fix: str) -> Any:
+    """What this rank saved under ``key``; at other degrees what all ranks did, if that is the same."""
+
+    def of(rank: int) -> Any:
+        values = archive.value(rank, "values")
+        if key not in values:
+            raise CheckpointError(f"{archive.where} holds no {what}; {without}")
+        return values[key]
+
     if same_degrees(archive, context):
-        return _position_of(archive, context.rank)
-    first, *others = (pack(_position_of(archive, rank)) for rank in range(math.prod(archive.degrees.values())))
+        return of(context.rank)
+    first, *others = (pack(of(rank)) for rank in range(math.prod(archive.degrees.values())))
     if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
         raise CheckpointError(
-            f"{archive.where} holds another position in the data for each rank, so it goes on at the degrees of the "
-            f"save only, {dict(archive.degrees)}; a trainer.data.ResumableLoader can go on at any"
+            f"{archive.where} holds another {what} for each rank, so it goes on at the degrees of the save only, "
+            f"{dict(archive.degrees)}; {fix}"
         )
-    return _position_of(archive, 0)
-
-
-def _position_of(archive: AnyArchive, rank: int) -> Any:
-    values = archive.value(rank, "values")
-    if "dataloader" not in values:
-        raise CheckpointError(f"{archive.where} holds no position in the data; it was saved without dataloader=")
-    return values["dataloader"]
+    return of(0)
 
 
 def same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
     return all(archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
+
+
+def extra_change(
+    model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext
+) -> Callable[[], object] | None:
+    """What gives modules with a ``set_extra_state`` theirs. Raises CheckpointError when there is none for one."""
+    modules = modules_with_extra_state(local_module(model))
+    if not modules or isinstance(archive, ReferenceArchive):
+        return None
+    try:
+        states = extra_states(archive, context)
+        missing = sorted(modules.keys() - states.keys())
+        if missing and strict:
+            raise CheckpointError(f"{archive.where} holds no extra state of {missing[:8]}; pass strict=False")
+    except CheckpointError:
+        if strict:
+            raise
+        return None
+
+    def give() -> None:
+        for name, module in modules.items():
+            if name in states:
+                module.set_extra_state(states[name])
+
+    return give
 
 
 def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:

@@ -89,10 +89,22 @@ def collect(
             state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
             files[name], described = _packed(state)
         record["optimizer"] = {"file": name, **described}
+    extra = modules_with_extra_state(local_module(model)) if isinstance(model, nn.Module) else {}
+    if extra:
+        own_values = {**own_values, EXTRA: {name: module.get_extra_state() for name, module in extra.items()}}
     name = f"{rank_stem(context.rank)}.safetensors"
     files[name], described = _packed({**own_values, "random": random_state(), **(values if context.rank == 0 else {})})
     record["values"] = {"file": name, **described}
     return Content({name: _storable(tensors, copy) for name, tensors in files.items()}, record)
+
+
+EXTRA = "extra_state"
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have more of a state than tensors, by name."""
+    default = nn.Module.get_extra_state
+    return {name: one for name, one in model.named_modules() if type(one).get_extra_state is not default}
 
 
 def rank_stem(rank: int) -> str:

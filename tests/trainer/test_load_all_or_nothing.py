@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from nxd_infer.trainer.data import ResumableLoader
+from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, training
 from tests.trainer.models import mlp, vectors
@@ -95,6 +98,51 @@ def test_what_was_not_saved_is_missed_before_anything_changes(tmp_path: Path):
             load_checkpoint(tmp_path, "a", model, optimizer, **wanted)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert not optimizer.state
+
+
+class Counting(nn.Module):
+    """Holds more than tensors."""
+
+    def __init__(self, seen: int = 0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen = seen
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "mean": torch.full((2,), float(self.seen))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"] if torch.equal(state["mean"], torch.full((2,), float(state["seen"]))) else -1
+
+
+def extra_of(root: str, own: bool) -> list[Any]:
+    """What a rank finds again at the degrees of the save, if it saves its rank and not 5."""
+    save_checkpoint(root, "a", nn.Sequential(Counting(current_context().rank if own else 5)))
+    other = nn.Sequential(Counting())
+    load_checkpoint(root, "a", other)
+    return [other[0].seen]
+
+
+def test_modules_with_an_extra_state(tmp_path: Path, capsys, monkeypatch):
+    """It comes back to each rank; at other degrees where it is the same on all; and is never lost in silence."""
+    assert run_ranks(extra_of, 2, str(tmp_path / "own"), True, tp=1) == [[0], [1]]
+    assert run_ranks(extra_of, 2, str(tmp_path / "same"), False, tp=1) == [[5], [5]]
+    model = nn.Sequential(Counting())
+    with pytest.raises(CheckpointError, match="holds another extra state of modules for each rank"):
+        load_checkpoint(tmp_path / "own", "a", model)
+    load_checkpoint(tmp_path / "own", "a", model, strict=False)
+    assert model[0].seen == 0
+    load_checkpoint(tmp_path / "same", "a", model)
+    assert model[0].seen == 5
+    reshard = partial(nxd_infer_here, capsys, monkeypatch, "ckpt", "reshard")
+    assert reshard(tmp_path / "same", tmp_path / "one", "--tp", 1, "--dp", 1).status == 0
+    model[0].seen = 0
+    load_checkpoint(tmp_path / "one", "a", model)
+    assert model[0].seen == 5
+    assert "extra_state is left out" in reshard(tmp_path / "own", tmp_path / "two", "--tp", 1, "--dp", 1).out
+    save_checkpoint(tmp_path, "without", nn.Sequential(nn.RMSNorm(2)))
+    with pytest.raises(CheckpointError, match=r"holds no extra state of modules; .* pass strict=False"):
+        load_checkpoint(tmp_path, "without", model)
 
 
 class Tied(nn.Module):
