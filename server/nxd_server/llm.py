@@ -25,6 +25,7 @@ from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, FinishReaso
 from nxd_server.engine.oneshot import OneShotEngine
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Ticket, max_new_tokens
+from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import RequestError
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
@@ -156,7 +157,7 @@ class LLM:
 
     def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
         """Answer later calls with other weights: a training checkpoint, safetensors, tensors by name, or the model in
-        training; the new version. What runs is finished on the old ones, within ``timeout`` seconds.
+        training; the new version. Calls that run are finished on the old ones, within ``timeout`` seconds.
 
         Takes ``weights`` and ``tag``, and raises, as ``TensorParallelModel.update_weights`` does; WeightsBusyError
         after ``timeout``, with the weights unchanged.
@@ -253,8 +254,10 @@ class LLM:
         collectors = [_Collector(one) for one in params]
         tickets: list[Ticket] = []
         try:
-            for prompt, one, collector in zip(prompts, params, collectors, strict=True):
-                tickets.append(engine.submit(prompt, one, collector, timeout=timeout, adapter=adapter))
+            with WholeRequest() as whole:  # new weights wait until all of it is answered
+                for prompt, one, collector in zip(prompts, params, collectors, strict=True):
+                    ticket = engine.submit(prompt, one, collector, timeout=timeout, adapter=adapter, whole=whole)
+                    tickets.append(ticket)
             for number in _track(range(len(tickets)), "generating", progress):
                 tickets[number].wait()
                 if (error := collectors[number].error) is not None:
@@ -334,7 +337,8 @@ class LLM:
             self._require_tokenizer()
             raise ModelConfigError("the artifact has no encoder")
         listed = [texts] if isinstance(texts, str) else list(texts)
-        futures = [self.encoder.submit(text, field=f"texts[{place}]") for place, text in enumerate(listed)]
+        with WholeRequest() as whole:
+            futures = [self.encoder.submit(text, field=f"texts[{i}]", whole=whole) for i, text in enumerate(listed)]
         return [future.result() for future in _track(futures, "encoding", progress)]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
+from nxd_server import LLM
 from nxd_server.engine import Engine, OneShotEngine, SamplingParams
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
@@ -123,6 +124,23 @@ def test_a_request_that_has_begun_is_finished_on_the_old_weights(engines):
     assert second.tokens[0] == naive_generate([7, 9], max_tokens=6, ignore_eos=True)
     assert third.tokens[0] == naive_generate([9], max_tokens=6, ignore_eos=True, weights=1)
     assert (whole.version, later.whole.version) == (0, 1)
+
+
+def test_one_call_of_an_llm_is_of_one_version(engines):
+    """Prompts that wait for a slot when a swap comes are of the call that has begun."""
+    llm = LLM.__new__(LLM)  # around the toy, which is no artifact on disk
+    llm.engine = engine = engines(ToyModel(slots=1, delay=0.005))
+    prompts = [[7 + number, 8] for number in range(6)]
+    answers = []
+    call = threading.Thread(target=lambda: answers.extend(llm.generate(prompts, GREEDY)))
+    call.start()
+    wait_until(lambda: engine.stats().generated_tokens)
+    assert llm.update_weights(1) == 1
+    call.join(20)
+    wanted = [naive_generate(prompt, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    assert [answer.outputs[0].token_ids for answer in answers] == wanted
+    (later,) = llm.generate(prompts[0], GREEDY)
+    assert later.outputs[0].token_ids == naive_generate(prompts[0], max_tokens=6, ignore_eos=True, weights=1)
 
 
 def test_requests_that_take_too_long_keep_the_old_weights(engines):
