@@ -10,6 +10,9 @@ from typing import Any
 from nxd_infer.cli.console import bar, console, duration, memory, size
 from nxd_infer.errors import ArtifactError
 
+SAME_ROUNDING = "emulate_precision_casts=True"
+"""Makes inductor round every result to its dtype, whatever it fuses, so that all graphs give a token the same bits."""
+
 
 class Progress:
     """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known."""
@@ -85,6 +88,8 @@ def run(
         "compiler_args": compiler_args,
         "quantize": quantize,
     }
+    if speculate and backend == "inductor":  # a draft is verified with the numbers that decode would have
+        arguments["compiler_args"] = [SAME_ROUNDING, *(compiler_args or [])]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)

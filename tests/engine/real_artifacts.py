@@ -9,15 +9,15 @@ from tests.tiny_models import write_tiny
 SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
 
 
-def trace_llama(directory, tp, backend="eager", **options):
+def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
     """Write a tiny Llama and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
     import nxd_infer as nxd
     from nxd_models import tasks
 
     model_dir = write_tiny("llama", directory / "llama")
     sizes = {"batch_sizes": BATCHES, "length_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
-    plan = tasks.plan(model_dir, "generate", dtype=torch.float32, **sizes | options)
-    return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend)
+    plan = tasks.plan(model_dir, "generate", **{"dtype": torch.float32} | sizes | options)
+    return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend, compiler_args)
 
 
 def trace_encoder(directory, family, task, tp=1):
@@ -30,8 +30,9 @@ def trace_encoder(directory, family, task, tp=1):
     return model_dir, _trace(nxd, plan, directory / f"{family}_tp{tp}", tp)
 
 
-def _trace(nxd, plan, target, tp, backend="eager"):
-    model = nxd.trace.parallel_model_trace(**plan.trace_arguments(), tp_degree=tp, backend=backend)
+def _trace(nxd, plan, target, tp, backend="eager", compiler_args=None):
+    options = {"tp_degree": tp, "backend": backend, "compiler_args": compiler_args}
+    model = nxd.trace.parallel_model_trace(**plan.trace_arguments(), **options)
     try:
         nxd.trace.parallel_model_save(model, target)
     finally:

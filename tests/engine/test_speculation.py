@@ -1,10 +1,13 @@
-"""Answers with guesses verified against answers without: a tiny traced Llama, at degree 1 compiled and at degree 2."""
+"""Answers with guesses against answers without: a tiny Llama, compiled in bfloat16 at degree 1, and at degree 2."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from nxd_infer.cli.trace import SAME_ROUNDING
 from nxd_infer.errors import ModelConfigError
+from nxd_models.generation import step_inputs
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from tests.engine.real_artifacts import MAX_LEN, trace_llama
@@ -21,7 +24,8 @@ def llms(request, tmp_path_factory):
     """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
     directory = tmp_path_factory.mktemp("speculation")
     if request.param == 1:  # few graphs, as compiling takes its time
-        artifact = trace_llama(directory, 1, "inductor", speculate=GUESSES, batch_sizes=[4], length_buckets=[16])[1]
+        few = {"batch_sizes": [4], "length_buckets": [16], "dtype": torch.bfloat16}
+        artifact = trace_llama(directory, 1, "inductor", [SAME_ROUNDING], speculate=GUESSES, **few)[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
     with LLM(artifact) as plain, LLM(artifact, speculate=GUESSES) as guessing:
@@ -66,6 +70,31 @@ def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     assert 40 < stats.accepted_tokens < stats.draft_tokens
     assert plain.engine.stats().draft_tokens == 0
     assert stats.generated_tokens == plain.engine.stats().generated_tokens
+
+
+def test_a_draft_is_verified_with_the_bits_of_decode(llms):
+    """Compiled, in bfloat16: every number of five tokens in one step is that of five steps."""
+    model = llms[0].model
+    prompt, fed = RANDOM[1], torch.tensor([[31, 7, 200, 7, 31]])
+    start = len(prompt)
+
+    def run(bucket, tokens, at):
+        (batch, length), count = model.manifest.bucket(bucket).inputs[0].shape, tokens.shape[1]
+        inputs = step_inputs(llms[0].metadata["vocab_size"], batch, length, llms[0].metadata["slots"])
+        inputs["tokens"][0, :count], inputs["start"][0], inputs["length"][0] = tokens[0], at, count
+        inputs["block_table"][0], inputs["prompt_length"][0] = 0, start
+        outputs = model.run_bucket(bucket, inputs)
+        return {name: value[0, :count].clone() for name, value in outputs.items()}
+
+    run("prefill_s16", torch.tensor([prompt]), 0)
+    alone = [run("decode_b4", fed[:, place : place + 1], start + place) for place in range(GUESSES + 1)]
+    together = run("verify_b4", fed, start)
+    for name, found in together.items():
+        expected = torch.cat([one[name] for one in alone])
+        if model.manifest.backend == "inductor":
+            assert torch.equal(found, expected), name
+        else:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_one_prompt_alone_and_up_to_the_last_position(llms):
