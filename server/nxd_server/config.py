@@ -61,6 +61,12 @@ class ServerSettings(BaseSettings):
     speculate: int = Field(
         0, ge=0, description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for."
     )
+    stall_ratio: float = Field(
+        4.0,
+        gt=0,
+        description="Decode steps (the fastest one's time) that a stream may wait for its next token while prompts "
+        "arrive, where the artifact has a prompt bucket that short; more answers prompts sooner.",
+    )
 
     weights_root: Path | None = Field(
         None, description="Directory of what requests may load; without it they may load nothing."

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,6 @@ class Service(Served):
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest)
         self._manifest = artifact.manifest
-        self._read_text(self.task)
         self._stage = f"starting {artifact.manifest.tp_degree} ranks"
         logger.info("starting %d ranks", artifact.manifest.tp_degree)
         # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
@@ -130,7 +129,10 @@ class Service(Served):
             self._model = model
             if self._closing:
                 return model
-        model.start()
+        with ThreadPoolExecutor(1, "nxd-text") as reader:  # while the ranks start, which takes seconds
+            text = reader.submit(self._read_text, self.task)
+            model.start()
+            text.result()
         return BoundedModel(model, settings.call_timeout, settings.start_timeout)
 
     def _read_text(self, task: str) -> None:
@@ -157,7 +159,8 @@ class Service(Served):
         if self.task == "generate":
             from nxd_server.engine import Engine
 
-            engine = self._engine = Engine(model, self._tokenizer, speculate=settings.speculate, **options)
+            options |= {"stall_ratio": settings.stall_ratio, "speculate": settings.speculate}
+            engine = self._engine = Engine(model, self._tokenizer, **options)
             engine.adapters.taken_name = self.model_name
             for name, _, path in (word.partition("=") for word in settings.lora):
                 engine.adapters.load(name, path)

@@ -49,6 +49,7 @@ class Engine(ModelWorker):
         max_queued_requests: int = 256,
         max_queued_tokens: int | None = None,
         prefill_ratio: float = 4.0,
+        stall_ratio: float = 4.0,
         speculate: int = 0,
         restart_limit: int = 1,
         restart_window: float = 600.0,
@@ -56,8 +57,8 @@ class Engine(ModelWorker):
         on_state: Any = None,
     ):
         """``model`` is a TensorParallelModel (or anything with its ``run_bucket``, ``manifest``, ``restart`` and
-        ``health``). Without a tokenizer, events carry no text and stop strings are refused. ``prefill_ratio``: how
-        many times longer prefill may take than decoding, while something decodes. ``speculate``: tokens to guess ahead.
+        ``health``). Without a tokenizer, events carry no text and stop strings are refused. ``prefill_ratio`` and
+        ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens to guess ahead.
 
         Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -92,16 +93,15 @@ class Engine(ModelWorker):
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         self._graphs = [*graphs, *verifying]
         self.costs = StepCosts(self._graphs)
-        self._scheduler: Scheduler[Choice] = Scheduler(graphs, self.slots, self.costs, prefill_ratio=prefill_ratio)
+        self._scheduler: Scheduler[Choice] = Scheduler(
+            graphs, self.slots, self.costs, prefill_ratio=prefill_ratio, stall_ratio=stall_ratio
+        )
         self._speculation = Speculation(verifying, speculate, self.costs)
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
         self._deadlines = Deadlines()
         self._ids = itertools.count(1)
-        self._waiting_tokens = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
-        self._live_tokens = 0
+        self._waiting_tokens = self._prompt_tokens = self._generated_tokens = self._live_tokens = 0
 
     # --- callers' side ----------------------------------------------------------------------------------
 

@@ -70,15 +70,15 @@ class StepRunner:
     def measure(self, bucket: str, inputs: Tensors) -> float:
         """Seconds that ``bucket`` takes: the fastest of a few executions.
 
-        The first one touches its memory for the first time; of the others the fastest had the least noise. Large
-        graphs are run twice, small ones a few times more.
+        The first one touches its memory for the first time; of the others the fastest had the least noise. A large
+        graph is run once: that little is in its time, and steps for requests will correct it.
         """
-        seconds, spent = self.timed(bucket, inputs)[1], 0.0
+        seconds = spent = self.timed(bucket, inputs)[1]
         for _ in range(WARM_RUNS):
-            again = self.timed(bucket, inputs)[1]
-            seconds, spent = min(seconds, again), spent + again
             if spent > WARM_SECONDS:
                 break
+            again = self.timed(bucket, inputs)[1]
+            seconds, spent = min(seconds, again), spent + again
         return seconds
 
     def check_alive(self) -> None:

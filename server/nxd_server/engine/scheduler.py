@@ -4,7 +4,8 @@
 * A prompt goes in pieces: whole largest graphs first, then the smallest that fits what is left (``<=``), or several
   smaller ones where measured times say that they are clearly cheaper.
 * While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
-  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between.
+  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
+  that it and the decode step behind it take at most ``stall_ratio`` of the fastest decode steps, where a graph is.
 * A decode step takes the graph with the most rows per second, and the rows that have waited longest.
 """
 
@@ -57,15 +58,25 @@ class Step(Generic[S]):
 class Scheduler(Generic[S]):
     """Not thread-safe: it belongs to the engine's thread."""
 
-    def __init__(self, graphs: Iterable[Graph], slots: int, costs: StepCosts, *, prefill_ratio: float = 4.0):
-        if prefill_ratio <= 0:
-            raise ValueError(f"prefill_ratio must be more than 0, got {prefill_ratio}")
+    def __init__(
+        self,
+        graphs: Iterable[Graph],
+        slots: int,
+        costs: StepCosts,
+        *,
+        prefill_ratio: float = 4.0,
+        stall_ratio: float = 4.0,
+    ):
+        for name, ratio in (("prefill_ratio", prefill_ratio), ("stall_ratio", stall_ratio)):
+            if ratio <= 0:
+                raise ValueError(f"{name} must be more than 0, got {ratio}")
         self.graphs = sorted(graphs, key=lambda graph: (graph.length, graph.batch))
         if not self.graphs:
             raise ValueError("an engine needs at least one graph")
         self.costs = costs
         self.slots = SlotPool(slots)
         self.prefill_ratio = prefill_ratio
+        self.stall_ratio = stall_ratio
         shortest = self.graphs[0].length
         self._decode_graphs = [graph for graph in self.graphs if graph.length == shortest]
         self._lengths = sorted({graph.length for graph in self.graphs})
@@ -175,9 +186,11 @@ class Scheduler(Generic[S]):
         size = min(length, sequence.remaining)
         return Row(sequence, sequence.computed, size, samples=size == sequence.remaining)
 
+    def _decode_graph(self, count: int) -> Graph:
+        return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
+
     def _decode_step(self) -> Step[S]:
-        count = len(self._decoding)
-        graph = self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
+        graph = self._decode_graph(len(self._decoding))
         chosen = list(self._decoding.values())[: graph.batch]
         for sequence in chosen:  # the dictionary is in the order of turns
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
@@ -189,15 +202,24 @@ class Scheduler(Generic[S]):
 
     def piece(self, remaining: int) -> int:
         """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go."""
-        largest = self._lengths[-1]
+        lengths = self._short_lengths() if self._decoding else self._lengths
+        largest = lengths[-1]
         if remaining >= largest:
             return largest
-        fit = next(length for length in self._lengths if length >= remaining)
-        smaller = [length for length in self._lengths if 1 < length < fit <= MAX_PIECES * length]
+        fit = next(length for length in lengths if length >= remaining)
+        smaller = [length for length in lengths if 1 < length < fit <= MAX_PIECES * length]
         if fit == remaining or not smaller:
             return fit
         cost, first = self._cover(remaining, smaller, {})
         return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
+
+    def _short_lengths(self) -> list[int]:
+        """Those that hold up what decodes for no longer than ``stall_ratio`` allows; at least the shortest piece."""
+        fastest = min(self.costs[graph.name] for graph in self._decode_graphs)
+        behind = self._decode_graph(len(self._decoding) + 1)  # the piece may end its prompt: one more decodes then
+        room = self.stall_ratio * fastest - self.costs[behind.name]
+        count = sum(self._cost_of(length) <= room for length in self._lengths)
+        return self._lengths[: max(2, count)]
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
