@@ -163,7 +163,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
             raise TypeError("a piece has no values")
         if not all(isinstance(group, dict) for group in description["param_groups"]):
             raise TypeError("a parameter group is no object")
-        if not all(isinstance(names, list) for names in description.get("group_names", [])):
+        if not all(isinstance(name, str) for names in description.get("group_names", []) for name in names):
             raise TypeError("a group has no names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{json_file} describes no optimizer shard: {error!r}") from error

@@ -218,7 +218,7 @@ def load_checkpoint(
         if optimizer is not None and same_degrees(archive, context):
             random_state = archive.value(context.rank, "values").get("random")
             if random_state is not None:
-                restore_random_state(random_state)
+                restore_random_state(random_state, archive.where)
         user_content.append(values["user_content"])
 
     in_turns(context, num_workers, _told(storage, read), of_world=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ def read_record(text: bytes, where: str) -> dict[str, Any]:
             check(f"{kind!r}: 'param_groups'", listed, "a list of objects", groups)
             names = part.get("group_names", [])
             listed = isinstance(names, list) and all(isinstance(group, list) for group in names)
+            listed = listed and all(isinstance(name, str) for group in names for name in group)
             check(f"{kind!r}: 'group_names'", listed, "a list of lists of names", names)
     return record
 
@@ -61,12 +63,17 @@ def read_piece(name: str, piece: Mapping[str, Any], where: str) -> dict[str, Any
         values = piece.get("values", {})
         if not isinstance(values, dict):
             raise TypeError(f"'values' is {values!r:.80}")
+        layout, shape = TensorLayout.from_json(piece["layout"]), _numbers(piece["shape"])
+        logical = {key: _numbers(of_all) for key, of_all in piece["logical"].items()}
+        agree = layout.shape == shape and start <= stop <= math.prod(shape) and logical.keys() >= set(layout.names)
+        if not agree or any(len(of_all) != len(shape) for of_all in logical.values()):
+            raise ValueError("its layout, its shapes and its range do not agree")
         return {
-            "layout": TensorLayout.from_json(piece["layout"]),
-            "shape": _numbers(piece["shape"]),
+            "layout": layout,
+            "shape": shape,
             "start": start,
             "stop": stop,
-            "logical": {key: _numbers(shape) for key, shape in piece["logical"].items()},
+            "logical": logical,
             "values": values,
             "plans": _plans(piece.get("plans")),
         }

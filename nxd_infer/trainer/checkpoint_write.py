@@ -183,15 +183,19 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    get_xla_rng_tracker().set_states(state["streams"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
-        numpy.random.set_state(state["numpy"])
+def restore_random_state(state: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError for what :func:`random_state` has not given; ``where`` it was."""
+    try:
+        torch.set_rng_state(state["torch"])
+        get_xla_rng_tracker().set_states(state["streams"])
+        random.setstate(state["python"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        numpy = sys.modules.get("numpy")
+        if "numpy" in state and numpy is not None:
+            numpy.random.set_state(state["numpy"])
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"the random state in {where} is damaged: {error!r:.200}; load another tag") from error
 
 
 # --- writing ----------------------------------------------------------------------------------------------

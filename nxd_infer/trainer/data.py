@@ -100,6 +100,9 @@ class ResumableLoader:
         Raises CheckpointError for that of another dataset or another order.
         """
         mine = self.state_dict()
+        whole = isinstance(state, dict) and all(isinstance(state.get(key), int) for key in ("epoch", "samples"))
+        if not whole or min(state["epoch"], state["samples"]) < 0:
+            raise CheckpointError(f"{state!r:.120} is no position of a ResumableLoader; load another tag")
         for key in ("length", *self._order()):
             if state.get(key) != mine[key]:
                 raise CheckpointError(

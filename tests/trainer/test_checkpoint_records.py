@@ -11,6 +11,7 @@ import pytest
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxd_infer.trainer.data import ResumableLoader
 from tests.trainer.jobs import training
 from tests.trainer.models import mlp, vectors
 
@@ -77,6 +78,11 @@ PIECE = ("model", "pieces", "unused")
         (put(*PIECE, "range", value=[0]), "'unused' is damaged"),
         (put(*PIECE, "range", value=["0", "3"]), "'unused' is damaged"),
         (put(*PIECE, "shape", value=[-3]), "'unused' is damaged"),
+        (put(*PIECE, "shape", value=[4]), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "logical", value={"other": [3]}), "'unused' is damaged.*do not agree"),
+        (put(*PIECE, "range", value=[0, 4]), "'unused' is damaged.*do not agree"),
+        (put("model", "pieces", "down.weight", "layout", "axes", value=[[]]), "'down.weight' is damaged"),
+        (put("optimizer", "group_names", value=[[{}]]), r"'group_names' must be a list of lists of names, got"),
         (put("optimizer", "pieces", "unused", "values", value=[1]), "'unused' is damaged"),
         (put(*PIECE, "plans", value=[[[]]]), "'unused' is damaged"),
         (put("optimizer", "param_groups", drop=True), "'param_groups' must be a list of objects, got None"),
@@ -94,6 +100,32 @@ def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
     with pytest.raises(CheckpointError, match=message) as raised:
         load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
     assert str(tmp_path / "a") in str(raised.value) or "structure" in message
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("place", "junk"),
+    [(("torch",), 3), (("python",), {"tuple": [1, 2]}), (("streams",), True), (("numpy",), {"tuple": [1]})],
+)
+def test_a_random_state_made_by_hand(tmp_path: Path, place: tuple[str, ...], junk: Any):
+    def change(text: str) -> str:
+        record = json.loads(text)
+        values = dict(record["values"]["structure"]["dict"])
+        (entry,) = [pair for pair in values["random"]["dict"] if pair[0] == place[0]]
+        entry[1] = junk
+        return json.dumps(record)
+
+    bare(tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"the random state in .*a is damaged"):
+        load_checkpoint(tmp_path, "a", *training(mlp, seed=1))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("state", [None, {}, {"epoch": "1", "samples": 0}, {"epoch": 0, "samples": -4}])
+def test_a_position_made_by_hand(state: Any):
+    loader = ResumableLoader([1, 2])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CheckpointError, match="is no position of a ResumableLoader"):
+        loader.load_state_dict(state)
 
 
 @pytest.mark.check
