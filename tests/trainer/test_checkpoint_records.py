@@ -104,14 +104,13 @@ def test_a_record_made_by_hand(tmp_path: Path, change: Change, message: str):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("place", "junk"),
-    [(("torch",), 3), (("python",), {"tuple": [1, 2]}), (("streams",), True), (("numpy",), {"tuple": [1]})],
+    ("name", "junk"), [("torch", 3), ("python", {"tuple": [1, 2]}), ("streams", True), ("numpy", {"tuple": [1]})]
 )
-def test_a_random_state_made_by_hand(tmp_path: Path, place: tuple[str, ...], junk: Any):
+def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
     def change(text: str) -> str:
         record = json.loads(text)
         values = dict(record["values"]["structure"]["dict"])
-        (entry,) = [pair for pair in values["random"]["dict"] if pair[0] == place[0]]
+        (entry,) = [pair for pair in values["random"]["dict"] if pair[0] == name]
         entry[1] = junk
         return json.dumps(record)
 
