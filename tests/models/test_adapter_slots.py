@@ -138,6 +138,29 @@ def test_rows_without_an_adapter_have_the_numbers_of_the_plain_model(case, degre
         assert emptied[ROWS.index(2)] == mixed[ROWS.index(2)]
 
 
+def test_adapters_over_weights_in_eight_bits(case):
+    """Rows with adapters come as near to the merged models as the rounding lets them, the others as without slots."""
+    case = case("qwen2")
+    models = []
+    for slots in (2, 0):
+        plan = case.plan(slots)
+        arguments = {**plan.trace_arguments(), "backend": "eager", "compiler_args": {"nxd_packed": 1}}
+        models.append((parallel_model_trace(**arguments, quantize="int8"), step_of(plan)))
+    (model, step), (plain, plain_step) = models
+    with model, plain:
+        assert sum(spec.encoding == "packed32-int8" for spec in model.manifest.weights) > 5
+        for slot, path in enumerate(case.adapters, 1):
+            model.load_adapter(slot, path)
+        rows, base = case.generate(model, step), case.generate(plain, plain_step)
+    for row, (found, (_, _, logprobs)) in enumerate(zip(rows, case.expected, strict=True)):
+        near, far = (
+            relative_difference(torch.tensor(list(top.values())), logprobs[0][list(top)])
+            for top in (found.top[0], base[row].top[0])
+        )
+        assert found == base[row] if ROWS[row] == 0 else near < far / 3
+        assert near < 0.06
+
+
 def test_compiled_graphs_load_adapters_without_a_compiler(case, tmp_path, monkeypatch):
     case = case("llama")
     model, step = case.trace(2, backend="inductor", length_buckets=[1])  # one graph
