@@ -63,9 +63,9 @@ class ServerSettings(BaseSettings):
     )
     stall_ratio: float = Field(
         4.0,
-        gt=0,
-        description="Decode steps (the fastest one's time) that a stream may wait for its next token while prompts "
-        "arrive, where the artifact has a prompt bucket that short; more answers prompts sooner.",
+        ge=1,
+        description="Times as long as a decode step that a stream may wait for its next token while prompts are read, "
+        "where the artifact has a prompt bucket that short; more answers prompts sooner.",
     )
 
     weights_root: Path | None = Field(

@@ -5,7 +5,7 @@
   smaller ones where measured times say that they are clearly cheaper.
 * While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
   and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
-  that it and the decode step behind it take at most ``stall_ratio`` of the fastest decode steps, where a graph is.
+  that it and the decode step behind it take at most ``stall_ratio`` times as long as the step alone, where a graph is.
 * A decode step takes the graph with the most rows per second, and the rows that have waited longest.
 """
 
@@ -67,9 +67,10 @@ class Scheduler(Generic[S]):
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
     ):
-        for name, ratio in (("prefill_ratio", prefill_ratio), ("stall_ratio", stall_ratio)):
-            if ratio <= 0:
-                raise ValueError(f"{name} must be more than 0, got {ratio}")
+        if prefill_ratio <= 0 or stall_ratio < 1:
+            raise ValueError(
+                f"prefill_ratio is more than 0 and stall_ratio at least 1, got {prefill_ratio}, {stall_ratio}"
+            )
         self.graphs = sorted(graphs, key=lambda graph: (graph.length, graph.batch))
         if not self.graphs:
             raise ValueError("an engine needs at least one graph")
@@ -215,11 +216,11 @@ class Scheduler(Generic[S]):
 
     def _short_lengths(self) -> list[int]:
         """Those that hold up what decodes for no longer than ``stall_ratio`` allows; at least the shortest piece."""
-        fastest = min(self.costs[graph.name] for graph in self._decode_graphs)
-        behind = self._decode_graph(len(self._decoding) + 1)  # the piece may end its prompt: one more decodes then
-        room = self.stall_ratio * fastest - self.costs[behind.name]
-        count = sum(self._cost_of(length) <= room for length in self._lengths)
-        return self._lengths[: max(2, count)]
+        count = len(self._decoding)
+        now, behind = (self.costs[self._decode_graph(rows).name] for rows in (count, count + 1))  # a prompt may end
+        room = self.stall_ratio * now - behind
+        short = sum(self._cost_of(length) <= room for length in self._lengths)
+        return self._lengths[: max(2, short)]
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
