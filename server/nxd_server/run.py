@@ -112,10 +112,12 @@ class _Run:
 
     async def main(self, service: Service) -> int:
         """Serve until the end; the exit status."""
+        self._service = service
+        self._handle_signals()
+        service.start()  # the ranks start while this process imports what answers HTTP
         from nxd_server.http.app import create_app
         from nxd_server.http.protocol import JsonErrorProtocol
 
-        self._service = service
         app = create_app(service, self._settings)
         server = _Server(
             uvicorn.Config(
@@ -130,12 +132,10 @@ class _Run:
                 timeout_graceful_shutdown=2,
             )
         )
-        self._handle_signals()
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on http://%s:%d", shown, port)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        self._service.start()
         await _first(serving, self._stop, self._failed)
         graceful = not self._failed.is_set() and not serving.done()
         if graceful:
