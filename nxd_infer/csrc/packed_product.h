@@ -128,7 +128,8 @@ int64_t row_size(int64_t K) {
 }
 
 // A block of whole numbers in the form of a packed block of T that is `filled` columns and `padded` values of k large.
-NXD_CLONES void widen_block(const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, float* to) {
+[[maybe_unused]] NXD_CLONES void widen_block(
+    const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, float* to) {
   if (width == filled) {
     for (int64_t i = 0; i < K * width; i++) to[i] = q[i];
   } else {
@@ -139,7 +140,8 @@ NXD_CLONES void widen_block(const int8_t* q, int64_t width, int64_t K, int64_t f
   std::fill(to + K * filled, to + padded * filled, 0.0f);
 }
 
-NXD_CLONES void widen_block(const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, BFloat16* to) {
+[[maybe_unused]] NXD_CLONES void widen_block(
+    const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, BFloat16* to) {
   const auto bits = [](float x) {
     uint32_t found;
     std::memcpy(&found, &x, 4);
