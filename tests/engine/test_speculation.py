@@ -57,7 +57,6 @@ def compare(llms, prompts, params):
     return guessing
 
 
-@pytest.mark.check
 def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     plain, guessing = llms
     before = [counted(llm, "decode") + counted(llm, "verify") for llm in llms]
