@@ -121,15 +121,18 @@ class Field:
 
 
 @contextlib.contextmanager
-def field_of(options: Options) -> Iterator[Field]:
-    """This project at every degree, and the peers that are asked for and installed; ended with the block."""
+def field_of(options: Options, **engine: Any) -> Iterator[Field]:
+    """This project at every degree, and the peers that are asked for and installed; ended with the block.
+
+    ``engine``: options of this project's engine.
+    """
     model = bench_model(options)
     traced = {tp: artifact(options, tp) for tp in options.degrees}
     found = Field({}, {})
     try:
         for tp, path in traced.items():
             with console.status(f"starting {ours(tp)}"):
-                _start(found, ours(tp), Known("ours"), options, model=str(path), threads=THREADS // tp)
+                _start(found, ours(tp), Known("ours"), options, model=str(path), threads=THREADS // tp, **engine)
         for name in options.peers:
             with console.status(f"starting {name}"):
                 _start(found, name, KNOWN[name], options, model=str(model), threads=THREADS)

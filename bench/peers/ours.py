@@ -17,8 +17,8 @@ TOUCH = 16
 
 
 class Ours:
-    def __init__(self, model: str, threads: int):
-        self.llm = LLM(model, threads_per_rank=threads)
+    def __init__(self, model: str, threads: int, **engine: Any):
+        self.llm = LLM(model, threads_per_rank=threads, **engine)
         assert isinstance(self.llm.engine, Engine)
         self.engine = self.llm.engine
         self.version = __version__
