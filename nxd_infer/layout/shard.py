@@ -44,11 +44,16 @@ def fill_tensor(out: Tensor, source: Weights, layout: TensorLayout, blocks: Sequ
             mismatched=((name, tuple(out.shape), layout.shape),),
         )
     with torch.no_grad():
-        # The first axis that fills wins where two do, so it is written last.
-        for slices, value in reversed(list(layout.fills())):
-            out[slices].fill_(_representable(value, out.dtype))
+        write_fills(out, layout)
         for block in blocks if blocks is not None else layout.blocks():
             out[block.local_slices].copy_(source.read(block.name, block.logical_slices))
+
+
+def write_fills(out: Tensor, layout: TensorLayout) -> None:
+    """Write what is filling into a rank's tensor."""
+    # The first axis that fills wins where two do, so it is written last.
+    for slices, value in reversed(list(layout.fills())):
+        out[slices].fill_(_representable(value, out.dtype))
 
 
 def _representable(value: float, dtype: torch.dtype) -> float:

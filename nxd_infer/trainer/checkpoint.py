@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,14 @@ from nxd_infer.modules.lora.peft import collect_adapter
 from nxd_infer.optimizer.sharded_files import in_turns, world_max
 from nxd_infer.trainer import checkpoint_folder as folders
 from nxd_infer.trainer import reference_files
-from nxd_infer.trainer.checkpoint_load import data_position, extra_change, model_change, optimizer_change, same_degrees
+from nxd_infer.trainer.checkpoint_load import (
+    data_position,
+    extra_change,
+    load_state,
+    model_change,
+    optimizer_change,
+    same_degrees,
+)
 from nxd_infer.trainer.checkpoint_read import Archive
 from nxd_infer.trainer.checkpoint_write import (
     Content,
@@ -93,14 +101,14 @@ def save_checkpoint(
         raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
     tag = folders.checked_tag(tag)
     context, storage = current_context(), storage_of(path)
-    values = {"user_content": user_content}
-    if scheduler is not None:
-        values["scheduler"] = scheduler.state_dict()
-    own_values = {} if dataloader is None else {"dataloader": dataloader.state_dict()}
     contents: list[Content] = []
 
     def prepare() -> None:
         outstanding.wait()
+        values = {"user_content": user_content}
+        if scheduler is not None:
+            values["scheduler"] = scheduler.state_dict()
+        own_values = {} if dataloader is None else {"dataloader": dataloader.state_dict()}
         contents.append(collect(context, model, optimizer, zero1_optimizer, values, own_values, copy=async_save))
 
     _together(context, prepare)
@@ -195,33 +203,34 @@ def load_checkpoint(
     verify_share = _told(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
     in_turns(context, num_workers, verify_share, of_world=True)
     user_content: list[Any] = []
+    changes: list[Callable[[], object]] = []
 
-    def read() -> None:
-        # What may not fit is read and compared first; then everything changes.
+    def compare() -> None:
         values = archive.value(0, "values")
         if scheduler is not None and "scheduler" not in values:
             raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
-        position = None if dataloader is None else data_position(archive, context)
-        changes: list[Callable[[], object]] = []
+        if dataloader is not None:  # what can refuse its state comes first
+            changes.append(partial(load_state, "position in the data", dataloader, data_position(archive, context)))
+        if scheduler is not None:
+            changes.append(partial(load_state, "scheduler", scheduler, values["scheduler"]))
         if model is not None:
             changes.append(model_change(model, archive, strict, context))
             extra = extra_change(model, archive, strict, context)
-            changes += [extra] if extra is not None else []
+            changes.extend([extra] if extra is not None else [])
         if optimizer is not None:
             changes.append(optimizer_change(optimizer, archive, context))
-        for change in changes:
-            change()
-        if scheduler is not None:
-            scheduler.load_state_dict(values["scheduler"])
-        if dataloader is not None:
-            dataloader.load_state_dict(position)
         if optimizer is not None and same_degrees(archive, context):
             random_state = archive.value(context.rank, "values").get("random")
             if random_state is not None:
-                restore_random_state(random_state, archive.where)
+                changes.append(partial(restore_random_state, random_state, archive.where))
         user_content.append(values["user_content"])
 
-    in_turns(context, num_workers, _told(storage, read), of_world=True)
+    def change() -> None:
+        for one in changes:
+            one()
+
+    for step in (compare, change):  # no rank changes anything unless what each has read fits
+        in_turns(context, num_workers, _told(storage, step), of_world=True)
     return user_content[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -117,28 +118,28 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
     module = local_module(model)
     state = _whole("model", archive, context)
     if state is not None:
-        return partial(_load_dictionary, "model", module, state, {"strict": strict})
+        return partial(load_state, "model, a dictionary,", module, state, strict=strict)
     if isinstance(archive, ReferenceArchive):
         if isinstance(module, LoRAModel):
             raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
         archive.know(weight_layout(module))
     source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
     if isinstance(module, LoRAModel):
+        module.weights_of(source, strict)
         return partial(module.load_weights, source, rank, degree, strict)
-    layouts = weight_layout(module)
+    layouts, names = weight_layout(module), set(source.keys())
     if strict:
         check_weights(layouts, source)
-    else:
-        names = set(source.keys())
-        layouts = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
-        check_weights(layouts, source, strict=False)
+    present = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+    # A tied weight under each of the names that are there.
+    check_weights({name: replace(one, alias_of=None) for name, one in present.items()}, source, strict=False)
     here = named_tensors(module)
-    _require_equal_ties(layouts, here, source, context)
+    _require_equal_ties(present, here, source, context)
     if strict:
         return partial(load_weights, module, source, rank=rank, degree=degree)
 
     def fill() -> None:
-        for name, layout in layouts.items():
+        for name, layout in present.items():
             fill_tensor(here[name], source, layout.rank_layout(degree, rank))
 
     return fill
@@ -147,11 +148,13 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
 def _require_equal_ties(
     layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
 ) -> None:
-    """Raise WeightMismatchError when what is one weight of the model is two different ones in the checkpoint."""
-    names = set(source.keys())
+    """Raise WeightMismatchError when what is one weight of the model is two different ones in the checkpoint.
+
+    ``layouts`` are those of the weights that are in ``source``.
+    """
     for name, layout in layouts.items():
         first = layouts.get(layout.alias_of or "")
-        if first is None or not {*layout.logical_names, *first.logical_names} <= names:
+        if first is None:
             continue
         values = []
         for one in (layout, first):
@@ -164,11 +167,14 @@ def _require_equal_ties(
             )
 
 
-def _load_dictionary(what: str, target: Any, state: Any, options: Mapping[str, Any]) -> None:
+def load_state(what: str, target: Any, state: Any, **options: Any) -> None:
+    """``target.load_state_dict(state)``, whose failures are CheckpointErrors that say ``what`` does not fit."""
     try:
         target.load_state_dict(state, **options)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint's {what}, a dictionary, does not fit this one: {error}") from error
+    except CheckpointError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's {what} does not fit this one: {error}") from error
 
 
 def optimizer_change(
@@ -177,7 +183,7 @@ def optimizer_change(
     """What loads the optimizer. Raises CheckpointError now, before anything changes, when it does not fit."""
     state = _whole("optimizer", archive, context)
     if state is not None:
-        return partial(_load_dictionary, "optimizer", optimizer, state, {})
+        return partial(load_state, "optimizer, a dictionary,", optimizer, state)
     if not isinstance(optimizer, NxDOptimizer):
         raise CheckpointError(
             f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "

@@ -12,6 +12,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.shard import write_fills
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, layout_by_name, require_same_groups
@@ -95,8 +96,10 @@ def _read(
     source: RunsSource, key: str, piece: optimizer_pieces.Piece, layout: TensorLayout, dtype: torch.dtype
 ) -> Tensor:
     """The state of a piece; where its parameter is filling, nothing has ever been stepped."""
-    if key == MASTER:
-        out = piece.values().reshape(-1).to("cpu", dtype, copy=True)
+    if key == MASTER:  # what the parameter holds there may be something else until its weights are loaded
+        whole = torch.zeros(layout.shape, dtype=piece.param.dtype)
+        write_fills(whole, layout)
+        out = whole.reshape(-1)[piece.start : piece.stop].to(dtype, copy=True)
     else:
         out = torch.zeros(piece.stop - piece.start, dtype=dtype)
     read_flat(out, source, layout, tuple(piece.param.shape), piece.start, piece.stop)

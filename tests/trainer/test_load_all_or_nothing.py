@@ -20,6 +20,7 @@ from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, training
 from tests.trainer.models import mlp, vectors
+from tests.trainer.test_resume_state import sequential
 
 
 def by_decay(model: nn.Module, swapped: bool = False) -> list[dict[str, Any]]:
@@ -100,6 +101,49 @@ def test_what_was_not_saved_is_missed_before_anything_changes(tmp_path: Path):
         assert not optimizer.state
 
 
+@pytest.mark.check
+def test_what_refuses_its_state_is_asked_before_anything_changes(tmp_path: Path):
+    """The position in another dataset, the state of another kind of schedule."""
+    model, optimizer = stepped()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(tmp_path, "a", model, optimizer, schedule, dataloader=ResumableLoader([1, 2, 3]))
+    model, optimizer = training(mlp, seed=3)
+    before = copy.deepcopy(model.state_dict())
+    for wanted, message in (
+        ({"dataloader": ResumableLoader([1, 2])}, "^the position in the data is of a loader with length 3"),
+        ({"scheduler": sequential(optimizer)}, "the checkpoint's scheduler does not fit this one: '_schedulers'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, "a", model, optimizer, **wanted)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not optimizer.state
+
+
+class Refusing:
+    def state_dict(self) -> Any:
+        raise ValueError("no state yet")
+
+
+def one_rank_cannot(root: str) -> None:
+    """Rank 1 has saved no position in the data, so it finds none; then it cannot save its own."""
+    first = current_context().rank == 0
+    save_checkpoint(root, "a", *stepped(), dataloader=ResumableLoader([1, 2]) if first else None)
+    other, fresh = training(mlp, seed=3)
+    before = copy.deepcopy(other.state_dict())
+    loader = ResumableLoader([1, 2])
+    with pytest.raises(CheckpointError, match="because another rank" if first else "holds no position in the data"):
+        load_checkpoint(root, "a", other, fresh, dataloader=loader)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert not fresh.state
+    with pytest.raises(Exception, match="because another rank" if first else "no state yet"):
+        save_checkpoint(root, "b", other, dataloader=loader if first else Refusing())
+
+
+def test_ranks_load_and_save_all_or_none(tmp_path: Path):
+    run_ranks(one_rank_cannot, 2, str(tmp_path), tp=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 class Counting(nn.Module):
     """Holds more than tensors."""
 
@@ -170,6 +214,22 @@ def test_two_weights_that_are_one_here(tmp_path: Path, strict: bool):
     assert torch.equal(tied.head.weight, apart.head.weight)
     save_checkpoint(tmp_path, "tied", tied)
     load_checkpoint(tmp_path, "tied", Tied(True), strict=strict)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("names", [["embed.weight", "head.weight"], ["head.weight"]])
+def test_a_tied_weight_of_another_shape(tmp_path: Path, names: list[str]):
+    """Under the second of its names, which stands for the first one where only that is there."""
+    apart, tied = Tied(False), Tied(True)
+    apart.head = nn.Linear(3, 1, bias=False)
+    if "embed.weight" not in names:
+        del apart.embed
+    save_checkpoint(tmp_path, "a", apart)
+    before = tied.embed.weight.detach().clone()
+    for strict in (True, False):
+        with pytest.raises(WeightMismatchError, match=r"of another shape: head.weight is \[1, 3\], wanted \[5, 3\]"):
+            load_checkpoint(tmp_path, "a", tied, strict=strict)
+        assert torch.equal(tied.embed.weight, before)
 
 
 @pytest.mark.check

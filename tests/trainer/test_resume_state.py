@@ -14,11 +14,13 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 import nxd_infer as nxd
+from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import weight_layout
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.trainer.jobs import mine, training
-from tests.trainer.models import MLP, mlp, vectors
+from tests.trainer.models import MLP, decoder, mlp, tokens, vectors
 
 Optimizer = torch.optim.Optimizer
 
@@ -128,6 +130,35 @@ def loaded_before_the_first_step(root: str, zero1: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_masters_are_saved_as_the_weights_are(tmp_path: Path, ranks: int):
     run_ranks(loaded_before_the_first_step, ranks, str(tmp_path), ranks == 2, tp=1, timeout=60)
+
+
+def filled_otherwise(root: str) -> None:
+    """Before the load, the model holds something else where it is filled up."""
+    options = {"mixed_precision_config": {"use_master_weights": True}}
+    build = partial(decoder, "llama", torch.bfloat16)
+    jobs = []
+    for seed in (0, 3):
+        model, optimizer = training(build, seed=seed, **options)
+        jobs.append((model, optimizer))
+        layouts, tp = weight_layout(model.local_module()), current_context().tp
+        fills = [(name, at) for name, one in layouts.items() for at, _ in one.rank_layout(2, tp.rank).fills()]
+        assert tp.rank == 0 or fills
+        if seed == 0:
+            save_checkpoint(root, "a", model, optimizer)
+            continue
+        with torch.no_grad():
+            for name, at in fills:
+                model.get_parameter(name)[at] = 7.0
+        load_checkpoint(root, "a", model, optimizer)
+    for model, optimizer in jobs:
+        model.run_train(**tokens())
+        optimizer.step()
+    weights = jobs[0][0].state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in jobs[1][0].state_dict().items())
+
+
+def test_masters_are_filled_as_the_weights_are(tmp_path: Path):
+    run_ranks(filled_otherwise, 2, str(tmp_path), tp=2, timeout=60)
 
 
 @pytest.mark.check

@@ -272,6 +272,12 @@ class LoRAModel(ModelWrapper):
 
         Raises WeightMismatchError as :meth:`load_state_dict` does, before anything is written.
         """
+        tensors = self.module.state_dict()
+        for name, layout in self.weights_of(source, strict).items():
+            fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
+
+    def weights_of(self, source: WeightSource, strict: bool = True) -> dict[str, ParamLayout]:
+        """What :meth:`load_weights` reads of ``source``, by the names of the tensors; raises what it does."""
         self.require_unmerged()
         names, layouts = set(source.keys()), self._layouts()
         taken = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
@@ -282,9 +288,7 @@ class LoRAModel(ModelWrapper):
             self._require_complete(taken, sorted(names - used))
         taken = {name: layout for name, layout in taken.items() if not layout.alias_of}
         check_weights(taken, source, strict=False)
-        tensors = self.module.state_dict()
-        for name, layout in taken.items():
-            fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
+        return taken
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """Of everything in the module's state dict: base weights as if there were no adapters, and the factors."""
