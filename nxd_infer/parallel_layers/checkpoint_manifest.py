@@ -56,7 +56,7 @@ def read_manifest(read: Read, where: Callable[[str], str]) -> dict[str, Any] | N
     try:
         text = read(MANIFEST)
     except FileNotFoundError as error:
-        if not recorded:
+        if not re.fullmatch("[0-9a-f]{64}", recorded):  # of the reference, say, or of any other tool
             return None
         raise CheckpointError(f"{where(MANIFEST)} is missing; restore it, or remove the folder") from error
     except OSError as error:

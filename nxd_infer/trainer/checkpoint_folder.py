@@ -256,7 +256,7 @@ def begin(storage: Storage, tag: str) -> int:
                 found = _read(storage, folder)
             except CheckpointError:  # damaged; it stays for whoever can restore it, and loading names it
                 continue
-            if found is None:
+            if found is None or _saved_since(found):
                 storage.remove(folder)
             else:
                 _publish(found)
@@ -306,6 +306,12 @@ def abandon(storage: Storage, tag: str, counter: int) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         if folder in storage.folders() and DONE not in storage.files(folder):
             storage.remove(folder)
+
+
+def _saved_since(checkpoint: Checkpoint) -> bool:
+    """Whether its tag was saved again: it was damaged when that save tidied up, and was restored later."""
+    tag, counter = checkpoint.tag, checkpoint.counter
+    return any(one.tag == tag and one.counter > counter for one in complete_checkpoints(checkpoint.storage))
 
 
 def _publish(checkpoint: Checkpoint) -> None:

@@ -270,7 +270,7 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> None:
             raise CheckpointError(f"{storage.where(folder)}/{failed[0]}: {reason}")
         if names != there:
             there, last = names, time.monotonic()
-        if time.monotonic() - last > SILENCE:
+        elif time.monotonic() - last > SILENCE:
             raise CheckpointError(
                 f"{storage.where(folder)}: nothing came for {SILENCE:.0f} s; missing: "
                 f"{sorted(wanted - names.keys())[:8]}"

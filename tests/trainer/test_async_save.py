@@ -69,7 +69,7 @@ class Folder(LocalStorage):
 
 def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """However long it takes in all; one where nothing happens is given up."""
-    monkeypatch.setattr(checkpoint_write, "SILENCE", 0.02)
+    monkeypatch.setattr(checkpoint_write, "SILENCE", 0.0)
     whole = {f"{rank_stem(0)}.json": 1}
     wait_for_ranks(Folder(tmp_path, [*({"rank_00000.alive": n} for n in range(20)), whole]), "a", 1)
     silent = Folder(tmp_path, [{"rank_00000.alive": 1}] * 1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_new_save_is_above_whatever_is_there(tmp_path: Path):
     (tmp_path / ".saving-00000009").mkdir()
     saved(tmp_path, "e")
     assert counter_of(tmp_path / "e") == 10 and not (tmp_path / ".saving-00000009").exists()
+
+
+@pytest.mark.check
+def test_what_was_saved_again_is_not_replaced_by_what_was_before(tmp_path: Path):
+    """A whole save that was never renamed (it was damaged then, and restored now) is older than its tag."""
+    save_checkpoint(tmp_path, "a", user_content="before")
+    shutil.copytree(tmp_path / "a", tmp_path / "aside")
+    save_checkpoint(tmp_path, "a", user_content="again")
+    (tmp_path / "aside").rename(tmp_path / ".saving-00000001")
+    saved(tmp_path, "b")
+    assert load_checkpoint(tmp_path, "a") == "again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 @pytest.mark.check

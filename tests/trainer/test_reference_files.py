@@ -170,6 +170,21 @@ def reference_of(root: Path, states: list[dict[str, Any]], tag: str = "a") -> Pa
     return root / tag
 
 
+@pytest.mark.check
+def test_a_mark_that_holds_a_text(tmp_path: Path):
+    """It is no checksum of a manifest that is missing; a checksum is one."""
+    whole, model = plain(), nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    folder = reference_of(tmp_path, [whole])
+    (folder / "done").write_text("1")
+    assert has_checkpoint(tmp_path)
+    for tag in (None, "a"):
+        load_checkpoint(tmp_path, tag, model)
+        assert torch.equal(model["up"].weight, whole["up.weight"])
+    (folder / "done").write_text(64 * "a")
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
+        load_checkpoint(tmp_path, model=model)
+
+
 def plain(seed: int = 0) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return {"up.weight": torch.randn(4, 3), "up.bias": torch.randn(4), "down.weight": torch.randn(3, 4)}
