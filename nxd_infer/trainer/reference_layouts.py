@@ -71,10 +71,10 @@ _NORM = re.compile(r"(^|\.)(?!(q|k|v|query|key|value)_)(\w*norm(_?\d+)?|ln(_\w+|
 
 def _dimension(name: str, ranks: Sequence[Tensor], rules: Rules, cuts: Mapping[str, int | None]) -> int | None:
     """The dimension that is cut, None for none, or UNKNOWN; ``cuts`` are those of the tensors seen before."""
+    first = ranks[0]
     for pattern, dim in rules.items():
         if fnmatch.fnmatchcase(name, pattern):
-            return dim
-    first = ranks[0]
+            return dim + first.dim() if dim is not None and -first.dim() <= dim < 0 else dim
     if len(ranks) == 1 or first.dim() == 0:
         return None
     if any(not rank.equal(first) for rank in ranks[1:]):

@@ -45,6 +45,7 @@ def test_untouched_biases_follow_their_weights(tmp_path: Path):
     found = archive(tmp_path, *ranks)
     layouts = infer_layouts(found, {"q.weight": 0, "o.weight": 1})
     assert shapes(layouts) == {"q.weight": [8, 8], "q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
+    assert shapes(infer_layouts(found, {"q.weight": -2, "o.weight": -1})) == shapes(layouts)
     known = {"q.weight": ParamLayout.of([AxisPlan.even(8), 8], "q.weight")}
     layouts = infer_layouts(found, {"o.weight": 1}, known)
     assert shapes(layouts) == {"q.bias": [8], "o.weight": [8, 8], "o.bias": [8]}
