@@ -94,6 +94,27 @@ def test_a_damaged_manifest_of_the_newest(tmp_path: Path):
 
 
 @pytest.mark.check
+def test_two_checkpoints_of_one_number(tmp_path: Path):
+    """Of two jobs, say, whose folders were put together: nothing says which is meant."""
+    saved(tmp_path, 1, 2)
+    saved(tmp_path / "other", 3, 4)
+    (tmp_path / "other" / "step_4").rename(tmp_path / "step_4")
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"step_2 and .*step_4 are both checkpoint number 2.*lora_load_tag"):
+        resumed(tmp_path)
+    assert find_adapter(tmp_path, "step_4") == tmp_path / "step_4" / "lora_adapter"
+
+
+@pytest.mark.check
+def test_what_lies_beside_an_adapter(tmp_path: Path):
+    """Logs of ranks, or adapters of other ranks, make a folder no checkpoint."""
+    adapted(5.0).save_adapter(tmp_path / "lora_adapter")
+    (tmp_path / "rank_8").mkdir()
+    (tmp_path / "rank_0.log").touch()
+    assert resumed(tmp_path / "lora_adapter") == resumed(tmp_path) == 5
+
+
+@pytest.mark.check
 def test_adapters_that_have_no_number(tmp_path: Path):
     adapted(5.0).save_adapter(tmp_path / "a")
     assert resumed(tmp_path) == 5

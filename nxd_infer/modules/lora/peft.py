@@ -187,12 +187,18 @@ def _newest_checkpoint(folders: list[Path]) -> Path | None:
     for number, error in damaged:
         if number is None or number > last:
             raise error
-    return max(numbers, key=lambda folder: numbers[folder]) if numbers else None
+    newest = [folder for folder, number in numbers.items() if number == last]
+    if len(newest) > 1:
+        raise CheckpointError(
+            f"{' and '.join(map(str, newest))} are both checkpoint number {last}: one is a copy of the other; name the "
+            "one to take with lora_load_tag"
+        )
+    return newest[0] if newest else None
 
 
 def _of_checkpoint(folder: Path) -> bool:
     """Whether a trainer has saved there, or begun to: a rank writes its adapter after its other files."""
-    return any(folder.glob("rank_[0-9]*"))
+    return any(folder.glob(f"rank_{'[0-9]' * 5}.*"))
 
 
 def _reader(folder: Path) -> Callable[[str], bytes]:
