@@ -62,7 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, answer.encode(), Content_Type="application/xml")
 
     def do_PUT(self) -> None:
-        data = self.rfile.read(int(self.headers["Content-Length"]))
+        size = int(self.headers["Content-Length"])
+        data = self.rfile.read(size)
+        if len(data) < size:  # the client was killed: what it began to send is no object
+            self.close_connection = True
+            return
         assert "aws-chunked" not in self.headers.get("Content-Encoding", "")
         query = self._query()
         if "partNumber" in query:
@@ -110,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, query: dict[str, str]) -> None:
         bucket, prefix, delimiter = self._key(), query.get("prefix", ""), query.get("delimiter", "")
         entries = set()
-        for key in self.objects:
+        for key in list(self.objects):  # others may put and delete meanwhile
             name = key.removeprefix(f"{bucket}/")
             if name != key and name.startswith(prefix):
                 rest = name[len(prefix) :]

@@ -99,7 +99,6 @@ def save_until_killed(root: str, model: nn.Module, told: int) -> None:
         save_checkpoint(root, f"step_{step % 5}", model, user_content=step, num_kept_ckpts=2, async_save=beside)
         if not beside:
             os.write(told, step.to_bytes(4, "little"))
-    os._exit(1)
 
 
 def killed_in_a_bucket(endpoint: str, kills: int) -> list[tuple[int, int]]:
@@ -115,7 +114,10 @@ def killed_in_a_bucket(endpoint: str, kills: int) -> list[tuple[int, int]]:
         ready, theirs = os.pipe()
         child = os.fork()
         if child == 0:
-            save_until_killed(root, model, theirs)
+            try:
+                save_until_killed(root, model, theirs)
+            finally:
+                os._exit(1)
         os.close(theirs)
         known = os.read(ready, 4)  # the first is whole
         time.sleep(draw.uniform(0, 5 * took))
