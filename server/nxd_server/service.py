@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +129,18 @@ class Service(Served):
             self._model = model
             if self._closing:
                 return model
-        with ThreadPoolExecutor(1, "nxd-text") as reader:  # while the ranks start, which takes seconds
-            text = reader.submit(self._read_text, self.task)
-            model.start()
-            text.result()
+        text: Future[None] = Future()
+
+        def read() -> None:
+            try:
+                text.set_result(self._read_text(self.task))
+            except Exception as error:
+                text.set_exception(error)
+
+        # While the ranks start, which takes seconds; in a thread that the process does not wait for at its end.
+        threading.Thread(target=read, name="nxd-text", daemon=True).start()
+        model.start()
+        text.result()
         return BoundedModel(model, settings.call_timeout, settings.start_timeout)
 
     def _read_text(self, task: str) -> None:

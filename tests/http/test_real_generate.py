@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import openai
 import pytest
 
 from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
-from tests.http.http_servers import events_of, is_error, wait_for
+from tests.http.http_servers import ServerProcess, events_of, is_error, wait_for
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 4
@@ -239,6 +240,25 @@ def test_a_signal_while_the_ranks_start_leaves_nothing_behind(llama):
         for pid in pids:
             wait_for(lambda pid=pid: gone(pid), 10)
         assert "Traceback" not in server.log
+
+
+HANGING = """
+import logging, sys, threading
+from nxd_server.__main__ import main
+from nxd_server.text.tokenizer import Tokenizer
+Tokenizer.from_dir = lambda directory: logging.error("reading") or threading.Event().wait()
+sys.exit(main())
+"""
+
+
+def test_a_tokenizer_that_cannot_be_read_does_not_hold_up_the_end(llama):
+    """As if it lay on a file system that does not answer any more."""
+    server = ServerProcess([sys.executable, "-c", HANGING, str(llama[1]), "--port", "0"])
+    try:
+        wait_for(lambda: "reading" in server.log, 60)
+        assert server.stop() == 0
+    finally:
+        server.kill()
 
 
 def test_the_end_under_load_finishes_what_runs(llama, texts):
