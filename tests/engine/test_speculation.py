@@ -154,5 +154,6 @@ def test_what_an_artifact_cannot_verify_is_refused_with_the_fix(llms):
     model = llms[0].model
     with pytest.raises(ModelConfigError, match="verifies 4 guesses at most; trace the model again with --speculate 5"):
         Engine(model, speculate=5)
-    with pytest.raises(ModelConfigError, match="speculate = -1: expected a whole number; 0 is off"):
-        Engine(model, speculate=-1)
+    for bad in (-1, True, 1.5, "2"):
+        with pytest.raises(ModelConfigError, match=f"speculate = {bad!r}: expected a whole number; 0 is off"):
+            Engine(model, speculate=bad)  # pyright: ignore[reportArgumentType]

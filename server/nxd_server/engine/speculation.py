@@ -13,7 +13,6 @@ from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.costs import Graph, StepCosts
-from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.scheduler import Row, Step
 from nxd_server.engine.sequence import Sequence as Generated
 
@@ -27,12 +26,12 @@ def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: i
     Raises ModelConfigError when the artifact was not traced for so many.
     """
     traced = int(metadata.get("speculate", 0))
-    if isinstance(speculate, bool) or not 0 <= speculate <= traced:
+    if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
+        raise ModelConfigError(f"speculate = {speculate!r}: expected a whole number; 0 is off")
+    if speculate > traced:
         found = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
         raise ModelConfigError(
             f"speculate = {speculate}: this artifact {found}; trace the model again with --speculate {speculate}"
-            if speculate > 0
-            else f"speculate = {speculate}: expected a whole number; 0 is off"
         )
     listed = list(graphs)
     verifying = [graph for graph in listed if traced and graph.length == traced + 1]
@@ -96,14 +95,9 @@ class Speculation:
 def room(sequence: Generated, tokens: int) -> int:
     """How many tokens may be guessed for ``sequence``, of ``tokens`` at most."""
     params, made = sequence.params, len(sequence.output)
-    if penalised(params):
+    if params.penalised:
         return 0  # its counts could not be taken back
     room = min(tokens, sequence.max_new_tokens - made - 1)
     if made < params.min_tokens:  # the mask that keeps the end away is one for all tokens of a row
         room = min(room, params.min_tokens - made - 1)
     return max(0, room)
-
-
-def penalised(params: SamplingParams) -> bool:
-    """Whether the next token depends on how often others were said."""
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
