@@ -216,9 +216,15 @@ def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
 
 
 def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):
-    go = threading.Event()
-    ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: go.wait(30))  # on the engine's thread
+    held, go = threading.Event(), threading.Event()
+
+    def on_event(event):
+        held.set()
+        go.wait(30)  # on the engine's thread: the step is certainly not over
+
+    ticket = llm.engine.submit(PROMPTS[0], GREEDY, on_event)
     try:
+        assert held.wait(30)
         with pytest.raises(WeightsBusyError, match=r"not finished after 0\.05 s"):
             llm.engine.adapters.load("x", adapters["x"], timeout=0.05)
     finally:
