@@ -17,8 +17,6 @@ BATCHES = (1, 4, 16)
 PROMPT, NEW_TOKENS = 128, 64
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 STEPS = 16
-UNBOUNDED = 1e9
-"""All prompts are read first, as by the others: what is measured begins when all rows decode."""
 HF_LIMITS = {1: (2.5, 3.5), 4: (3.5, 5.0), 16: (4.0, 6.0)}
 PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
 TP_LIMITS = (0.95, 1.05)
@@ -35,7 +33,7 @@ def run(options: Options) -> None:
     bandwidth: dict[int, list[float]] = {}
     rates: Rates = {}
     firsts: dict[str, list[int]] = {}
-    with field_of(options, stall_ratio=UNBOUNDED) as field:
+    with field_of(options) as field:
         for batch in BATCHES:
 
             def measure(peer: Peer, number: int, batch: int = batch) -> float:

@@ -20,6 +20,7 @@ from bench.processes import Group, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.demo.run import free_port, ready
+from nxd_server.config import ServerSettings
 
 CLIENTS = (1, 4, 16)
 PROMPT, NEW_TOKENS = 128, 128
@@ -28,6 +29,8 @@ LATE = 15
 ALONE, TOGETHER = 32, 32
 """Tokens of the running stream before the others arrive, and of each of the others."""
 READY_SECONDS = 120.0
+STALL = ServerSettings.model_fields["stall_ratio"].default
+"""The engine in process reads prompts in pieces as the server does."""
 
 
 class Server(Group):
@@ -62,7 +65,7 @@ def run(options: Options) -> None:
     starts, memory_ready, memory_loaded = _starts(options, path)
     bandwidth = [read_bandwidth() for _ in range(options.rounds)]
     with (
-        field_of(Options(options.quick, (), (tp,), options.repetitions, options.model)) as field,
+        field_of(Options(options.quick, (), (tp,), options.repetitions, options.model), stall_ratio=STALL) as field,
         Server(path) as server,
     ):
         engine = field.peers[ours(tp)]

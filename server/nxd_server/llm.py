@@ -9,6 +9,7 @@ with LLM("artifact") as llm:
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,6 +131,8 @@ class LLM:
             self.encoder: TextEncoder | None = None
             engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
             if self.task == "generate":
+                # Whole answers are waited for: prompts are read as fast as they can be, whatever decodes meanwhile.
+                engine_options = {"stall_ratio": math.inf} | engine_options
                 self.engine = Engine(self.model, self.tokenizer, speculate=speculate, **engine_options)
             elif speculate:
                 raise ModelConfigError(f"speculate = {speculate}: the artifact's task is {self.task!r}, not 'generate'")
