@@ -100,6 +100,11 @@ class WeightsBusyError(ServerError, RuntimeError):
     """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
 
 
+def weights_busy() -> WeightsBusyError:
+    """The error of a change that comes while another one is made."""
+    return WeightsBusyError("another change of the weights is on its way; try again when it is over")
+
+
 class DeadlineExceededError(ServerError, TimeoutError):
     """The request's own deadline passed before it was finished (504)."""
 

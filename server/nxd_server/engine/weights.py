@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxd_server.errors import EngineUnavailableError, WeightsBusyError
+from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_busy
 
 
 class WholeRequest:
@@ -149,7 +149,7 @@ class WeightGate:
         if self._over:
             raise EngineUnavailableError(f"the weights are unchanged: the engine is {self._over}", self._over)
         if self._change is not None:
-            raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
+            raise weights_busy()
         self._change = change
         self._lock.notify_all()
 

@@ -31,6 +31,7 @@ from nxd_server.errors import (
     EngineUnavailableError,
     WeightsBusyError,
     summary,
+    weights_busy,
 )
 
 log = logging.getLogger("nxd_server.engine")
@@ -176,7 +177,7 @@ class ModelWorker(Admission, ABC):
         if self.state != "ready":
             raise EngineUnavailableError(f"the engine takes no weights: it is {self.state}", self.state)
         if not self._updating.acquire(blocking=False):
-            raise WeightsBusyError("another change of the weights is on its way; try again when it is over")
+            raise weights_busy()
         try:
             return self._swap(self.model.cut_weights(weights, tag=tag), timeout)
         finally:
