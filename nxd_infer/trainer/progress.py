@@ -177,7 +177,7 @@ class TrainingProgress:
             return 1 - left / self.seconds, left
         if self.total is None:
             return None, None
-        done = min(1.0, (self.steps - self._initial) / (self.total - self._initial))
+        done = min(1.0, self.steps / self.total)
         speed = self._pace.steps_per_second
         return done, (max(0, self.total - self.steps) / speed if speed else None)
 

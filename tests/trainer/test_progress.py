@@ -56,10 +56,17 @@ def test_lines_where_there_is_no_terminal():
         for loss in (2.5, torch.tensor(1.25, requires_grad=True)):
             progress.step(loss, tokens=64)
     first, second, last = text.getvalue().splitlines()
-    assert first.startswith("training 25%  step 3/6  loss 2.5  ") and first.endswith(" left")
-    assert second.startswith("training 50%  step 4/6  loss 1.25  ") and "tokens/s" in second
-    assert last.startswith("training 50%  step 4/6  loss 1.25  "), "where it stopped"
+    assert first.startswith("training 50%  step 3/6  loss 2.5  ") and first.endswith(" left")
+    assert second.startswith("training 67%  step 4/6  loss 1.25  ") and "tokens/s" in second
+    assert last.startswith("training 67%  step 4/6  loss 1.25  "), "where it stopped"
     assert progress.steps == 4
+
+
+def test_a_resumed_job_shows_the_share_of_all_steps():
+    console, text = output(terminal=False)
+    with TrainingProgress(total=250, initial=200, console=console) as progress:
+        progress.step(1.0)
+    assert text.getvalue().startswith("training 80%  step 201/250  loss 1  ")
 
 
 def test_quiet_between_lines():
