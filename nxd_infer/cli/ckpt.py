@@ -21,13 +21,13 @@ from nxd_infer.cli.compare import Difference
 from nxd_infer.cli.console import bar, console, size, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
 from nxd_infer.errors import CheckpointError, ModelConfigError
-from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, weight_layout
+from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
 from nxd_infer.parallel_layers.checkpoint_files import replacing
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.weights import write_safetensors
 from nxd_infer.trainer import reference_files
 from nxd_infer.trainer.checkpoint_folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
-from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+from nxd_infer.trainer.checkpoint_read import Archive, RunsSource, adapter_of, require_no_adapter
 from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
 from nxd_infer.trainer.reference_layouts import infer_layouts, read_rules
 from nxd_infer.trainer.storage import LocalStorage, storage_of
@@ -144,6 +144,14 @@ def consolidate(
 ) -> Path:
     """Write the model of a checkpoint to ``out/model.safetensors``, whole or not at all; returns the file."""
     source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
+    factors, alone = adapter_of(source)
+    if factors:
+        what = "an adapter alone" if alone else "the weights, and an adapter that is not merged"
+        console.print(f"note: these are {what}: {factors[0]}, ...", markup=False)
+    return _write(source, out, dtype)
+
+
+def _write(source: RunsSource, out: Path, dtype: str | None) -> Path:
     wanted = getattr(torch, dtype) if dtype else None
 
     def stored(name: str) -> torch.dtype:
@@ -244,12 +252,29 @@ def _numbers(one: Difference) -> tuple[str, str]:
 def export_hf(
     path: Path, out: Path, config: Path, tag: str | None, dtype: str | None, rules: Path | None = None
 ) -> None:
-    """:func:`consolidate` beside the configuration and the tokenizer of ``config``."""
+    """:func:`consolidate` of the whole model, beside the configuration and the tokenizer of ``config``."""
     if not (config / CONFIG).is_file():
         raise ModelConfigError(f"{config} has no {CONFIG}: give the directory of the model that was trained")
     if out.exists() and out.samefile(config):
         raise CheckpointError(f"{out} is the directory of the configuration itself; write to another one")
-    consolidate(path, out, tag, dtype, config, rules)
+    archive = open_archive(path, tag, ["model"], config, rules)
+    source = RunsSource(archive.pieces("model"))
+    require_no_adapter(source, archive.where)
+    _require_model_of(config, source)
+    _write(source, out, dtype)
     for file in sorted(config.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_COPIED):
             shutil.copyfile(file, out / file.name)
+
+
+def _require_model_of(config: Path, source: RunsSource) -> None:
+    """Raise WeightMismatchError when a weight of the model of ``config``, where that is a known one, is missing."""
+    from nxd_models import registry
+
+    try:
+        with torch.device("meta"):
+            layouts = weight_layout(registry.build(config))
+    except ModelConfigError as error:
+        console.print(f"note: the weights were not compared with {config / CONFIG}: {error}", markup=False)
+        return
+    check_weights(layouts, source, strict=False)  # heads of other tasks are what transformers passes over too

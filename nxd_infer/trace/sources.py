@@ -37,7 +37,7 @@ def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
 
 def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
     from nxd_infer.trainer.checkpoint_folder import find_checkpoint, holds_checkpoint
-    from nxd_infer.trainer.checkpoint_read import Archive, RunsSource
+    from nxd_infer.trainer.checkpoint_read import Archive, RunsSource, require_no_adapter
     from nxd_infer.trainer.storage import storage_of
 
     storage = storage_of(path)
@@ -46,10 +46,5 @@ def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
     archive = Archive(find_checkpoint(storage, tag))
     archive.verify(["model"])
     source = RunsSource(archive.pieces("model"))
-    adapter = sorted(name for name in source.keys() if ".lora_" in name)  # noqa: SIM118  (a source is no mapping)
-    if adapter:
-        raise CheckpointError(
-            f"{archive.where} holds a LoRA adapter beside the weights ({adapter[0]}, ...), which a traced model does "
-            "not take: save with LoraConfig(save_lora_base=True, merge_lora=True), or give the model itself"
-        )
+    require_no_adapter(source, archive.where)
     return source

@@ -21,6 +21,7 @@ from nxd_infer.layout.merge import Holding, shared_holdings
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
 from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
+from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.parallel_layers.checkpoint_files import unpack
 from nxd_infer.trainer.checkpoint_folder import Checkpoint
 from nxd_infer.trainer.checkpoint_record import FIX, read_piece, read_record
@@ -124,6 +125,35 @@ class RunsSource:
                 f"{name!r}: the checkpoint holds {covered} of the {out.numel()} elements asked for, so it is damaged"
             )
         return out
+
+
+def adapter_of(source: WeightSource) -> tuple[list[str], bool]:
+    """The names of a LoRA adapter's factors among the weights of a checkpoint, and whether the base weights are not."""
+    names = sorted(source.keys())
+    factors = [name for name in names if ".lora_" in name]
+    if not factors:
+        return [], False
+    layer, _, factor = factors[0].partition(".lora_")
+    if factor.count(".") > 1:  # "A.q.weight": the base of a joint layer has the names of q, k and v beside it
+        layer = layer.rpartition(".")[0]
+    return factors, not any(name.startswith(f"{layer}." if layer else "") for name in set(names) - set(factors))
+
+
+def require_no_adapter(source: WeightSource, where: str) -> None:
+    """Raise CheckpointError when what was saved is a LoRA adapter: alone, or beside weights that are without it."""
+    factors, alone = adapter_of(source)
+    if not factors:
+        return
+    fix = "save with LoraConfig(save_lora_base=True, merge_lora=True)"
+    if alone:
+        raise CheckpointError(
+            f"{where} holds only a LoRA adapter ({factors[0]}, ...), not the weights of the model: serve "
+            f"{where}/{SUBFOLDER} with --lora-slots, or {fix}"
+        )
+    raise CheckpointError(
+        f"{where} holds a LoRA adapter beside the weights ({factors[0]}, ...), which are not merged: {fix}, or give "
+        "the model itself to a trace"
+    )
 
 
 class _File:

@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,9 +132,12 @@ def test_what_does_not_fit_is_listed(trained, tmp_path):
     with parallel_model_trace(llama, IDS, checkpoint=root, checkpoint_tag="a", **EAGER) as model:
         with pytest.raises(WeightSchemaError, match=r"missing: lm_head.weight"):
             model.update_weights(tied())
-        save_adapter_checkpoint(tmp_path / "lora")
-        with pytest.raises(CheckpointError, match="merge_lora=True"):
+        save_adapter_checkpoint(tmp_path / "lora", save_lora_base=True)
+        with pytest.raises(CheckpointError, match=r"beside the weights.*merge_lora=True"):
             model.update_weights(tmp_path / "lora")
+        save_adapter_checkpoint(tmp_path / "alone")
+        with pytest.raises(CheckpointError, match=r"only a LoRA adapter .*a/lora_adapter with --lora-slots, or save"):
+            model.update_weights(tmp_path / "alone")
         with pytest.raises(CheckpointError, match="neither a safetensors file nor a directory"):
             model.update_weights(tmp_path / "nothing")
         close(model(IDS), a)
@@ -147,8 +151,8 @@ def test_what_does_not_fit_is_listed(trained, tmp_path):
         parallel_model_trace(llama, IDS, checkpoint_tag="a", **EAGER)
 
 
-def save_adapter_checkpoint(root: Path) -> None:
-    model = LoRAModel(llama(), LoraConfig(lora_rank=2, target_modules=["q_proj"], save_lora_base=True))
+def save_adapter_checkpoint(root: Path, **options: Any) -> None:
+    model = LoRAModel(llama(), LoraConfig(lora_rank=2, target_modules=["q_proj"], **options))
     nxd.save_checkpoint(root, "a", model)
 
 

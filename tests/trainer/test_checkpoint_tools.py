@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nxd_infer.layout import DictSource
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer.checkpoint import save_checkpoint
+from nxd_infer.trainer.checkpoint_read import adapter_of
 from nxd_models import registry
-from tests.e2e.command import nxd_infer_here
+from tests.e2e.command import nxd_infer_here, refused
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 from tests.trainer.jobs import training
@@ -60,3 +64,57 @@ def test_exported_weights(tmp_path: Path, capsys, monkeypatch, family: str):
     assert listed.status == 0 and "first" in listed.out and "second" in listed.out and "tp 2" in listed.out
     shown = nxd_infer_here(capsys, monkeypatch, "ckpt", "inspect", root, "--tag", "second")
     assert f"model: {len(whole)} tensors" in shown.out and "[289, 32]" in shown.out
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    return partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
+
+
+def adapted(config: Path, root: Path, **options: Any) -> Path:
+    model = registry.build(config, dtype=torch.float32)
+    save_checkpoint(root, "a", LoRAModel(model, LoraConfig(lora_rank=2, target_modules=["q_proj"], **options)))
+    return root
+
+
+def test_an_adapter_is_no_model(tmp_path: Path, run):
+    """Transformers would take every weight that is missing at random, and pass over factors it does not know."""
+    config, out = write_tiny("llama", tmp_path / "model"), tmp_path / "out"
+    alone = adapted(config, tmp_path / "alone")
+    done = run("export-hf", alone, "--config", config, "--out", out)
+    refused(done, "holds only a LoRA adapter", "a/lora_adapter with --lora-slots", "merge_lora=True")
+    beside = adapted(config, tmp_path / "beside", save_lora_base=True)
+    done = run("export-hf", beside, "--config", config, "--out", out)
+    refused(done, "a LoRA adapter beside the weights", "save_lora_base=True, merge_lora=True")
+    assert not out.exists()
+
+    done = run("consolidate", alone, "--out", tmp_path / "adapter")
+    assert done.status == 0 and "an adapter alone" in done.out
+    done = run("consolidate", beside, "--out", tmp_path / "both")
+    assert done.status == 0 and "alone" not in done.out and "not merged" in done.out
+
+    merged = adapted(config, tmp_path / "merged", save_lora_base=True, merge_lora=True)
+    done = run("export-hf", merged, "--config", config, "--out", out)
+    assert done.status == 0 and "note" not in done.out, done.err
+    assert load_file(out / "model.safetensors").keys() == load_file(config / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("factor", "base"),
+    [("h.q.lora_A.weight", "h.q.weight"), ("h.qkv.lora_A.q.weight", "h.q_proj.weight"), ("qkv.lora_B.v.weight", "q")],
+)
+def test_whether_an_adapter_is_alone(factor: str, base: str):
+    """A joint layer's base weights are those of q, k and v, which may lie beside it."""
+    one, trained = torch.zeros(1), {"head.weight": torch.zeros(1)} if factor.startswith("h.") else {}
+    assert adapter_of(DictSource({factor: one, **trained})) == ([factor], True)
+    assert adapter_of(DictSource({factor: one, base: one})) == ([factor], False)
+    assert adapter_of(DictSource({base: one})) == ([], False)
+
+
+def test_an_export_is_of_the_model_of_its_configuration(tmp_path: Path, run):
+    config = write_tiny("llama", tmp_path / "model")
+    save_checkpoint(tmp_path / "ckpts", "a", registry.build(config))
+    other = write_tiny("llama", tmp_path / "other", num_hidden_layers=3)
+    done = run("export-hf", tmp_path / "ckpts", "--config", other, "--out", tmp_path / "out")
+    refused(done, "do not belong to this model", "missing: model.layers.2.")
+    assert not (tmp_path / "out").exists()
