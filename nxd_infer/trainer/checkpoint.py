@@ -28,6 +28,7 @@ from nxd_infer.trainer.checkpoint_load import (
     load_state,
     model_change,
     optimizer_change,
+    require_adapter,
     same_degrees,
 )
 from nxd_infer.trainer.checkpoint_read import Archive
@@ -219,6 +220,8 @@ def load_checkpoint(
             changes.extend([extra] if extra is not None else [])
         if optimizer is not None:
             changes.append(optimizer_change(optimizer, archive, context))
+            if model is not None:
+                require_adapter(model, archive)
         if optimizer is not None and same_degrees(archive, context):
             random_state = archive.value(context.rank, "values").get("random")
             if random_state is not None:

@@ -145,6 +145,22 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
     return fill
 
 
+def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
+    """Raise CheckpointError when the optimizer's state in ``archive`` is of an adapter that lies merged in the weights.
+
+    Loaded together, the adapter would begin anew beside weights that hold it, with moments that are not its own.
+    """
+    module = local_module(model)
+    if not isinstance(module, LoRAModel) or not any("pieces" in part for _, part in archive.parts("model")):
+        return
+    if not module.adapter_names & module.weights_of(RunsSource(archive.pieces("model")), strict=False).keys():
+        raise CheckpointError(
+            f"{archive.where} holds merged weights and no adapter beside them: merged checkpoints are for serving: "
+            "resume from one that was saved with LoraConfig(save_lora_base=True, merge_lora=False), or load the model "
+            "without the state of training (optimizer=None)"
+        )
+
+
 def _require_equal_ties(
     layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
 ) -> None:

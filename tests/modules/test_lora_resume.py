@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import nxd_infer as nxd
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.modules.lora.peft import find_adapter
-from nxd_infer.trainer.checkpoint import save_checkpoint
+from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 
 
 def adapted(value: float, **options: Any) -> LoRAModel:
@@ -127,3 +128,33 @@ def test_adapters_that_have_no_number(tmp_path: Path):
     (tmp_path / "manifest.json").write_text("{}")  # of something else
     adapted(8.0).save_adapter(tmp_path / "lora_adapter")
     assert resumed(tmp_path / "lora_adapter") == 8
+
+
+def job(**options: Any) -> tuple[Any, Any]:
+    """Two steps of an adapted layer."""
+    config = nxd.neuronx_distributed_config(
+        lora_config={"target_modules": ["0"], "lora_rank": 2, **options},
+    )
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(config, lambda: nn.Sequential(nn.Linear(4, 4)))
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_training_does_not_go_on_from_merged_weights(tmp_path: Path):
+    """The adapter would begin anew, with the moments of the one that is in the weights by now."""
+    save_checkpoint(tmp_path, "merged", *job(save_lora_base=True, merge_lora=True))
+    model, optimizer = job(save_lora_base=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"merged.* for serving: resume from .*merge_lora=False.*optimizer=None"):
+        load_checkpoint(tmp_path, "merged", model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load_checkpoint(tmp_path, "merged", model)
+    load_checkpoint(tmp_path, "merged", optimizer=optimizer)  # its adapter came from lora_adapter, say
+    for way in ({}, {"save_lora_base": True}):
+        save_checkpoint(tmp_path, "resumable", *job(**way))
+        load_checkpoint(tmp_path, "resumable", model, optimizer)
