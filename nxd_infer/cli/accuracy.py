@@ -66,15 +66,17 @@ class RoundedSource:
 
 
 @torch.no_grad()
-def report_text(manifest: Manifest, artifact: Path, model_dir: Path, seed: int) -> None:
-    """Print how far the logits are from those of the model's own weights, over a text or random tokens."""
+def report_text(manifest: Manifest, artifact: Path, model_dir: Path, weights: Any, seed: int) -> None:
+    """Print how far the logits are from those of the model's own ``weights``, over a text or random tokens."""
     from nxd_models import hf, registry
 
     meta = manifest.metadata
     ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
-    model = registry.load_model(model_dir, "generate", dtype_of(meta["dtype"]))
+    with torch.device("meta"):
+        model = registry.build(model_dir, "generate", dtype_of(meta["dtype"]))
+    hf.load(model, weights).eval()
     own = model(ids[None])[0].float()
-    hf.load(model, RoundedSource(manifest, hf.named_weights(model, hf.weights(model_dir))))
+    hf.load(model, RoundedSource(manifest, hf.named_weights(model, weights)))
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
     agree = int((rounded.argmax(-1) == own.argmax(-1)).sum())

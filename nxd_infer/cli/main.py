@@ -281,11 +281,18 @@ def verify(
         typer.Option(help="Largest max|a-b| / max|b| to accept. Default: 1e-4 for float32, 3e-2 for bfloat16."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Compare with the weights of this folder that save_checkpoint() wrote into, as for trace."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
 ) -> None:
     """Compare the traced artifact with the unsharded eager model: a row a bucket; exits 1 past the tolerance."""
     from nxd_infer.cli.verify import run
 
-    raise typer.Exit(run(artifact, model_dir, tolerance, seed))
+    if tag is not None and checkpoint is None:
+        raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
+    raise typer.Exit(run(artifact, model_dir, tolerance, seed, checkpoint, tag))
 
 
 app.add_typer(ckpt, name="ckpt")

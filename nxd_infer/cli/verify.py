@@ -113,8 +113,10 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
     )
 
 
-def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module]:
-    """Makes the unsharded eager module that the artifact's graphs should equal, states empty, weights rounded alike."""
+def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], torch.nn.Module]:
+    """Makes the unsharded eager module that the artifact's graphs should equal, states empty, ``weights`` rounded
+    alike.
+    """
     from nxd_infer.trace.manifest import dtype_of
     from nxd_models import hf, registry, tasks
 
@@ -142,21 +144,31 @@ def reference_of(manifest: Any, model_dir: Path) -> Callable[[], torch.nn.Module
 
     def make() -> torch.nn.Module:
         module = plan.func(**plan.func_kwargs)
-        source = hf.named_weights(module, hf.weights(model_dir))
+        source = hf.named_weights(module, weights)
         return hf.load(module, accuracy.RoundedSource(manifest, source)).eval()
 
     return make
 
 
 @torch.no_grad()
-def run(artifact: Path, model_dir: Path, tolerance: float | None, seed: int) -> int:
-    """Print a row a bucket; 0 when all are within the tolerance."""
+def run(
+    artifact: Path,
+    model_dir: Path,
+    tolerance: float | None,
+    seed: int,
+    checkpoint: str | None = None,
+    tag: str | None = None,
+) -> int:
+    """Print a row a bucket; 0 when all are within the tolerance. The weights are those of ``checkpoint``, if given."""
     from nxd_infer import trace
+    from nxd_infer.trace.sources import weight_source
+    from nxd_models import hf
 
     rows: list[Row] = []
     with trace.parallel_model_load(str(artifact)) as model:
         manifest = model.manifest
-        make = reference_of(manifest, model_dir)
+        weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
+        make = reference_of(manifest, model_dir, weights)
         limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
         eager = make()
@@ -175,23 +187,27 @@ def run(artifact: Path, model_dir: Path, tolerance: float | None, seed: int) -> 
                 rows.append(compare(bucket, ours, reference, limit))
                 display.advance(task)
     verdict = {True: "equal", False: "differs"}
+    whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
     rounded = accuracy.quantized(manifest)
     table(
-        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {model_dir}, unsharded and eager"
+        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {whose}, unsharded and eager"
         + (", weights rounded to eight bits" if rounded else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
     )
     if rounded and cases is generation_cases:
         del eager
-        accuracy.report_text(manifest, artifact, model_dir, seed)
+        accuracy.report_text(manifest, artifact, model_dir, weights, seed)
     elif rounded:
-        from nxd_models import hf
-
-        accuracy.report_outputs(hf.load(eager, hf.weights(model_dir)), seen)
+        accuracy.report_outputs(hf.load(eager, weights), seen)
     failed = [row.bucket for row in rows if not row.ok]
     if failed:
         console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")
+        console.print(
+            f"This compares with the weights of {whose}: an artifact that was traced from others differs; for a "
+            "training checkpoint's give --checkpoint, and --tag.",
+            markup=False,
+        )
         return 1
     console.print(f"all {len(rows)} buckets are within the tolerance of {limit:g}")
     return 0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.tiny_models import write_tiny
@@ -113,6 +114,31 @@ def test_verify_rejects_another_model(artifact, tmp_path):
     assert done.status == 1
     assert "Traceback" not in done.err
     assert "differs" in done.out
+    assert f"compares with the weights of {other}" in done.out and "--checkpoint" in done.out
+
+
+def test_verify_takes_the_checkpoint_that_was_traced(model_dir, tmp_path, capsys, monkeypatch):
+    from nxd_infer.trainer import save_checkpoint
+    from nxd_models import registry
+
+    trained = registry.load_model(model_dir)
+    for tag in ("first", "second"):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(1.5)
+        save_checkpoint(tmp_path / "ckpts", tag, trained)
+    out, source = tmp_path / "artifact", ("--checkpoint", tmp_path / "ckpts", "--tag", "first")
+    done = nxd_infer_here(
+        *(capsys, monkeypatch, "trace", model_dir, *source, "--out", out, "--batch-sizes", "1", "--backend", "eager"),
+        *("--prompt-buckets", "8", "--max-len", 64, "--dtype", "float32"),
+    )
+    assert done.status == 0, done.err
+    done = nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, *source)
+    assert done.status == 0, done.out + done.err
+    assert f"{tmp_path / 'ckpts'} (first)" in done.out.replace("\n", "")
+    for others in ((), source[:2]):  # the directory's, and the newest checkpoint
+        assert nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, *others).status == 1
+    refused(nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, "--tag", "first"), "--checkpoint")
 
 
 def test_doctor_names_the_backends_and_the_compiler():
