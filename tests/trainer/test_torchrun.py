@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tiny_models import write_tiny
+from nxd_infer.trainer import save_checkpoint
+from nxd_models import registry
+from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/train.py"
@@ -66,3 +68,23 @@ def test_the_example_trains_and_goes_on_where_it_was(tmp_path: Path):
     assert again[-2].startswith("training 70%  step 21/30  loss"), again
     assert "step 30/30  loss" in again[-1]
     assert {"step_20", "step_30"} <= {path.name for path in (tmp_path / "ckpts").iterdir()}
+
+
+def test_the_document_traces_checkpoints(tmp_path: Path):
+    trained = registry.load_model(write_tiny("llama", tmp_path / "llama"))
+    for tag in ("step_100", "step_200"):
+        save_checkpoint(tmp_path / "ckpts", tag, trained)
+    text = (ROOT / "docs/training.md").read_text()
+    (program,) = re.findall(r"```python\n([^`]*?def get_serving_model.*?)```", text, re.DOTALL)
+    program = program.replace("tp_degree=4, ", 'tp_degree=2, backend="eager", ')
+    (tmp_path / "serving.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "serving.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"[1, 64, {VOCAB_SIZE}]" in done.stdout
