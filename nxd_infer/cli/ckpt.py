@@ -142,7 +142,7 @@ def consolidate(
     config: Path | None = None,
     rules: Path | None = None,
 ) -> Path:
-    """Write the model of a checkpoint to ``out/model.safetensors``, whole or not at all; returns the file."""
+    """Write the model of a checkpoint to ``out/model.safetensors``, whole or not at all; returns the new file."""
     source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
     factors, alone = adapter_of(source)
     if factors:
@@ -152,6 +152,8 @@ def consolidate(
 
 
 def _write(source: RunsSource, out: Path, dtype: str | None) -> Path:
+    if (out / WEIGHTS).exists():
+        raise CheckpointError(f"{out / WEIGHTS} exists already; remove it or choose another directory")
     wanted = getattr(torch, dtype) if dtype else None
 
     def stored(name: str) -> torch.dtype:
@@ -210,16 +212,19 @@ def diff(
     weights_only: bool,
     config: Path | None = None,
     rules: Path | None = None,
+    tags: tuple[str | None, str | None] = (None, None),
 ) -> int:
     """Compare two checkpoints; the exit status: 1 when they differ by more than ``tolerance``."""
     kinds = []
-    for path in (first, second):
-        weights = _plain_weights(path)
+    for side, path, tag in zip("AB", (first, second), tags, strict=True):
+        weights = None if tag else _plain_weights(path)
         if weights is not None:
+            console.print(f"{side}: {path}", markup=False, soft_wrap=True)
             kinds.append({"weights": weights})
             continue
-        files = ["model"] if weights_only else ["model", "optimizer"]
-        kinds.append(compare.logical_tensors(open_archive(path, None, files, config, rules), weights_only))
+        archive = open_archive(path, tag, ["model"] if weights_only else ["model", "optimizer"], config, rules)
+        console.print(f"{side}: {archive.where}", markup=False, soft_wrap=True)
+        kinds.append(compare.logical_tensors(archive, weights_only))
     total = compare.count(*kinds)
     with slow_bar("comparing", total) as advance:
         found = list(compare.differences(kinds[0], kinds[1], advance))
@@ -233,6 +238,9 @@ def diff(
     console.print(
         f"{total} tensors compared, {len(found)} differ, {len(beyond)} by more than the tolerance of {tolerance:g}"
     )
+    states = [bool(one.keys() - {"weights"}) for one in kinds]
+    if states[0] != states[1]:
+        console.print(f"only {'A' if states[0] else 'B'} holds the state of an optimizer: --weights-only leaves it out")
     return int(bool(beyond))
 
 

@@ -103,8 +103,12 @@ def diff(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizers' moments out.")] = False,
     config: ModelConfig = None,
     rules: Rules = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which checkpoint of the first. Default: the newest complete one.")
+    ] = None,
+    other_tag: Annotated[str | None, typer.Option("--other-tag", help="Which one of the second.")] = None,
 ) -> None:
     """Compare names, shapes, types and values of two checkpoints of any degrees; exits 1 past the tolerance."""
     from nxd_infer.cli import ckpt as tools
 
-    raise typer.Exit(tools.diff(first, second, tolerance, weights_only, config, rules))
+    raise typer.Exit(tools.diff(first, second, tolerance, weights_only, config, rules, (tag, other_tag)))

@@ -163,6 +163,8 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
                 "is a copy of the other; move it to a folder of its own"
             )
         return chosen
+    if storage.local and not Path(storage.where()).exists():
+        raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
     what = "no complete checkpoint" if tag is None else f"no complete checkpoint with the tag {tag!r}"
     raise CheckpointError(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import nxd_infer as nxd
 from nxd_infer.layout import DictSource
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trainer.checkpoint import save_checkpoint
@@ -118,3 +119,41 @@ def test_an_export_is_of_the_model_of_its_configuration(tmp_path: Path, run):
     done = run("export-hf", tmp_path / "ckpts", "--config", other, "--out", tmp_path / "out")
     refused(done, "do not belong to this model", "missing: model.layers.2.")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, run):
+    done = run("inspect", tmp_path / "nope")
+    refused(done, "nope does not exist")
+    assert "has_checkpoint" not in done.err
+    refused(run("diff", tmp_path / "nope", tmp_path), "nope does not exist")
+
+
+def test_weights_that_are_there_are_kept(tmp_path: Path, run):
+    save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "exists already", "choose another")
+    config = write_tiny("llama", tmp_path / "out")
+    before = load_file(config / "model.safetensors")
+    save_checkpoint(tmp_path / "ckpts", "b", registry.build(config))
+    other = write_tiny("llama", tmp_path / "model")
+    refused(run("export-hf", tmp_path / "ckpts", "--config", other, "--out", config), "exists already")
+    after = load_file(config / "model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_comparison_says_of_what(tmp_path: Path, run):
+    model = torch.nn.Linear(2, 2)
+    config = nxd.neuronx_distributed_config()
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "ckpts", "old", model)
+    save_checkpoint(tmp_path / "ckpts", "new", model, optimizer)
+    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old")
+    assert done.status == 1 and f"A: {tmp_path}/ckpts/new" in done.out and f"B: {tmp_path}/ckpts/old" in done.out
+    assert "only A holds the state of an optimizer: --weights-only" in done.out
+    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old", "--weights-only")
+    assert done.status == 0 and "only A" not in done.out
+    done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts", "--tag", "old", "--other-tag", "old")
+    assert done.status == 0 and f"A: {tmp_path}/ckpts/old" in done.out and f"B: {tmp_path}/ckpts/old" in done.out

@@ -209,8 +209,8 @@ def test_offline_with_rules(tmp_path: Path, capsys, monkeypatch):
     assert "--config" in refused.err and "--rules" in refused.err
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"down.*": 1, "*.weight": 0}))
-    wrong = run("consolidate", folder.parent, "--out", tmp_path / "out", "--rules", rules)
-    assert wrong.status == 0 and load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].shape == (6,)
+    wrong = run("consolidate", folder.parent, "--out", tmp_path / "wrong", "--rules", rules)
+    assert wrong.status == 0 and load_file(tmp_path / "wrong" / "model.safetensors")["norm.weight"].shape == (6,)
     rules.write_text(json.dumps({"norm.*": None, "down.*": 1, "*.weight": 0}))
     assert run("consolidate", folder.parent, "--out", tmp_path / "out", "--rules", rules).status == 0
     found = load_file(tmp_path / "out" / "model.safetensors")

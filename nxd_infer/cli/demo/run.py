@@ -110,7 +110,7 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
 def train(directory: Path, seconds: float, tp: int) -> Trained:
     """Train on ``tp`` rank processes, which save a checkpoint; its weights, whole, complete the model directory."""
     from nxd_infer import native
-    from nxd_infer.cli.ckpt import consolidate
+    from nxd_infer.cli.ckpt import WEIGHTS, consolidate
     from nxd_infer.cli.demo import training
 
     with spinner("writing the text and its tokenizer"):
@@ -123,6 +123,7 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
         run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
     finally:
         console.show_cursor()  # a rank that had to be killed has not
+    (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # of an earlier demo in this directory
     consolidate(directory / training.CHECKPOINTS, directory / training.MODEL, None, None)
     return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
 
