@@ -75,8 +75,8 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
     for tag in ("step_100", "step_200"):
         save_checkpoint(tmp_path / "ckpts", tag, trained)
     text = (ROOT / "docs/training.md").read_text()
-    (program,) = re.findall(r"```python\n([^`]*?def get_serving_model.*?)```", text, re.DOTALL)
-    program = program.replace("tp_degree=4, ", 'tp_degree=2, backend="eager", ')
+    (program,) = re.findall(r"```python\n([^`]*?def get_decoder.*?)```", text, re.DOTALL)
+    program = program.replace("tp_degree=4,", 'tp_degree=2, backend="eager",')
     (tmp_path / "serving.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "serving.py"],
