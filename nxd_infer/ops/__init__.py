@@ -33,10 +33,8 @@ from nxd_infer.ops.packed_int8 import (
     packed_int8_embedding_fake,
     packed_int8_embedding_reference,
     packed_int8_linear,
-    packed_int8_linear_fake,
     packed_int8_linear_reference,
     packed_int8_linears,
-    packed_int8_linears_fake,
     packed_int8_linears_reference,
 )
 from nxd_infer.ops.sampling import (
@@ -66,8 +64,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "cache_attention": cache_attention_fake,
     "packed_embedding": packed_embedding_fake,
     "packed_int8_embedding": packed_int8_embedding_fake,
-    "packed_int8_linear": packed_int8_linear_fake,
-    "packed_int8_linears": packed_int8_linears_fake,
+    "packed_int8_linear": packed_linear_fake,
+    "packed_int8_linears": packed_linears_fake,
     "packed_linear": packed_linear_fake,
     "packed_linears": packed_linears_fake,
     "remember_tokens": remember_tokens_fake,

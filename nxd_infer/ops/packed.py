@@ -104,11 +104,11 @@ def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 def packed_linears_reference(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
     """:func:`packed_linears` in plain PyTorch."""
-    weights, biases = _split(layers, biased)
+    weights, biases = split_layers(layers, biased)
     return [packed_linear_reference(x, *layer) for layer in zip(weights, biases, strict=True)]
 
 
-def _split(layers: Sequence[Tensor], biased: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+def split_layers(layers: Sequence[Tensor], biased: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
     """The weights, and a bias or None for each."""
     count = len(layers) // 2 if biased else len(layers)
     return layers[:count], layers[count:] or [None] * count
@@ -124,7 +124,7 @@ def packed_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def packed_linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
-    return [packed_linear_fake(x, weight) for weight in _split(layers, biased)[0]]
+    return [packed_linear_fake(x, weight) for weight in split_layers(layers, biased)[0]]
 
 
 def packed_embedding_fake(weight: Tensor, ids: Tensor) -> Tensor:

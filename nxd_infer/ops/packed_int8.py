@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxd_infer.ops.packed import COLUMNS
+from nxd_infer.ops.packed import COLUMNS, packed_linear_fake, packed_linears_fake, split_layers
 
 SCALE_BYTES = 4
 """Bytes of a row's scale, behind its K values."""
@@ -107,9 +107,7 @@ def packed_int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None 
 
 def packed_int8_linears_reference(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
     """:func:`packed_int8_linears` in plain PyTorch."""
-    count = len(layers) // 2 if biased else len(layers)
-    biases = layers[count:] or [None] * count
-    return [packed_int8_linear_reference(x, *layer) for layer in zip(layers[:count], biases, strict=True)]
+    return [packed_int8_linear_reference(x, *layer) for layer in zip(*split_layers(layers, biased), strict=True)]
 
 
 def packed_int8_embedding_reference(weight: Tensor, ids: Tensor, bfloat16: bool) -> Tensor:
@@ -119,23 +117,14 @@ def packed_int8_embedding_reference(weight: Tensor, ids: Tensor, bfloat16: bool)
     return rows.to(torch.bfloat16 if bfloat16 else torch.float32)
 
 
-def packed_int8_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]])
-
-
-def packed_int8_linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Tensor]:
-    weights = layers[: len(layers) // 2] if biased else layers
-    return [packed_int8_linear_fake(x, weight) for weight in weights]
-
-
 def packed_int8_embedding_fake(weight: Tensor, ids: Tensor, bfloat16: bool) -> Tensor:
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     return weight.new_empty([*ids.shape, weight.shape[1] - SCALE_BYTES], dtype=dtype)
 
 
 for _name, _reference, _fake in (
-    ("packed_int8_linear", packed_int8_linear_reference, packed_int8_linear_fake),
-    ("packed_int8_linears", packed_int8_linears_reference, packed_int8_linears_fake),
+    ("packed_int8_linear", packed_int8_linear_reference, packed_linear_fake),
+    ("packed_int8_linears", packed_int8_linears_reference, packed_linears_fake),
     ("packed_int8_embedding", packed_int8_embedding_reference, packed_int8_embedding_fake),
 ):
     _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")

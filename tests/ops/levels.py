@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from nxd_infer.native import NativeLibrary
@@ -10,8 +14,23 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """Each includes those before it; ``NXD_CPU_LEVEL`` takes them."""
 
 
-def require(library: NativeLibrary, level: str) -> None:
-    """Skip where the machine lacks ``level``: its kernels would run another one's."""
+def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2) -> str:
+    """What ``code`` prints in a process whose kernels are those of ``level``: it is read once.
+
+    Skips where the machine lacks ``level``: another one's kernels would run.
+    """
     here = library.cpu_level()
     if LEVELS.index(level) > LEVELS.index(here):
         pytest.skip(f"this machine's best instructions are {here}, not {level}")
+    environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": str(threads)}
+    check = f"from nxd_infer import native\nassert native.load().cpu_level() == {level!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", check + code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from torch import Tensor
 from nxd_infer import native, ops
 from nxd_infer.ops.sampling import LOGPROB_FLOOR, exp_negative, finite_or_absent
 from nxd_infer.trace import parallel_model_trace
-from tests.ops.levels import require
+from tests.ops.levels import run_at
 
 LEVELS = ("portable", "avx2", "avx512")
 """Higher levels of the processor use the loops of the last one."""
@@ -180,16 +177,8 @@ def digest(library: Any) -> str:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_gives_the_same_bits(library, level):
-    require(library, level)
-    code = (
-        "from nxd_infer import native; from tests.ops import test_native_sampling as t; print(t.digest(native.load()))"
-    )
-    env = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == digest(library)
+    code = "from tests.ops import test_native_sampling as t; print(t.digest(native.load()))"
+    assert run_at(library, level, code, threads=1) == digest(library)
 
 
 @pytest.mark.check

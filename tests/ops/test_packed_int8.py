@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from nxd_infer import native
 from nxd_infer.ops import packed, packed_int8
-from tests.ops.levels import LEVELS, require
+from tests.ops.levels import LEVELS, run_at
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = st.tuples(
@@ -150,20 +147,11 @@ def test_layers_of_one_input_together_have_the_bits_of_each_alone(library: Any, 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_agrees_with_float64(library: Any, level: str) -> None:
-    """In a process of its own: the level is read once."""
-    require(library, level)
     code = (
-        "import faulthandler; faulthandler.enable()\n"
         "from tests.ops.test_packed_int8 import every_shape, rows_alone_and_together\n"
-        "from nxd_infer import native\n"
-        f"library = native.load(); assert library.cpu_level() == {level!r}\n"
-        "every_shape(library); rows_alone_and_together(library); print('fine')\n"
+        "every_shape(native.load()); rows_alone_and_together(native.load()); print('fine')\n"
     )
-    environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0 and "fine" in done.stdout, done.stderr[-2000:]
+    assert run_at(library, level, code) == "fine"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
