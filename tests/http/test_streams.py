@@ -144,10 +144,11 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
     toy = {"delay": 0.0, "max_len": 4000}
     body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 5, "stream": True}).encode()
     request = http_request(COMPLETIONS, body, "Connection: close")
-    with toy_server(toy=toy, connection_timeout=1) as server, raw(server) as never, raw(server) as slow:
-        never.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        never.sendall(request)
-        slow.sendall(request)
+    with (
+        toy_server(toy=toy, connection_timeout=1) as server,
+        raw(server, request, receive_buffer=4096),
+        raw(server, request) as slow,
+    ):
         got = b""
         for _ in range(20):  # longer than the server waits for a client that reads nothing
             got += slow.recv(65536)

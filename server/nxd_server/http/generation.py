@@ -194,8 +194,7 @@ class Generation:
 
     def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
         if item is _LEFT:
-            self._metrics.disconnected()
-            raise ClientLeft
+            raise self._gone()
         base, event = item
         choice = base + event.index
         if isinstance(event, TokenEvent):
@@ -213,12 +212,19 @@ class Generation:
         self.completion_tokens += event.usage.completion_tokens
         return choice, event
 
+    def check_client(self) -> None:
+        """Raises ClientLeft when the connection has closed, though all of the answer may be here already."""
+        if self._watcher is not None and self._watcher.done():
+            raise self._gone()
+
     async def _watch(self, mailbox: Mailbox) -> None:
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                mailbox.put(_LEFT)
-                return
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        mailbox.put(_LEFT)
+
+    def _gone(self) -> ClientLeft:
+        self._metrics.disconnected()
+        return ClientLeft()
 
     def _cancel(self) -> None:
         for ticket in self._tickets:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import struct
+import termios
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,7 +41,7 @@ class JsonErrorProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """The client's buffers are full: it has ``timeout_keep_alive`` seconds to take some of its answer."""
         super().pause_writing()
-        self._watch_reader(self.transport.get_write_buffer_size())
+        self._watch_reader(self._unread())
 
     def resume_writing(self) -> None:
         """The client reads again."""
@@ -53,11 +57,19 @@ class JsonErrorProtocol(H11Protocol):
         self._stall = self.loop.call_later(self.timeout_keep_alive, self._check_reader, left)
 
     def _check_reader(self, before: int) -> None:
-        left = self.transport.get_write_buffer_size()
+        left = self._unread()
         if left < before:  # slowly, but it reads
             self._watch_reader(left)
         else:
             self.transport.abort()
+
+    def _unread(self) -> int:
+        """Bytes that the client's side has not taken. The system's part counts: it is megabytes, and asks for more only
+        when a third of them is gone, which a slow client may take minutes for."""
+        queued = struct.pack("i", 0)
+        with contextlib.suppress(OSError):  # closed already, or a system that does not tell
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self.transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
     def _end_watch(self) -> None:
         if self._stall is not None:

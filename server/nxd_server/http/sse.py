@@ -84,7 +84,7 @@ class EventStream(Response):
         begun = False
         while True:
             if item is None:
-                await _send(send, KEEP_ALIVE)
+                await _send(generation, send, KEEP_ALIVE)
             else:
                 # Everything that is here already goes out in one write: a slow connection does not slow the loop.
                 chunks = [] if begun else [self._writer.begin(generation.weight_version)]
@@ -98,19 +98,21 @@ class EventStream(Response):
                     raise
                 except Exception as error:
                     failure = error
-                await _send(send, b"".join(chunks))
+                await _send(generation, send, b"".join(chunks))
                 if failure is not None:
                     raise failure
             if not generation.unfinished:
                 break
             item = await generation.next(self._keep_alive)
         tail = self._writer.usage(generation.usage) + DONE
-        await send({"type": "http.response.body", "body": tail, "more_body": False})
+        await _send(generation, send, tail, more=False)
 
 
-async def _send(send: Send, body: bytes) -> None:
+async def _send(generation: Generation, send: Send, body: bytes, *, more: bool = True) -> None:
+    """Raises ClientLeft when the connection closed while this waited for the client to read."""
     if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        generation.check_client()
 
 
 async def _fail(scope: Scope, send: Send, error: ApiError) -> None:
