@@ -21,7 +21,7 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kWorkerBytes = 64 * 1024;        // of keys and values that are worth another thread
 constexpr int64_t kPartialBytes = 4 * 1024 * 1024; // of partial results at most
-constexpr int64_t kTilesPerThread = 16;            // with fewer, tiles are shared chunk by chunk
+constexpr int64_t kTilesPerThread = 4;             // of equal length; with fewer, threads share the chunks of tiles
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: cache_attention: " + what); }
 
@@ -200,8 +200,9 @@ void attend(const Attention& x, int64_t B) {
     partial = std::max(partial, kernel.partial_bytes(x, tile.rows));
   }
   const int64_t workers = std::clamp<int64_t>(work / kWorkerBytes, 1, thread_count());
+  const bool even = count > 0 && tiles[0].chunks() * kTilesPerThread * workers <= chunks;  // the first is the longest
 
-  if (workers == 1 || count >= kTilesPerThread * workers || chunks == count || chunks * partial > kPartialBytes) {
+  if (workers == 1 || even || chunks == count || chunks * partial > kPartialBytes) {
     share(count, workers, scratch + 2 * partial, [&](int64_t item, char* memory) {
       const Tile& tile = tiles[item];
       const Tile* next = item + workers < count ? &tiles[item + workers] : nullptr;
@@ -218,10 +219,17 @@ void attend(const Attention& x, int64_t B) {
   }
   static thread_local Buffer buffer;
   char* partials = buffer.get(chunks * partial);
-  share(chunks, workers, scratch, [&](int64_t item, char* memory) {
-    const auto place = std::upper_bound(first_chunk.begin(), first_chunk.end(), item) - first_chunk.begin() - 1;
-    kernel.queries(x, tiles[place], memory);
-    kernel.chunk(x, tiles[place], item - first_chunk[place], nullptr, memory, partials + item * partial);
+  // Each thread takes chunks that follow each other, so that it knows what it reads next.
+  share(workers, workers, scratch, [&](int64_t worker, char* memory) {
+    const int64_t begin = chunks * worker / workers, end = chunks * (worker + 1) / workers;
+    int64_t place = std::upper_bound(first_chunk.begin(), first_chunk.end(), begin) - first_chunk.begin() - 1;
+    for (int64_t item = begin; item < end; place++) {
+      const Tile* next = first_chunk[place + 1] < end ? &tiles[place + 1] : nullptr;
+      kernel.queries(x, tiles[place], memory);
+      for (; item < std::min(end, first_chunk[place + 1]); item++) {
+        kernel.chunk(x, tiles[place], item - first_chunk[place], next, memory, partials + item * partial);
+      }
+    }
   });
   share(count, workers, 0, [&](int64_t item, char*) {
     char* result = partials + first_chunk[item] * partial;

@@ -129,12 +129,17 @@ struct Kernel : Loops<V, Bf16> {
     find_rows(x, x.k_cache, tile, begin, n, k);
     find_rows(x, x.v_cache, tile, begin, n, v);
     if (tile.rows > kFewRows) return many(x, tile, begin, n, k, v, scratch, out);
-    // The keys that come next: of this context, or where it ends, of the next tile's.
-    const bool ends = begin + n >= tile.keys && next != nullptr;
-    const Tile& coming = ends ? *next : tile;
-    const int64_t from = ends ? 0 : begin + n, more = std::clamp<int64_t>(coming.keys - from, 0, n);
-    find_rows(x, x.k_cache, coming, from, more, later);
-    std::fill(later + more, later + n, k[n - 1]);
+    // The keys that are a chunk away: of this context, and behind its end, of the next tile's.
+    const int64_t ahead = begin + kKeys, own = std::clamp<int64_t>(tile.keys - ahead, 0, n);
+    find_rows(x, x.k_cache, tile, ahead, own, later);
+    int64_t found = own;
+    if (next != nullptr && own < n) {
+      const int64_t from = std::max<int64_t>(ahead - tile.keys, 0);
+      const int64_t more = std::clamp<int64_t>(next->keys - from, 0, n - own);
+      find_rows(x, x.k_cache, *next, from, more, later + own);
+      found += more;
+    }
+    std::fill(later + found, later + n, k[n - 1]);
     const auto repeat_last = [&] {
       for (int64_t t = n; t < n + 16; t++) k[t] = k[n - 1];
     };

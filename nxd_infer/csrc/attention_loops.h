@@ -79,9 +79,10 @@ struct Loops {
     }
   }
 
-  // Asks for a row of the cache that is read soon.
+  // Asks for a row of the cache that is read soon, into the first cache: a line that waits in the second one occupies
+  // the core's few places for misses once more.
   NXD_TARGET static NXD_INLINE void fetch(const char* row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 3);
   }
 
   // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `k` and `scores` are padded. The values
@@ -151,6 +152,19 @@ struct Loops {
     for (; d < D; d += W) weigh_block<R, 1, C>(weights, v, later, n, d, values, ldv);
   }
 
+  // The lanes as one number, in halves: a chain through all of them takes four times as long.
+  template <typename F>
+  NXD_TARGET static NXD_INLINE A fold(V x, F f) {
+    A lanes[W];
+    x.store(lanes);
+#pragma GCC unroll 4
+    for (int half = W / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+      for (int i = 0; i < half; i++) lanes[i] = f(lanes[i], lanes[i + half]);
+    }
+    return lanes[0];
+  }
+
   // Scores to weights 2^(score * factor - maximum), the first `seen` of n; the others weigh nothing.
   NXD_TARGET static void soften(A* scores, int64_t seen, int64_t n, A factor, A* maximum, A* sum) {
     const int64_t end = round_up(n, W);
@@ -158,19 +172,15 @@ struct Loops {
     for (int64_t t = seen; t < end; t++) scores[t] = -std::numeric_limits<A>::infinity();
     V most = V::set(std::numeric_limits<A>::lowest());
     for (int64_t t = 0; t < end; t += W) most = V::max(V::load(scores + t), most);
-    A lanes[W];
-    most.store(lanes);
-    const A top = *std::max_element(lanes, lanes + W);
+    const A top = fold(most, [](A a, A b) { return a > b ? a : b; });
     V total = V::set(0);
     for (int64_t t = 0; t < end; t += W) {
       const V weight = exp2(V::sub(V::load(scores + t), V::set(top)));
       weight.store(scores + t);
       total = V::add(total, weight);
     }
-    total.store(lanes);
     *maximum = top;
-    *sum = 0;
-    for (int i = 0; i < W; i++) *sum += lanes[i];
+    *sum = fold(total, [](A a, A b) { return a + b; });
   }
 
   // out[i][..] = sum over j of a[i * si + j * sj] * b[j][..], for B vectors of lanes and I a multiple of 4.
