@@ -15,14 +15,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactBackendError
 from nxd_infer.trace.manifest import GraphSpec, InputSpec, OutputSpec, TensorSpec, WeightSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GRAPH_FILE = "graph.json"
 IR_FILE = "ir.json"

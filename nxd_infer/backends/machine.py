@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import platform
+import sys
 from pathlib import Path
-
-import torch
 
 
 @functools.cache
@@ -28,6 +28,12 @@ def architecture() -> str:
     return platform.machine()
 
 
+def torch_version() -> str:
+    """The version of torch that is installed here, without importing it."""
+    torch = sys.modules.get("torch")
+    return importlib.metadata.version("torch") if torch is None else str(torch.__version__)
+
+
 def torch_minor(version: str) -> str:
     """``"2.13.0+cpu"`` -> ``"2.13"``: the part of torch's version that compiled graphs depend on."""
     return ".".join(version.split("+")[0].split(".")[:2])
@@ -35,7 +41,7 @@ def torch_minor(version: str) -> str:
 
 def versions() -> dict[str, str]:
     """What ``manifest.versions`` records about the tracing machine."""
-    return {"torch": torch.__version__, "python": platform.python_version()}
+    return {"torch": torch_version(), "python": platform.python_version()}
 
 
 def describe_target() -> dict[str, object]:

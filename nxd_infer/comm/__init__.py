@@ -5,8 +5,14 @@ is being exported they become operators that carry an axis *name* (``nxd::all_re
 graphs of all ranks are equal; otherwise they run on the transport registered for the context.
 """
 
-from nxd_infer.comm.functional import all_gather, all_reduce, axis_rank, barrier, broadcast, reduce_scatter, shard
-from nxd_infer.comm.protocol import Collectives, collectives_of, register_collectives, unregister_collectives
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_infer.comm.functional import all_gather, all_reduce, axis_rank, barrier, broadcast, reduce_scatter, shard
+    from nxd_infer.comm.protocol import Collectives, collectives_of, register_collectives, unregister_collectives
 
 __all__ = [
     "Collectives",
@@ -21,3 +27,14 @@ __all__ = [
     "shard",
     "unregister_collectives",
 ]
+
+_PROTOCOL = ("Collectives", "collectives_of", "register_collectives", "unregister_collectives")
+
+
+def __getattr__(name: str) -> Any:
+    """On first use: who starts ranks and watches them needs this package's shared memory, and no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "nxd_infer.comm.protocol" if name in _PROTOCOL else "nxd_infer.comm.functional"
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from torch import Tensor
-
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nxd_infer.native import NativeLibrary
 
 DEFAULT_CAPACITY = 1 << 20

@@ -15,26 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import CheckpointError, ShardingError
 
 Slices = Sequence[slice]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in SAFETENSORS_DTYPES.items()}
 """The safetensors names of the types it stores."""
 
 

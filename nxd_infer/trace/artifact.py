@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
 from nxd_infer import backends
-from nxd_infer.backends.machine import architecture, cpu_features, torch_minor
+from nxd_infer.backends.base import names as backend_names
+from nxd_infer.backends.machine import architecture, cpu_features, torch_minor, torch_version
+from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
@@ -28,8 +29,14 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     NxdError,
 )
-from nxd_infer.layout.sources import DTYPES
-from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.trace.manifest import (
+    FORMAT,
+    KNOWN_ENCODINGS,
+    KNOWN_REQUIREMENTS,
+    MANIFEST_NAME,
+    FileSpec,
+    Manifest,
+)
 from nxd_infer.trace.storage import (
     CHECKSUM_KEY,
     ArtifactWriter,
@@ -86,6 +93,16 @@ class LoadedArtifact:
         """The user's bucket kernel, or None when the package routes."""
         return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
 
+    def verify(self) -> None:
+        """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written."""
+        found: dict[str, FileSpec] = hash_files({name: self.path / name for name in self.manifest.files})
+        for name, spec in self.manifest.files.items():
+            if found[name].sha256 != spec.sha256:
+                raise ArtifactCorruptError(
+                    f"{name} of {self.path} is altered: sha256 {found[name].sha256[:16]}..., "
+                    f"recorded {spec.sha256[:16]}..."
+                )
+
     def check_unchanged(self) -> None:
         """Raise ArtifactCorruptError when another artifact has taken this one's place on disk."""
         if artifact_digest(self.path) != self.digest:
@@ -114,6 +131,7 @@ def load_artifact(
     backend: str | None = None,
     temporary: bool = False,
     runs_here: bool = True,
+    later: bool = False,
 ) -> LoadedArtifact:
     """Check the artifact at ``path`` and return its manifest.
 
@@ -121,6 +139,7 @@ def load_artifact(
     artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. ``backend`` refuses
     an artifact of any other. Files the manifest does not list are ignored. ``temporary`` hands the directory over: it
     is removed when the returned object goes away. ``runs_here=False`` takes code that this machine cannot run, too.
+    ``later`` leaves what takes long to who starts the ranks: ``verify()``, and to ask the backend, as each rank does.
 
     Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, torch or CPU,
     ArtifactBackendError for another backend, ArtifactCorruptError (it names the file) for anything damaged.
@@ -132,12 +151,16 @@ def load_artifact(
         raise ArtifactCorruptError(
             f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
         )
-    manifest = _parse(root, data, backend, runs_here)
-    _check_files(root, manifest, hashes=verify or expect_digest is not None)
+    manifest = _parse(root, data, backend, runs_here, probe=not later)
+    _check_files(root, manifest)
+    artifact = LoadedArtifact(manifest, root, digest, temporary)
+    if (verify or expect_digest is not None) and not later:
+        artifact.verify()
     for rank in range(manifest.tp_degree):
         check_weight_file(root / weight_name(rank), manifest)
-    owner = [weakref.finalize(manifest, _remove, root, os.getpid())] if temporary else []
-    return LoadedArtifact(manifest, root, digest, temporary, owner)
+    if temporary:
+        artifact._owner.append(weakref.finalize(manifest, _remove, root, os.getpid()))
+    return artifact
 
 
 def _remove(root: Path, owner: int) -> None:
@@ -166,7 +189,7 @@ def _read_manifest(root: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool) -> Manifest:
+def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe: bool) -> Manifest:
     """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
     path = root / MANIFEST_NAME
     try:
@@ -202,7 +225,7 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool) -> Man
     _check_torch(root, manifest)
     if runs_here:
         _check_machine(root, manifest)
-        _check_backend(root, manifest, backend)
+        _check_backend(root, manifest, backend, probe)
     if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
         raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
     _check_structure(path, manifest)
@@ -249,11 +272,11 @@ def _names_in(structure: Any) -> list[str]:
 
 
 def _check_torch(root: Path, manifest: Manifest) -> None:
-    recorded = manifest.versions.get("torch", "")
-    if torch_minor(recorded) != torch_minor(torch.__version__):
+    recorded, installed = manifest.versions.get("torch", ""), torch_version()
+    if torch_minor(recorded) != torch_minor(installed):
         raise ArtifactVersionError(
             f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
-            f"{torch.__version__}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
+            f"{installed}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
             "trace again"
         )
 
@@ -275,30 +298,31 @@ def _check_machine(root: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_backend(root: Path, manifest: Manifest, backend: str | None) -> None:
+def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
     if backend is not None and backend != manifest.backend:
         raise ArtifactBackendError(
             f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
             f"load it without a backend, or trace again with backend={backend!r}"
         )
+    if not probe and manifest.backend in backend_names():
+        return
     try:
         found = backends.get(manifest.backend)
-        probe = found.probe()
+        answer = found.probe()
     except (NxdError, ImportError) as error:
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
         ) from error
-    if not probe.ok:
+    if not answer.ok:
         raise ArtifactBackendError(
-            f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {probe.reason}"
+            f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
         )
     found.check_target(manifest.target, manifest.versions)
 
 
-def _check_files(root: Path, manifest: Manifest, *, hashes: bool) -> None:
-    """Every listed file is a regular file inside ``root`` of the recorded size and, with ``hashes``, contents."""
+def _check_files(root: Path, manifest: Manifest) -> None:
+    """Every listed file is a regular file inside ``root`` of the recorded size."""
     real_root = os.path.realpath(root)
-    paths: dict[str, Path] = {}
     for name, spec in manifest.files.items():
         path = root / checked_name(name)
         parent = os.path.realpath(path.parent)
@@ -313,15 +337,6 @@ def _check_files(root: Path, manifest: Manifest, *, hashes: bool) -> None:
         if info.st_size != spec.size:
             short = "truncated" if info.st_size < spec.size else "altered"
             raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
-        paths[name] = path
-    if not hashes:
-        return
-    found: dict[str, FileSpec] = hash_files(paths)
-    for name, spec in manifest.files.items():
-        if found[name].sha256 != spec.sha256:
-            raise ArtifactCorruptError(
-                f"{name} of {root} is altered: sha256 {found[name].sha256[:16]}..., recorded {spec.sha256[:16]}..."
-            )
 
 
 def check_weight_file(path: Path, manifest: Manifest) -> None:
@@ -333,13 +348,13 @@ def check_weight_file(path: Path, manifest: Manifest) -> None:
 
     name = f"weights/{path.name}"
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:  # of either framework: no tensor is made
             keys = set(file.keys())
             for weight in manifest.weights:
                 if weight.name not in keys:
                     raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
                 piece = file.get_slice(weight.name)
-                if list(piece.get_shape()) != weight.shape or DTYPES.get(piece.get_dtype()) != weight.torch_dtype:
+                if list(piece.get_shape()) != weight.shape or SAFETENSORS_DTYPES.get(piece.get_dtype()) != weight.dtype:
                     raise ArtifactCorruptError(
                         f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
                         f"recorded {weight.dtype}{weight.shape}"

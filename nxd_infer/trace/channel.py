@@ -28,10 +28,14 @@ import socket
 import struct
 import warnings
 from dataclasses import dataclass
-
-import torch
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from nxd_infer.trace.manifest import Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
@@ -218,18 +222,41 @@ class Arena:
 
     def __init__(self, fd: int, manifest: Manifest, *, writable_inputs: bool):
         self.layout = layout = arena_layout(manifest)
+        self._buckets = manifest.buckets
         self._counters = mmap.mmap(fd, layout.input_start)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_inputs else 0)
         self._inputs = mmap.mmap(fd, layout.input_size, mmap.MAP_SHARED, protection, offset=layout.input_start)
         self._outputs = mmap.mmap(fd, layout.output_size, offset=layout.output_start)
         self._words = memoryview(self._counters).cast("Q")
-        self.inputs = [
+
+    @cached_property
+    def inputs(self) -> list[list[torch.Tensor]]:
+        """Every bucket's inputs, as tensors over the shared memory."""
+        return [
             [_view(self._inputs, offset, spec) for offset, spec in zip(offsets, bucket.inputs, strict=True)]
-            for offsets, bucket in zip(layout.inputs, manifest.buckets, strict=True)
+            for offsets, bucket in zip(self.layout.inputs, self._buckets, strict=True)
         ]
-        self.outputs = [
+
+    @cached_property
+    def outputs(self) -> list[list[torch.Tensor]]:
+        return [
             [_view(self._outputs, offset, spec) for offset, spec in zip(offsets, bucket.outputs, strict=True)]
-            for offsets, bucket in zip(layout.outputs, manifest.buckets, strict=True)
+            for offsets, bucket in zip(self.layout.outputs, self._buckets, strict=True)
+        ]
+
+    @cached_property
+    def input_arrays(self) -> list[list[np.ndarray]]:
+        """As ``inputs``, for a process without torch. TypeError where NumPy lacks a type."""
+        return [
+            [_array(self._inputs, offset, spec) for offset, spec in zip(offsets, bucket.inputs, strict=True)]
+            for offsets, bucket in zip(self.layout.inputs, self._buckets, strict=True)
+        ]
+
+    @cached_property
+    def output_arrays(self) -> list[list[np.ndarray]]:
+        return [
+            [_array(self._outputs, offset, spec) for offset, spec in zip(offsets, bucket.outputs, strict=True)]
+            for offsets, bucket in zip(self.layout.outputs, self._buckets, strict=True)
         ]
 
     def begin(self, rank: int, clock: int) -> None:
@@ -249,9 +276,18 @@ class Arena:
 
 def _view(buffer: mmap.mmap, offset: int, spec: TensorSpec) -> torch.Tensor:
     """A contiguous tensor over shared memory; the tensor keeps the mapping alive."""
+    import torch
+
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "not writable": that is what the input region is for
         flat = torch.frombuffer(buffer, dtype=spec.torch_dtype, count=math.prod(spec.shape), offset=offset)
     return flat.view(spec.shape)
+
+
+def _array(buffer: mmap.mmap, offset: int, spec: TensorSpec) -> np.ndarray:
+    """As ``_view``, an array."""
+    import numpy as np
+
+    return np.ndarray(spec.shape, np.dtype(spec.dtype), buffer, offset if spec.nbytes else 0)

@@ -10,10 +10,15 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nxd_infer.dtypes import ITEM_BYTES, LARGEST_FLOAT
+from nxd_infer.errors import InputRangeError
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "1.0"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
@@ -38,6 +43,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """``"float32"`` -> ``torch.float32``."""
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
@@ -82,23 +89,37 @@ class TensorSpec(_Model):
         count = 1
         for size in self.shape:
             count *= size
-        return count * self.torch_dtype.itemsize
+        return count * (ITEM_BYTES.get(self.dtype) or self.torch_dtype.itemsize)
 
 
 def _check_fits(value: float, spec: TensorSpec) -> None:
     """ValueError unless the type of ``spec`` can hold ``value``."""
-    dtype = spec.torch_dtype
-    if dtype == torch.bool or dtype.is_complex:
-        return
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    fits = limits.min <= value <= limits.max
-    if dtype.is_floating_point:  # a mask is padded with -inf
+    low, high = _limits(spec)
+    fits = low <= value <= high
+    if isinstance(high, float):  # a mask is padded with -inf
         fits = fits or value != value or value in (math.inf, -math.inf)
     if not fits:
         raise ValueError(
-            f"{spec.name!r} is {spec.dtype}, which holds {limits.min} to {limits.max}, and is to be filled with "
+            f"{spec.name!r} is {spec.dtype}, which holds {low} to {high}, and is to be filled with "
             f"{value}: give a value in that range"
         )
+
+
+def _limits(spec: TensorSpec) -> tuple[float, float]:
+    """The smallest and the largest number that the type of ``spec`` holds."""
+    name = spec.dtype
+    if name in LARGEST_FLOAT:
+        return -LARGEST_FLOAT[name], LARGEST_FLOAT[name]
+    if name in ITEM_BYTES and name != "bool":
+        bits = 8 * ITEM_BYTES[name]
+        return (0, (1 << bits) - 1) if name.startswith("u") else (-1 << bits - 1, (1 << bits - 1) - 1)
+    if name == "bool" or spec.torch_dtype.is_complex:
+        return -math.inf, math.inf
+    import torch
+
+    dtype = spec.torch_dtype
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits.min, limits.max
 
 
 class InputSpec(TensorSpec):
@@ -128,6 +149,13 @@ class InputSpec(TensorSpec):
     def allows(self, value: float) -> bool:
         """Whether an element may be ``value``; NaN is outside every range."""
         return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
+
+    def check(self, value: float) -> None:
+        """Raise InputRangeError unless an element may be ``value``."""
+        if not self.allows(value):
+            low, high = self.minimum, self.maximum
+            limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
+            raise InputRangeError(f"input {self.name!r} holds the value {value}; it must be {limits}", self.name)
 
 
 class OutputSpec(TensorSpec):

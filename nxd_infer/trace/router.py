@@ -205,10 +205,7 @@ def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> No
         if (spec.minimum is None and spec.maximum is None) or tensor is None or tensor.numel() == 0:
             continue
         for value in map(Tensor.item, torch.aminmax(tensor)):  # 2 microseconds for a few hundred ids
-            if not spec.allows(value):
-                low, high = spec.minimum, spec.maximum
-                limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
-                raise InputRangeError(f"input {spec.name!r} holds the value {value}; it must be {limits}", spec.name)
+            spec.check(value)
 
 
 def lawful(spec: InputSpec) -> Tensor:

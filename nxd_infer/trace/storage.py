@@ -23,12 +23,13 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, Manifest
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKSUM_KEY = "manifest_sha256"
 """Checksum of the manifest's other fields, so that a damaged byte of the manifest itself is noticed."""

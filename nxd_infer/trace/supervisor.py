@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import NoReturn
 
 from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
@@ -35,8 +36,12 @@ class Supervisor:
         threads: int,
         call_timeout: float,
         start_timeout: float,
+        before_load: Callable[[], None] | None = None,
     ):
+        """``before_load`` is called once the processes run and import torch; no rank reads the artifact before its end,
+        or ever, when it raises."""
         self.degree = artifact.manifest.tp_degree
+        self._before_load = before_load
         self.call_timeout = call_timeout
         self.start_timeout = start_timeout
         self.failure: NxdError | None = None
@@ -62,13 +67,15 @@ class Supervisor:
     def start(self) -> None:
         """Start every rank and wait until all have loaded their graphs.
 
-        Raises RankFailedError (with the rank's traceback), RankDiedError or RankTimeoutError; no rank is left then.
+        Raises RankFailedError (with the rank's traceback), RankDiedError or RankTimeoutError, or what
+        ``before_load`` raises; no rank is left then.
         """
         _live.add(self)
         try:
             self._processes.start()
-            self._waiting = set(range(self.degree))
-            self._collect(time.monotonic() + self.start_timeout, self.start_timeout, "start")
+            if self._before_load is not None:
+                self._before_load()
+            self.exchange(Kind.START, timeout=self.start_timeout)
         except BaseException:
             self.close()
             raise

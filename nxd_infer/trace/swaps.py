@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.manifest import Manifest
-from nxd_infer.trace.rank import load_weights
-from nxd_infer.trace.weights import NewWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nxd_infer.trace.weights import NewWeights
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class WeightSwaps:
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """A rank's swapped weights, memory-mapped, by name."""
+        from nxd_infer.trace.rank import load_weights
+
         found: dict[str, Tensor] = {}
         for entry in self._entries:
             file = Path(f"/proc/self/fd/{entry.files[rank].fileno()}")

@@ -1,12 +1,14 @@
 """A rank process: ``python -m nxd_infer.trace.worker rank N --config JSON``. Started by the supervisor only.
 
-It dies with its parent (PDEATHSIG), keeps to its cores and threads, loads its rank of the artifact, and then waits
-for records: read one, run, write the outputs (rank 0), answer. It never unpickles anything.
+It dies with its parent (PDEATHSIG), keeps to its cores and threads, imports what it needs, and then waits for records:
+read one, run, write the outputs (rank 0), answer. The first one has it load its rank of the artifact, whose files have
+been verified by then. It never unpickles anything.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -60,21 +62,28 @@ def main(arguments: list[str]) -> int:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
 
+    gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
     import torch
 
-    from nxd_infer.trace.channel import Arena, Channel, Kind, Request
+    from nxd_infer.trace.channel import Arena, Channel, Kind
 
     torch.set_num_threads(config.threads)
     channel = Channel.from_fd(config.socket)
+    message = channel.receive_request()
+    if message is None:
+        return 0
+    request = message[0]
     started = time.monotonic_ns()
     try:
         rank = load_rank(config)
         arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
     except BaseException:
-        channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started, traceback.format_exc())
+        channel.send_response(request, time.monotonic_ns() - started, traceback.format_exc())
         channel.receive_request()  # stay until the caller has read it: an end would look like the cause
         return 1
-    channel.send_response(Request(Kind.START, 0, 0), time.monotonic_ns() - started)
+    gc.freeze()
+    gc.enable()
+    channel.send_response(request, time.monotonic_ns() - started)
     while (message := channel.receive_request()) is not None:
         request, fds = message
         if request.kind == Kind.STOP:

@@ -6,10 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
-    from nxd_infer.trace.model import TensorParallelModel
+    from nxd_infer.trace.rank_model import RankModel
 
 SLOW_FACTOR = 10.0
 """A step may take this many times the slowest one measured, and at least ``call_timeout``."""
@@ -22,7 +20,7 @@ class BoundedModel:
     (New weights are read while they are swapped in, so that no run does it.)
     """
 
-    def __init__(self, model: TensorParallelModel, call_timeout: float, start_timeout: float):
+    def __init__(self, model: RankModel, call_timeout: float, start_timeout: float):
         self._model = model
         self._call_timeout = call_timeout
         self._start_timeout = start_timeout
@@ -32,8 +30,8 @@ class BoundedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def run_bucket(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As :meth:`TensorParallelModel.run_bucket`, with the bound of this moment."""
+    def run_bucket(self, name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """As :meth:`RankModel.run_bucket`, with the bound of this moment."""
         known = name in self._seen
         limit = max(self._call_timeout, SLOW_FACTOR * self._slowest) if known else self._start_timeout
         begin = time.monotonic()

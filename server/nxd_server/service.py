@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nxd_infer.errors import ModelConfigError, NxdError
 from nxd_server.bounded import BoundedModel
 from nxd_server.config import ServerSettings
@@ -26,8 +24,11 @@ from nxd_server.errors import EngineUnavailableError, RequestError, summary
 from nxd_server.served import ROUTES, Served
 
 if TYPE_CHECKING:
+    import torch
+
+    from nxd_infer.trace.artifact import LoadedArtifact
     from nxd_infer.trace.manifest import InputSpec, Manifest
-    from nxd_infer.trace.model import TensorParallelModel
+    from nxd_infer.trace.rank_model import RankModel
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nxd_server.service")
 
+SPAWN_SECONDS = 1.0
 WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
 
@@ -65,8 +67,9 @@ class Service(Served):
         self._lock = threading.Lock()
         self._closing = False
         self._draining = False
+        self._spawned = threading.Event()
         self._stage = "loading the artifact"
-        self._model: TensorParallelModel | None = None
+        self._model: RankModel | None = None
         self._engine: Engine | None = None
         self._oneshot: OneShotEngine | None = None
         self._encoder: TextEncoder | None = None
@@ -77,12 +80,19 @@ class Service(Served):
     # --- life -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Begin to load; returns once the ranks' processes run or could not be started, at the latest after a moment.
+
+        What the caller imports next would hold them up by as long, as Python runs one thread at a time.
+        """
         self._thread.start()
+        self._spawned.wait(SPAWN_SECONDS)
 
     def _run(self) -> None:
         try:
-            self._load()
+            try:
+                self._load()
+            finally:
+                self._spawned.set()
         except Exception as error:
             if self._closing:
                 return
@@ -107,22 +117,20 @@ class Service(Served):
     def _open(self) -> Any:
         """Read the artifact and start its ranks; the model as the engine shall see it."""
         from nxd_infer.trace.artifact import load_artifact
-        from nxd_infer.trace.model import TensorParallelModel
 
         settings = self.settings
         logger.info("loading %s", self.artifact)
-        artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest)
+        artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
         self._manifest = artifact.manifest
         self._stage = f"starting {artifact.manifest.tp_degree} ranks"
         logger.info("starting %d ranks", artifact.manifest.tp_degree)
         # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
         # routes by its user's kernel is not called through it.
         kernel = "bucket-kernel" in artifact.manifest.requires
-        model = TensorParallelModel(
+        model = self._make_model(
             artifact,
             call_timeout=settings.call_timeout if kernel else settings.start_timeout,
             start_timeout=settings.start_timeout,
-            in_process=False,
             threads_per_rank=settings.threads_per_rank,
         )
         with self._lock:
@@ -142,6 +150,24 @@ class Service(Served):
         model.start()
         text.result()
         return BoundedModel(model, settings.call_timeout, settings.start_timeout)
+
+    def _make_model(self, artifact: LoadedArtifact, **options: Any) -> RankModel:
+        """The model of ``artifact``, whose files have not been hashed yet.
+
+        The engine that generates makes no tensors: its server imports no torch, and hashes while the ranks do.
+        """
+        from nxd_infer.trace.rank_model import RankModel, takes_arrays
+
+        def before_load() -> None:
+            self._spawned.set()
+            artifact.verify()
+
+        if self.task == "generate" and takes_arrays(artifact.manifest):
+            return RankModel(artifact, before_load=before_load, **options)
+        before_load()
+        from nxd_infer.trace.model import TensorParallelModel
+
+        return TensorParallelModel(artifact, in_process=False, **options)
 
     def _read_text(self, task: str) -> None:
         """The tokenizer and the chat template that lie beside the graphs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import nxd_infer.comm  # noqa: F401  (registers torch.ops.nxd)
+import nxd_infer.comm.ops  # noqa: F401  (registers torch.ops.nxd)
 from nxd_infer.backends import ir
 from nxd_infer.backends.base import GRAPH_FILE, IR_FILE, GraphFile
 from nxd_infer.backends.machine import describe_target, versions

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-import torch
-
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.adapters import Adapters
 from nxd_server.engine.costs import Graph, StepCosts
@@ -56,9 +54,10 @@ class Engine(ModelWorker):
         idle_probe: float | None = 5.0,
         on_state: Any = None,
     ):
-        """``model`` is a TensorParallelModel (or anything with its ``run_bucket``, ``manifest``, ``restart`` and
-        ``health``). Without a tokenizer, events carry no text and stop strings are refused. ``prefill_ratio`` and
-        ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens to guess ahead.
+        """``model`` is a TensorParallelModel or a RankModel (or anything with its ``run_bucket``, ``manifest``,
+        ``restart`` and ``health``). Without a tokenizer, events carry no text and stop strings are refused.
+        ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens to guess
+        ahead.
 
         Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -88,7 +87,8 @@ class Engine(ModelWorker):
         self.max_logprobs = int(meta.get("top_logprobs", 0))
         self._bias_slots = int(meta.get("bias_slots", 0))
         self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
-        self._inputs = {bucket.name: StepInputs(bucket, self.slots) for bucket in manifest.buckets}
+        arrays = getattr(model, "arrays", False)
+        self._inputs = {bucket.name: StepInputs(bucket, self.slots, arrays) for bucket in manifest.buckets}
         shapes = {bucket.name: _tokens_shape(bucket) for bucket in manifest.buckets}
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         self._graphs = [*graphs, *verifying]
@@ -382,7 +382,7 @@ class Engine(ModelWorker):
     def _bucket_names(self) -> list[str]:
         return [graph.name for graph in self._graphs]  # those that verify guesses only where there are any
 
-    def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor]:
+    def _padding_inputs(self, bucket: str) -> dict[str, Any]:
         inputs = self._inputs[bucket]
         for index in range(inputs.batch):
             inputs.clear(index)

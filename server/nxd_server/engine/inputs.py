@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.trace.manifest import BucketSpec
@@ -105,16 +105,15 @@ def _absent(name: str, what: str) -> str:
 class StepInputs:
     """The input buffers of one bucket. Padding rows point at the scratch block, at position 0, with one token."""
 
-    def __init__(self, bucket: BucketSpec, scratch: int):
+    def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool):
+        """``arrays``: the model takes these; else torch's tensors over the same memory."""
         self._scratch = scratch
-        self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: dict[str, np.ndarray] = {}
         for spec in bucket.inputs:
-            default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
-            tensor = torch.full(spec.shape, default, dtype=spec.torch_dtype)
-            self.tensors[spec.name] = tensor
-            if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS:
-                self._arrays[spec.name] = tensor.numpy()
+            if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS:  # any other has a default, see check_buckets
+                default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
+                self._arrays[spec.name] = np.full(spec.shape, default, dtype=spec.dtype)
+        self.tensors: dict[str, Any] = self._arrays if arrays else _as_tensors(self._arrays)
         self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in SAMPLER_DEFAULTS}
         self.batch = self._arrays["tokens"].shape[0]
         self._owners: list[tuple[int, bool] | None] = [None] * self.batch
@@ -157,3 +156,9 @@ class StepInputs:
             allowed = arrays["allowed"][index].view(np.uint32)
             for token in sampler.banned:
                 allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+
+
+def _as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

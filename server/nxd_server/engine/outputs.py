@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import Any
 
 
 class StepOutputs:
-    """The outputs of one step of ``batch`` rows."""
+    """The outputs of one step of ``batch`` rows, as arrays or tensors."""
 
-    def __init__(self, outputs: Mapping[str, torch.Tensor], batch: int):
+    def __init__(self, outputs: Mapping[str, Any], batch: int):
         self._outputs, self._batch = outputs, batch
         self.tokens: list[list[int]] = self._rows("token").tolist()
         """[row][place]"""
         self._logprobs = self._rows("logprob").tolist() if "logprob" in outputs else None
 
-    def _rows(self, name: str) -> torch.Tensor:
+    def _rows(self, name: str) -> Any:
         return self._outputs[name].reshape(self._batch, -1)
 
     def logprob(self, row: int, place: int) -> float:

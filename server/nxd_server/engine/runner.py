@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from nxd_infer.errors import RankError
 from nxd_server.engine.costs import StepCosts
 
-WARM_RUNS, WARM_SECONDS = 4, 0.2
+WARM_RUNS, WARM_SECONDS = 1, 0.05
 OVERDUE_FACTOR = 20.0
 OVERDUE_SECONDS = 5.0
 """A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Any]
+"""Torch's or NumPy's, as the model takes them."""
 
 
 class StepRunner:
@@ -50,14 +49,14 @@ class StepRunner:
             self._started = None
         self._last = time.monotonic()
 
-    def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, torch.Tensor], float]:
+    def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, Any], float]:
         """One execution on behalf of nobody, and its seconds."""
         started = time.monotonic()
         with self.visible(bucket):
             outputs = self.model.run_bucket(bucket, inputs)
         return outputs, time.monotonic() - started
 
-    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, torch.Tensor], float]:
+    def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
         """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
         outputs, seconds = self.timed(bucket, inputs)
         self.worked = True

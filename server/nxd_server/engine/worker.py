@@ -18,8 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankFailedError
 from nxd_server.engine.admission import Admission
 from nxd_server.engine.costs import StepCosts
@@ -86,7 +84,7 @@ class ModelWorker(Admission, ABC):
         """Do at most one step. False when there was nothing to do."""
 
     @abstractmethod
-    def _padding_inputs(self, bucket: str) -> dict[str, torch.Tensor] | None:
+    def _padding_inputs(self, bucket: str) -> dict[str, Any] | None:
         """Inputs that run ``bucket`` on behalf of nobody; None when that is not possible."""
 
     @abstractmethod

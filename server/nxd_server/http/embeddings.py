@@ -7,19 +7,22 @@ import base64
 import functools
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nxd_server.engine.encoder import Encoded
 from nxd_server.errors import QueueFullError, not_finished
 
 from .errors import bad_request, encode
 from .oneshot import wait_all
 from .requests import INLINE_TEXT, check_model, context_of, require_task, whole_of
 from .schemas import ClassifyBody, EmbeddingBody, token_lists
+
+if TYPE_CHECKING:
+    import torch
+
+    from nxd_server.engine.encoder import Encoded
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI's limit."""
@@ -66,7 +69,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
             {
                 "index": index,
                 "label": labels[best] if best < len(labels) else str(best),
-                "probs": torch.softmax(logits, -1).tolist(),
+                "probs": logits.softmax(-1).tolist(),
                 "num_classes": logits.numel(),
             }
         )
@@ -121,7 +124,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
 def _vector(values: torch.Tensor, form: str) -> list[float] | str:
     if form == "float":
         return values.tolist()
-    return base64.b64encode(values.to(torch.float32).numpy().astype("<f4").tobytes()).decode("ascii")
+    return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
 def _usage(results: list[Encoded]) -> dict[str, int]:

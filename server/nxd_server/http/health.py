@@ -50,13 +50,12 @@ async def ping(request: Request) -> Response:
 
 async def version(request: Request) -> dict[str, Any]:
     """What is running."""
-    import torch
-
     import nxd_infer
+    from nxd_infer.backends.machine import torch_version
 
     return {
         "version": getattr(nxd_infer, "__version__", "0"),
-        "torch": torch.__version__,
+        "torch": torch_version(),
         "python": platform.python_version(),
     }
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,9 @@ from .errors import bad_request, clip, encode, missing_field
 from .oneshot import wait_all
 from .requests import check_model, context_of, whole_of
 from .schemas import PredictBody
-from .tensors import tensor_from_json, tensor_to_json, tensors_from_safetensors, tensors_to_safetensors
+
+if TYPE_CHECKING:
+    import torch
 
 
 async def predict(request: Request, body: PredictBody) -> Response:
@@ -34,6 +35,8 @@ async def predict(request: Request, body: PredictBody) -> Response:
             f"{service.model_name!r} was traced for generation, its graphs have a cache: use /v1/completions",
             code="task_not_supported",
         )
+    from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
+
     specs = service.input_specs()
     if body.safetensors is not None:
         tensors = await asyncio.to_thread(tensors_from_safetensors, body.safetensors, "safetensors")
@@ -58,6 +61,8 @@ async def predict(request: Request, body: PredictBody) -> Response:
 
 
 def _read(inputs: dict[str, Any], specs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from .tensors import tensor_from_json
+
     tensors = {}
     for name, value in inputs.items():
         if value is None:
@@ -78,6 +83,8 @@ def _check_names(tensors: dict[str, torch.Tensor], specs: dict[str, Any], field:
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:
+    from .tensors import tensor_to_json, tensors_to_safetensors
+
     if as_file:
         return encode({"model": model, "safetensors": tensors_to_safetensors(outputs)})
     return encode({"model": model, "outputs": {name: tensor_to_json(value) for name, value in outputs.items()}})

@@ -1,0 +1,33 @@
+"""What is to know of torch's types without torch, whose import takes a second that a process which only starts ranks
+and calls them does not have."""
+
+from __future__ import annotations
+
+import sys
+
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""What safetensors calls the types it stores, and what torch calls them."""
+
+ITEM_BYTES = {
+    **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},
+    **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
+}
+LARGEST_FLOAT = {
+    "float16": 65504.0,
+    "bfloat16": (2 - 2**-7) * 2.0**127,
+    "float32": (2 - 2**-23) * 2.0**127,
+    "float64": sys.float_info.max,
+}
