@@ -54,6 +54,10 @@ def command_of(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+def holds_torch(pid):
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def gone(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -79,6 +83,12 @@ def test_the_ranks_are_children_that_say_who_they_are(server):
         assert f"rank {rank}" in command_of(pid)
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent == server.process.pid
+
+
+def test_torch_is_in_the_ranks_alone(server, texts):
+    assert server.post(COMPLETIONS, body_of(PROMPTS[0])).json()["choices"][0]["text"] == texts[PROMPTS[0]]
+    assert not holds_torch(server.process.pid)
+    assert all(holds_torch(pid) for pid in rank_pids(server))
 
 
 def test_a_thousand_requests_by_32_threads_each_get_their_own(server, texts):

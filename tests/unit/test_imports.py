@@ -145,6 +145,18 @@ def test_importing_the_library_loads_nothing_optional():
     assert with_layers & optional == set()
 
 
+@pytest.mark.check
+def test_what_starts_ranks_and_serves_tokens_needs_no_torch():
+    """Its import takes a second, which the ranks take as well: they would begin theirs only afterwards."""
+    modules = loaded_by(
+        "import nxd_infer.trace.rank_model, nxd_infer.trace.worker, nxd_infer.cli.main, nxd_infer.cli.serve\n"
+        "import nxd_server.run, nxd_server.bounded, nxd_server.http.app, nxd_server.engine.engine\n"
+        "import nxd_server.text.chat, nxd_server.text.tokenizer"
+    )
+    assert {"nxd_server", "fastapi", "numpy"} <= modules
+    assert "torch" not in modules
+
+
 def test_every_submodule_is_reachable_by_attribute():
     code = "import nxd_infer as n; [getattr(n, s) for s in n.__all__]; print('ok')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
