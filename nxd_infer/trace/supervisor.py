@@ -76,6 +76,9 @@ class Supervisor:
             if self._before_load is not None:
                 self._before_load()
             self.exchange(Kind.START, timeout=self.start_timeout)
+        except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
+            self.close()
+            raise self.failure or error from None
         except BaseException:
             self.close()
             raise

@@ -50,12 +50,15 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
 
     Logs instead of raising: a setting or an artifact that cannot be used, or a port in use, is status 1 and one line.
     """
-    gc.disable()  # what is imported stays; looking through it again and again takes time of the start
     logs.configure(settings.log_format, settings.log_level)
     if not (Path(artifact) / "manifest.json").is_file():
         logger.error("%r is no artifact: it has no manifest.json (nxd-infer trace writes one)", str(artifact))
         return 1
-    return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
+    gc.disable()  # what is imported stays; looking through it again and again takes time of the start
+    try:
+        return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
+    finally:
+        gc.enable()
 
 
 def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +15,14 @@ import pytest
 import torch
 
 from nxd_infer.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
-from nxd_infer.errors import ArtifactCorruptError, BucketError, InputMismatchError, InputRangeError, ModelClosedError
+from nxd_infer.errors import (
+    ArtifactCorruptError,
+    BucketError,
+    InputMismatchError,
+    InputRangeError,
+    ModelClosedError,
+    RankDiedError,
+)
 from nxd_infer.trace.artifact import load_artifact
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.trace.model import TensorParallelModel
@@ -76,6 +85,18 @@ def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
             model.start()
         assert model.health() == []
     assert seen == [["running", "running"]] * 2
+
+
+def test_a_rank_that_dies_before_it_may_load_is_what_is_raised(path):
+    def kill() -> None:
+        pid = model.health()[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(rank.alive for rank in model.health()))
+
+    model = RankModel(load_artifact(path), start_timeout=120, before_load=kill)
+    with pytest.raises(RankDiedError, match="rank 1 of 2 was ended by SIGKILL"):
+        model.start()
 
 
 def wait_until(condition) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from nxd_infer.errors import RankError
 from nxd_server.engine.costs import StepCosts
 
-WARM_RUNS, WARM_SECONDS = 1, 0.05
+WARM_SECONDS = 0.05
+"""A graph that takes longer is run once at the start, which waits for all of them."""
 OVERDUE_FACTOR = 20.0
 OVERDUE_SECONDS = 5.0
 """A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
@@ -67,18 +68,13 @@ class StepRunner:
         return outputs, seconds
 
     def measure(self, bucket: str, inputs: Tensors) -> float:
-        """Seconds that ``bucket`` takes: the fastest of a few executions.
+        """Seconds that ``bucket`` takes: the faster of two executions.
 
-        The first one touches its memory for the first time; of the others the fastest had the least noise. A large
-        graph is run once: that little is in its time, and steps for requests will correct it.
+        The first one touches its memory for the first time. A large graph is run once: that little is in its time, and
+        steps for requests will correct it.
         """
-        seconds = spent = self.timed(bucket, inputs)[1]
-        for _ in range(WARM_RUNS):
-            if spent > WARM_SECONDS:
-                break
-            again = self.timed(bucket, inputs)[1]
-            seconds, spent = min(seconds, again), spent + again
-        return seconds
+        seconds = self.timed(bucket, inputs)[1]
+        return seconds if seconds > WARM_SECONDS else min(seconds, self.timed(bucket, inputs)[1])
 
     def check_alive(self) -> None:
         """Raises RankError when a rank's process is gone."""
