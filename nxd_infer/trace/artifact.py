@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from nxd_infer import backends
 from nxd_infer.backends.base import names as backend_names
 from nxd_infer.backends.machine import architecture, cpu_features, torch_minor, torch_version
-from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
@@ -29,17 +28,11 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     NxdError,
 )
-from nxd_infer.trace.manifest import (
-    FORMAT,
-    KNOWN_ENCODINGS,
-    KNOWN_REQUIREMENTS,
-    MANIFEST_NAME,
-    FileSpec,
-    Manifest,
-)
+from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.trace.storage import (
     CHECKSUM_KEY,
     ArtifactWriter,
+    check_weight_file,
     checked_name,
     hash_files,
     manifest_checksum,
@@ -337,30 +330,6 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         if info.st_size != spec.size:
             short = "truncated" if info.st_size < spec.size else "altered"
             raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
-
-
-def check_weight_file(path: Path, manifest: Manifest) -> None:
-    """The file is safetensors and holds the weights of the manifest with their dtypes and shapes.
-
-    Only the header is read. Anything else in its place (a pickle, say) is refused without being interpreted.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    name = f"weights/{path.name}"
-    try:
-        with safe_open(path, framework="np") as file:  # of either framework: no tensor is made
-            keys = set(file.keys())
-            for weight in manifest.weights:
-                if weight.name not in keys:
-                    raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
-                piece = file.get_slice(weight.name)
-                if list(piece.get_shape()) != weight.shape or SAFETENSORS_DTYPES.get(piece.get_dtype()) != weight.dtype:
-                    raise ArtifactCorruptError(
-                        f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
-                        f"recorded {weight.dtype}{weight.shape}"
-                    )
-    except SafetensorError as error:
-        raise ArtifactCorruptError(f"{name} is not a safetensors file ({error}); nothing else is ever read") from error
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:

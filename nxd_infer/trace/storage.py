@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, Manifest
 
@@ -80,6 +81,30 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     fields = json.loads(manifest.model_dump_json())
     fields[CHECKSUM_KEY] = manifest_checksum(fields)
     return json.dumps(fields, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def check_weight_file(path: Path, manifest: Manifest) -> None:
+    """The file is safetensors and holds the weights of the manifest with their dtypes and shapes.
+
+    Only the header is read. Anything else in its place (a pickle, say) is refused without being interpreted.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = f"weights/{path.name}"
+    try:
+        with safe_open(path, framework="np") as file:  # of either framework: no tensor is made
+            keys = set(file.keys())
+            for weight in manifest.weights:
+                if weight.name not in keys:
+                    raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
+                piece = file.get_slice(weight.name)
+                if list(piece.get_shape()) != weight.shape or SAFETENSORS_DTYPES.get(piece.get_dtype()) != weight.dtype:
+                    raise ArtifactCorruptError(
+                        f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
+                        f"recorded {weight.dtype}{weight.shape}"
+                    )
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{name} is not a safetensors file ({error}); nothing else is ever read") from error
 
 
 def checked_name(name: str) -> str:

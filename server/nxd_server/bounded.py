@@ -1,12 +1,14 @@
-"""The model as the engine sees it: a step that takes far longer than steps have taken is stuck."""
+"""The model as the engine sees it: one without torch where that will do, whose slow steps are taken for stuck."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nxd_infer.trace.artifact import LoadedArtifact
     from nxd_infer.trace.rank_model import RankModel
 
 SLOW_FACTOR = 10.0
@@ -44,3 +46,22 @@ class BoundedModel:
     def restart(self) -> None:
         self._seen.clear()
         self._model.restart()
+
+
+def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: Any) -> RankModel:
+    """The model of ``artifact``, whose files are not hashed yet; ``spawned`` is set when its ranks' processes run.
+
+    The engine that generates makes no tensors: its server imports no torch, and hashes while the ranks do.
+    """
+    from nxd_infer.trace.rank_model import RankModel, takes_arrays
+
+    def before_load() -> None:
+        spawned.set()
+        artifact.verify()
+
+    if artifact.manifest.metadata.get("task") == "generate" and takes_arrays(artifact.manifest):
+        return RankModel(artifact, before_load=before_load, **options)
+    before_load()
+    from nxd_infer.trace.model import TensorParallelModel
+
+    return TensorParallelModel(artifact, in_process=False, **options)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError, NxdError
-from nxd_server.bounded import BoundedModel
+from nxd_server.bounded import BoundedModel, make_model
 from nxd_server.config import ServerSettings
 from nxd_server.errors import EngineUnavailableError, RequestError, summary
 from nxd_server.served import ROUTES, Served
@@ -26,7 +26,6 @@ from nxd_server.served import ROUTES, Served
 if TYPE_CHECKING:
     import torch
 
-    from nxd_infer.trace.artifact import LoadedArtifact
     from nxd_infer.trace.manifest import InputSpec, Manifest
     from nxd_infer.trace.rank_model import RankModel
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
@@ -127,8 +126,9 @@ class Service(Served):
         # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
         # routes by its user's kernel is not called through it.
         kernel = "bucket-kernel" in artifact.manifest.requires
-        model = self._make_model(
+        model = make_model(
             artifact,
+            self._spawned,
             call_timeout=settings.call_timeout if kernel else settings.start_timeout,
             start_timeout=settings.start_timeout,
             threads_per_rank=settings.threads_per_rank,
@@ -153,24 +153,6 @@ class Service(Served):
         model.start()
         text.result()
         return BoundedModel(model, settings.call_timeout, settings.start_timeout)
-
-    def _make_model(self, artifact: LoadedArtifact, **options: Any) -> RankModel:
-        """The model of ``artifact``, whose files have not been hashed yet.
-
-        The engine that generates makes no tensors: its server imports no torch, and hashes while the ranks do.
-        """
-        from nxd_infer.trace.rank_model import RankModel, takes_arrays
-
-        def before_load() -> None:
-            self._spawned.set()
-            artifact.verify()
-
-        if self.task == "generate" and takes_arrays(artifact.manifest):
-            return RankModel(artifact, before_load=before_load, **options)
-        before_load()
-        from nxd_infer.trace.model import TensorParallelModel
-
-        return TensorParallelModel(artifact, in_process=False, **options)
 
     def _read_text(self, task: str) -> None:
         """The tokenizer and the chat template that lie beside the graphs."""
