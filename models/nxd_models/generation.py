@@ -49,7 +49,8 @@ class DecoderStep(CausalLM):
 
     Row b works on the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for rows that
     carry nothing): it feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the one that follows. A
-    step with ``start = 0`` begins a new sequence in its slot. Rows of one step must have different slots.
+    step with ``start = 0`` begins a new sequence in its slot. Rows of one step have different slots; but in a step of
+    one token a row, several may feed tokens of one sequence at different positions, as if one step fed each in turn.
 
     A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
     queued before this one's result has been looked at.
@@ -228,7 +229,11 @@ class DecoderStep(CausalLM):
             repetition_penalty=each(repetition_penalty),
         )
         token_BQ = token.unflatten(0, (B, -1))
-        torch.ops.aten.index_put_(self.last_token, [slot_B], self._last(token_BQ, ids, length) if verifies else token)
+        last_B = slot_B
+        if S == 1:  # of the rows of one slot, the one that is furthest
+            behind_BB = (slot_B[:, None] == slot_B) & (start[:, None] < start)
+            last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
+        torch.ops.aten.index_put_(self.last_token, [last_B], self._last(token_BQ, ids, length) if verifies else token)
         return {
             "token": token_BQ,
             "logprob": logprob.unflatten(0, (B, -1)),

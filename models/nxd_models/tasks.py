@@ -213,6 +213,7 @@ def _generate(
             "vocab_size": config.vocab_size,
             "max_len": max_len,
             "slots": slots,
+            "rows_share_slots": True,
             "prompt_buckets": lengths,
             "batch_sizes": batches,
             "dtype": str(dtype).removeprefix("torch."),

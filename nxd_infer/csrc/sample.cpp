@@ -192,18 +192,18 @@ void remember_tokens(
   auto* seen = static_cast<bool*>(seen_in.data_ptr());
   const auto* id = static_cast<const int64_t*>(ids.data_ptr());
   const auto* is_output = static_cast<const bool*>(output.data_ptr());
+  for (int64_t row = 0; row < rows; row++) {  // first: another row may hold more of the same sequence
+    if (length[row] <= 0) continue;
+    check_slot(slot[row], slots);
+    if (start[row] != 0) continue;
+    std::fill_n(counts + slot[row] * vocabulary, vocabulary, 0);
+    std::fill_n(seen + slot[row] * vocabulary, vocabulary, false);
+  }
   for (int64_t row = 0; row < rows; row++) {
     const int64_t count = std::min(length[row], steps);
-    if (count <= 0) {
-      continue;
-    }
-    check_slot(slot[row], slots);
+    if (count <= 0) continue;
     int32_t* own_counts = counts + slot[row] * vocabulary;
     bool* own_seen = seen + slot[row] * vocabulary;
-    if (start[row] == 0) {
-      std::fill(own_counts, own_counts + vocabulary, 0);
-      std::fill(own_seen, own_seen + vocabulary, false);
-    }
     for (int64_t i = row * steps; i < row * steps + count; i++) {
       if (id[i] < 0 || id[i] >= vocabulary) {
         throw std::runtime_error(

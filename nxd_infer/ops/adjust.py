@@ -84,12 +84,13 @@ def remember_tokens(
     """Count the tokens of a step in place: one more in ``counts`` for an output token, true in ``seen`` for one of the
     prompt, in the line ``slot[b]`` of row b.
 
-    A row with ``start = 0`` begins with nothing counted. Tokens past ``length`` are not counted, and a row of length 0
-    changes nothing. The last line is scratch: no live row may have it, and what is in it means nothing.
+    A row with ``start = 0`` begins with nothing counted; rows of one slot are pieces of one sequence. Tokens past
+    ``length`` are not counted, and a row of length 0 changes nothing. The last line is scratch: no live row may have it,
+    and what is in it means nothing.
 
     Args:
         counts_NV, seen_NV: int32 and bool, changed in place.
-        ids_BS: int64 in ``0 .. V-1``; output_BS: bool. start_B, length_B, slot_B: int64; live rows differ in ``slot``.
+        ids_BS: int64 in ``0 .. V-1``; output_BS: bool. start_B, length_B, slot_B: int64.
     """
     torch.ops.nxd.remember_tokens(counts_NV, seen_NV, ids_BS, output_BS, start_B, length_B, slot_B)
 
@@ -100,11 +101,9 @@ def remember_tokens_reference(
     """:func:`remember_tokens` in plain PyTorch: what is not to be counted goes to the scratch line."""
     scratch = counts.shape[0] - 1
     slot = torch.where(length > 0, slot, scratch)
-    fresh_B1 = ((start == 0) & (length > 0))[:, None]
-    old_counts = counts.index_select(0, slot).masked_fill(fresh_B1, 0)
-    old_seen = seen.index_select(0, slot) & ~fresh_B1
-    torch.ops.aten.index_put_(counts, [slot], old_counts)
-    torch.ops.aten.index_put_(seen, [slot], old_seen)
+    fresh = torch.where(start == 0, slot, scratch)
+    torch.ops.aten.index_put_(counts, [fresh], torch.zeros_like(counts[0]))
+    torch.ops.aten.index_put_(seen, [fresh], torch.zeros_like(seen[0]))
     live_BS = torch.arange(ids.shape[1], device=ids.device) < length[:, None]
     counted = torch.where(live_BS & output, slot[:, None], scratch)
     prompted = torch.where(live_BS & ~output, slot[:, None], scratch)

@@ -64,8 +64,8 @@ class ServerSettings(BaseSettings):
     stall_ratio: float = Field(
         4.0,
         ge=1,
-        description="Times as long as a decode step that a stream may wait for its next token while prompts are read, "
-        "where the artifact has a prompt bucket that short; more answers prompts sooner.",
+        description="Times as long as the fastest decode step that a stream may wait for its next token while prompts "
+        "are read, where the artifact has a prompt bucket that short; more answers prompts sooner.",
     )
 
     weights_root: Path | None = Field(

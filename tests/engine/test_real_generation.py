@@ -74,6 +74,23 @@ def test_batch_mates_never_change_a_greedy_or_seeded_answer(llm):
     assert [outputs[place].outputs[0].token_ids for place in (3, 7, 11)] == alone
 
 
+def test_prompts_that_ride_in_rows_of_a_decode_step_change_no_answer(llm, traced):
+    """With a bound on stalls, tokens of prompts take rows that decoding leaves; penalties see the same tokens."""
+    asked = [
+        (prompt_of(5), GREEDY.replace(max_tokens=40, ignore_eos=True)),
+        (prompt_of(30), SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)),
+        (prompt_of(20), SamplingParams(max_tokens=12, temperature=1.3, seed=12, repetition_penalty=1.5)),
+        (prompt_of(27), SamplingParams(max_tokens=12, temperature=1.0, seed=13, frequency_penalty=0.5)),
+    ]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt, params in asked]
+    with LLM(traced[llm.model.tp_degree][1], stall_ratio=1.0) as bounded:
+        outputs = bounded.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+        stats = bounded.engine.stats()
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    rode = sum(stats.useful_tokens[name] for name in ("decode_b1", "decode_b4")) - (stats.generated_tokens - len(asked))
+    assert rode > 0, "no prompt's token took a row of a decode step"
+
+
 @pytest.fixture(scope="module")
 def seeded_answers():
     """What each degree answered to the same seed."""

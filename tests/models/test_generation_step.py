@@ -80,6 +80,35 @@ def test_minus_one_stands_for_the_last_sampled_token(step):
     assert made == expected
 
 
+@pytest.mark.check
+def test_rows_of_one_slot_are_as_if_fed_one_after_the_other(step):
+    """A prompt as rows of one token, in any order, beside another sequence that goes on."""
+    first, second = prompts_of([7, 9], VOCAB_SIZE, seed=22)
+    settings = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.4, "frequency_penalty": 0.3}
+    expected = {}
+    for way in ("one by one", "together"):
+        for state in (step.token_counts, step.prompt_seen, step.last_token):
+            state.fill_(1)
+        run(step, [(2, 0, first)], prompt_length=len(first), **settings)
+        rows = [(0, at, [token]) for at, token in enumerate(second)] + [(2, len(first), [-1])]
+        rows = rows[4:] + rows[:4]
+        lengths = [len(first) if slot == 2 else len(second) for slot, _, _ in rows]
+        if way == "together":
+            found = run(step, rows, prompt_length=lengths, **settings)
+        else:
+            for row, length in sorted(zip(rows, lengths, strict=True)):
+                found = run(step, [row], prompt_length=length, **settings)
+                expected |= {row[:2]: {name: value[0] for name, value in found.items()}}
+            expected["states"] = [state[:4].clone() for state in (step.token_counts, step.prompt_seen, step.last_token)]
+    last = len(second) - 1
+    for at, (slot, start, _) in enumerate(rows):
+        if (slot, start) in ((0, last), (2, len(first))):  # the others sample in the middle of a prompt
+            for name, value in expected[slot, start].items():
+                torch.testing.assert_close(found[name][at], value)
+    for state, value in zip((step.token_counts, step.prompt_seen, step.last_token), expected["states"], strict=True):
+        assert torch.equal(state[[0, 2]], value[[0, 2]])
+
+
 def test_counts_tell_prompt_and_output_apart(step):
     prompt = [9, 9, 10]
     run(step, [(1, 0, prompt)])
@@ -156,6 +185,7 @@ def test_the_plan_of_a_decoder(path):
         "vocab_size": VOCAB_SIZE,
         "max_len": 64,
         "slots": 4,
+        "rows_share_slots": True,
         "prompt_buckets": [16, 64],
         "batch_sizes": [1, 4],
         "dtype": "float32",

@@ -94,7 +94,12 @@ class Engine(ModelWorker):
         self._graphs = [*graphs, *verifying]
         self.costs = StepCosts(self._graphs)
         self._scheduler: Scheduler[Choice] = Scheduler(
-            graphs, self.slots, self.costs, prefill_ratio=prefill_ratio, stall_ratio=stall_ratio
+            graphs,
+            self.slots,
+            self.costs,
+            prefill_ratio=prefill_ratio,
+            stall_ratio=stall_ratio,
+            mixes=bool(meta.get("rows_share_slots")),
         )
         self._speculation = Speculation(verifying, speculate, self.costs)
         self._arrivals: deque[Choice] = deque()

@@ -5,8 +5,10 @@
   smaller ones where measured times say that they are clearly cheaper.
 * While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
   and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
-  that it and the decode step behind it take at most ``stall_ratio`` times as long as the step alone, where a graph is.
-* A decode step takes the graph with the most rows per second, and the rows that have waited longest.
+  that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
+  there is such a graph.
+* A decode step takes the graph with the most rows per second, and the rows that have waited longest. Where rows may
+  share a slot (``mixes``), tokens of prompts take the rows that are left: they would be computed as padding.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Generic, Literal, TypeVar
 
 from nxd_server.engine.costs import CLEAR_GAIN, Graph, StepCosts
@@ -48,9 +51,10 @@ class Row(Generic[S]):
 
 @dataclass(frozen=True)
 class Step(Generic[S]):
-    """One execution of one graph. Rows beyond ``rows`` are padding."""
+    """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed one the last ones are tokens of prompts,
+    those of one choice in order."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "decode", "mixed"]
     graph: Graph
     rows: tuple[Row[S], ...]
 
@@ -66,6 +70,7 @@ class Scheduler(Generic[S]):
         *,
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
+        mixes: bool = False,
     ):
         if prefill_ratio <= 0 or stall_ratio < 1:
             raise ValueError(
@@ -78,6 +83,7 @@ class Scheduler(Generic[S]):
         self.slots = SlotPool(slots)
         self.prefill_ratio = prefill_ratio
         self.stall_ratio = stall_ratio
+        self.mixes = mixes and stall_ratio < inf  # where nothing is bounded, whole pieces are cheaper
         shortest = self.graphs[0].length
         self._decode_graphs = [graph for graph in self.graphs if graph.length == shortest]
         self._lengths = sorted({graph.length for graph in self.graphs})
@@ -171,7 +177,7 @@ class Scheduler(Generic[S]):
             if sequence.slot is None:
                 continue
             sequence.computed = row.start + row.length
-            if row.samples and step.kind == "prefill":
+            if row.samples and sequence.id not in self._decoding:
                 self._prefilling.remove(sequence)
                 self._decoding[sequence.id] = sequence
 
@@ -190,14 +196,26 @@ class Scheduler(Generic[S]):
     def _decode_graph(self, count: int) -> Graph:
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
+    def _prompt_rows(self, count: int) -> list[Row[S]]:
+        """The next ``count`` tokens of prompts, a row each."""
+        rows: list[Row[S]] = []
+        for sequence in self._prefilling if self.mixes else ():
+            end = len(sequence.prompt)
+            positions = range(sequence.computed, min(end, sequence.computed + max(0, count - len(rows))))
+            rows += [Row(sequence, position, 1, samples=position + 1 == end) for position in positions]
+        return rows
+
     def _decode_step(self) -> Step[S]:
-        graph = self._decode_graph(len(self._decoding))
+        prompts = self._prompt_rows(self._decode_graphs[-1].batch - len(self._decoding))
+        graph = self._decode_graph(len(self._decoding) + len(prompts))
         chosen = list(self._decoding.values())[: graph.batch]
+        del prompts[graph.batch - len(chosen) :]
         for sequence in chosen:  # the dictionary is in the order of turns
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
         # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
         chosen.sort(key=lambda sequence: sequence.slot or 0)
-        return Step("decode", graph, tuple(Row(sequence, sequence.computed, 1, True) for sequence in chosen))
+        rows = [Row(sequence, sequence.computed, 1, True) for sequence in chosen]
+        return Step("mixed" if prompts else "decode", graph, (*rows, *prompts))
 
     # --- pieces of prompts ------------------------------------------------------------------------------
 
@@ -216,9 +234,10 @@ class Scheduler(Generic[S]):
 
     def _short_lengths(self) -> list[int]:
         """Those that hold up what decodes for no longer than ``stall_ratio`` allows; at least the shortest piece."""
-        count = len(self._decoding)
-        now, behind = (self.costs[self._decode_graph(rows).name] for rows in (count, count + 1))  # a prompt may end
-        room = self.stall_ratio * now - behind
+        fastest = min(self.costs[graph.name] for graph in self._decode_graphs)
+        count = len(self._decoding) + 1  # a prompt may end
+        count += len(self._prompt_rows(self._decode_graphs[-1].batch - count))
+        room = self.stall_ratio * fastest - self.costs[self._decode_graph(count).name]
         short = sum(self._cost_of(length) <= room for length in self._lengths)
         return self._lengths[: max(2, short)]
 
