@@ -85,8 +85,8 @@ def remember_tokens(
     prompt, in the line ``slot[b]`` of row b.
 
     A row with ``start = 0`` begins with nothing counted; rows of one slot are pieces of one sequence. Tokens past
-    ``length`` are not counted, and a row of length 0 changes nothing. The last line is scratch: no live row may have it,
-    and what is in it means nothing.
+    ``length`` are not counted, and a row of length 0 changes nothing. The last line is scratch: no live row may have
+    it, and what is in it means nothing.
 
     Args:
         counts_NV, seen_NV: int32 and bool, changed in place.
