@@ -17,7 +17,7 @@ from bench.options import Options, home
 from bench.processes import Group
 
 ROOT = Path(__file__).parents[1]
-BATCHES, PROMPTS = (1, 4, 16), (16, 32, 128, 512)
+BATCHES, PROMPTS = (1, 4, 16), (32, 128, 512)
 TRACE_SECONDS = 1800.0
 
 

@@ -61,7 +61,7 @@ class Ours:
         return inputs
 
     def _touch(self, batch: int, context: int) -> None:
-        largest = max(b.batch for b in self.engine._graphs if b.length == 1)
+        largest = self.engine.slots
         inputs = self._decode_inputs(largest)
         for position in range(self._touched, context, TOUCH):
             inputs["start"].fill_(position)

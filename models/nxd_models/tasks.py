@@ -4,8 +4,9 @@
     model = parallel_model_trace(**plan.trace_arguments(), tp_degree=2)
 
 Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size, ``verify_b<B>`` (B rows of a token and
-``speculate`` guesses) beside it where that is asked for, and ``prefill_s<S>`` (one row of S tokens) for every prompt
-length. Buckets of an encoder: ``b<B>_s<S>`` for every pair.
+``speculate`` guesses) beside it where that is asked for, ``prefill_s<S>`` (one row of S tokens) for every prompt
+length, and ``mixed_b<B>`` (as ``decode``, with a row for every slot and PROMPT_ROWS for tokens of prompts). Buckets of
+an encoder: ``b<B>_s<S>`` for every pair.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from nxd_models.sampling import TOP_LOGPROBS
 
 BATCH_SIZES = (1, 4)
 LENGTH_BUCKETS = (128,)
+PROMPT_ROWS = 16
+"""Tokens of prompts that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
 
 SERVING_FILES = (
     "config.json",
@@ -192,6 +195,8 @@ def _generate(
             f"that length, nor max_len = {max_len} be less; choose another one of them"
         )
     shapes = {f"decode_b{b}": (b, 1) for b in batches}
+    if slots > 1:
+        shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
     shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
     kwargs: dict[str, Any] = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len}

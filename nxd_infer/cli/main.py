@@ -89,8 +89,8 @@ def trace(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process a rank.")] = 1,
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16.")] = "1,4",
     prompt_buckets: Annotated[
-        str, typer.Option(help="Prompt (or text) lengths to compile, as 16,128,512.")
-    ] = "16,32,128,512",
+        str, typer.Option(help="Prompt (or text) lengths to compile, as 32,128,512.")
+    ] = "32,128,512",
     max_len: Annotated[
         int | None,
         typer.Option(min=2, help="Longest prompt plus answer, in tokens. Default: 1024, or the model's own if less."),

@@ -67,15 +67,16 @@ def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tupl
     single = next((b for b in manifest.buckets if lengths[b.name] == [1, 1]), None)
     for bucket in (b for b in manifest.buckets if lengths[b.name][1] == 1):
         rows = lengths[bucket.name][0]
-        slots = list(range(rows))
+        slots = [row % meta["slots"] for row in range(rows)]  # rows beyond those feed a slot's next tokens
         fill = prefills[0] if prefills else single
         steps = []
         begin = 0
         if fill is not None:
             begin = lengths[fill.name][1]
-            steps = [step(fill, [slot], [0], [begin]) for slot in slots]
+            steps = [step(fill, [slot], [0], [begin]) for slot in sorted(set(slots))]
         if begin < meta["max_len"]:
-            steps.append(step(bucket, slots, [begin] * rows, [1] * rows))
+            starts = [begin + row // meta["slots"] for row in range(rows)]
+            steps.append(step(bucket, slots, starts, [int(start < meta["max_len"]) for start in starts]))
         yield bucket.name, steps
 
 

@@ -65,7 +65,7 @@ class ServerSettings(BaseSettings):
         4.0,
         ge=1,
         description="Times as long as the fastest decode step that a stream may wait for its next token while prompts "
-        "are read, where the artifact has a prompt bucket that short; more answers prompts sooner.",
+        "are read; more answers prompts sooner.",
     )
 
     weights_root: Path | None = Field(

@@ -177,8 +177,8 @@ def test_the_driver_respects_its_limits(step):
 @pytest.mark.check
 def test_the_plan_of_a_decoder(path):
     plan = tasks.plan(path, batch_sizes=[4, 1], length_buckets=[16, 512], max_len=64, dtype=torch.float32)
-    assert plan.bucket_names == ["decode_b1", "decode_b4", "prefill_s16", "prefill_s64"]
-    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (1, 16), (1, 64)]
+    assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "prefill_s16", "prefill_s64"]
+    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (20, 1), (1, 16), (1, 64)]
     assert plan.metadata == {
         "task": "generate",
         "model_type": "llama",

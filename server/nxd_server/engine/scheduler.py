@@ -8,7 +8,8 @@
   that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
   there is such a graph.
 * A decode step takes the graph with the most rows per second, and the rows that have waited longest. Where rows may
-  share a slot (``mixes``), tokens of prompts take the rows that are left: they would be computed as padding.
+  share a slot (``mixes``), tokens of prompts take the rows that are left; while no piece is short enough, prompts go on
+  in these rows alone.
 """
 
 from __future__ import annotations
@@ -157,11 +158,12 @@ class Scheduler(Generic[S]):
 
     def next_step(self) -> Step[S] | None:
         """The step to run now; None when nothing is admitted. Call :meth:`complete` when it has run."""
-        if self._prefilling and (not self._decoding or (not self._owed and self._debt <= 0)):
+        if not self._decoding:
+            return self._prefill_step() if self._prefilling else None
+        rows = self._prompt_rows()
+        if self._prefilling and not self._owed and self._debt <= 0 and not (rows and not self._short_lengths()):
             return self._prefill_step()
-        if self._decoding:
-            return self._decode_step()
-        return None
+        return self._decode_step(rows)
 
     def complete(self, step: Step[S], seconds: float) -> None:
         """Book what ``step`` has done and how long it took. Rows removed meanwhile are skipped."""
@@ -196,17 +198,17 @@ class Scheduler(Generic[S]):
     def _decode_graph(self, count: int) -> Graph:
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
-    def _prompt_rows(self, count: int) -> list[Row[S]]:
-        """The next ``count`` tokens of prompts, a row each."""
+    def _prompt_rows(self) -> list[Row[S]]:
+        """Tokens of prompts, a row each, for the rows that decoding leaves in the largest graph."""
         rows: list[Row[S]] = []
+        count = self._decode_graphs[-1].batch - len(self._decoding)
         for sequence in self._prefilling if self.mixes else ():
             end = len(sequence.prompt)
             positions = range(sequence.computed, min(end, sequence.computed + max(0, count - len(rows))))
             rows += [Row(sequence, position, 1, samples=position + 1 == end) for position in positions]
         return rows
 
-    def _decode_step(self) -> Step[S]:
-        prompts = self._prompt_rows(self._decode_graphs[-1].batch - len(self._decoding))
+    def _decode_step(self, prompts: list[Row[S]]) -> Step[S]:
         graph = self._decode_graph(len(self._decoding) + len(prompts))
         chosen = list(self._decoding.values())[: graph.batch]
         del prompts[graph.batch - len(chosen) :]
@@ -221,7 +223,8 @@ class Scheduler(Generic[S]):
 
     def piece(self, remaining: int) -> int:
         """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go."""
-        lengths = self._short_lengths() if self._decoding else self._lengths
+        # At least the shortest piece: a prompt has to go on.
+        lengths = (self._short_lengths() or self._lengths[:2]) if self._decoding else self._lengths
         largest = lengths[-1]
         if remaining >= largest:
             return largest
@@ -233,13 +236,12 @@ class Scheduler(Generic[S]):
         return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
 
     def _short_lengths(self) -> list[int]:
-        """Those that hold up what decodes for no longer than ``stall_ratio`` allows; at least the shortest piece."""
+        """Those of pieces that hold up what decodes for no longer than ``stall_ratio`` allows, if any."""
         fastest = min(self.costs[graph.name] for graph in self._decode_graphs)
-        count = len(self._decoding) + 1  # a prompt may end
-        count += len(self._prompt_rows(self._decode_graphs[-1].batch - count))
+        count = max(len(self._decoding) + 1, len(self._decoding) + len(self._prompt_rows()))  # a prompt may end
         room = self.stall_ratio * fastest - self.costs[self._decode_graph(count).name]
         short = sum(self._cost_of(length) <= room for length in self._lengths)
-        return self._lengths[: max(2, short)]
+        return self._lengths[:short] if short > 1 else []
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
