@@ -214,6 +214,44 @@ def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(
+    ("streams", "seconds"),
+    [
+        (4, {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b24": 0.060, "prefill_s8": 0.05}),  # no row is left
+        (1, {"decode_b1": 0.010, "decode_b4": 0.045, "decode_b24": 0.250, "prefill_s8": 0.05}),
+    ],
+)
+def test_a_prompt_goes_on_where_the_graphs_that_leave_rows_for_it_are_slow(streams, seconds):
+    subject = scheduler(slots=8, batches=(1, 4, 24), lengths=(8,), seconds=seconds, mixes=True)
+    decoding(subject, streams)
+    late = sequence(9, 8)
+    subject.add(late)
+    subject.admit()
+    for _ in range(20):  # prefill's debt is paid by then
+        step = subject.next_step()
+        subject.complete(step, subject.costs[step.graph.name])
+    assert late.remaining == 0
+
+
+@pytest.mark.check
+def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a_piece():
+    times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b48": 0.040, "prefill_s8": 0.015}
+    subject = scheduler(slots=32, batches=(1, 4, 48), lengths=(8,), seconds=times, mixes=True)
+    decoding(subject, 1)
+    late = sequence(9, 100)
+    subject.add(late)
+    subject.admit()
+    longest = since = 0.0
+    while late.remaining:
+        step = subject.next_step()
+        subject.complete(step, subject.costs[step.graph.name])
+        since += subject.costs[step.graph.name]
+        if any(row.sequence.id == 0 for row in step.rows):
+            longest, since = max(longest, since), 0.0
+    assert longest <= 4 * 0.008
+
+
+@pytest.mark.check
 def test_a_burst_of_prompts_keeps_to_the_bound_and_answers_are_complete_sooner():
     times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b16": 0.0175, "decode_b32": 0.0275}
     times |= {"prefill_s32": 0.023, "prefill_s128": 0.068}

@@ -8,8 +8,8 @@
   that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
   there is such a graph.
 * A decode step takes the graph with the most rows per second, and the rows that have waited longest. Where rows may
-  share a slot (``mixes``), tokens of prompts take the rows that are left; while no piece is short enough, prompts go on
-  in these rows alone.
+  share a slot (``mixes``), tokens of prompts take the rows that are left, in graphs that hold up what decodes for no
+  longer than pieces; while no piece is short enough and such rows are left, prompts go on in these alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from typing import Generic, Literal, TypeVar
 
@@ -160,10 +161,10 @@ class Scheduler(Generic[S]):
         """The step to run now; None when nothing is admitted. Call :meth:`complete` when it has run."""
         if not self._decoding:
             return self._prefill_step() if self._prefilling else None
-        rows = self._prompt_rows()
-        if self._prefilling and not self._owed and self._debt <= 0 and not (rows and not self._short_lengths()):
+        graph, prompts = self._plan()
+        if self._prefilling and not self._owed and self._debt <= 0 and not (prompts and not self._short_lengths()):
             return self._prefill_step()
-        return self._decode_step(rows)
+        return self._decode_step(graph, prompts)
 
     def complete(self, step: Step[S], seconds: float) -> None:
         """Book what ``step`` has done and how long it took. Rows removed meanwhile are skipped."""
@@ -198,20 +199,26 @@ class Scheduler(Generic[S]):
     def _decode_graph(self, count: int) -> Graph:
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
-    def _prompt_rows(self) -> list[Row[S]]:
-        """Tokens of prompts, a row each, for the rows that decoding leaves in the largest graph."""
-        rows: list[Row[S]] = []
-        count = self._decode_graphs[-1].batch - len(self._decoding)
-        for sequence in self._prefilling if self.mixes else ():
-            end = len(sequence.prompt)
-            positions = range(sequence.computed, min(end, sequence.computed + max(0, count - len(rows))))
-            rows += [Row(sequence, position, 1, samples=position + 1 == end) for position in positions]
-        return rows
+    def _plan(self) -> tuple[Graph, list[Row[S]]]:
+        """The next decode step's graph, and tokens of prompts, a row each, for the rows that decoding leaves in it."""
+        count = len(self._decoding)
+        if self.mixes and self._prefilling:
+            piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
+            limit = max(self._bound(), piece)
+            graphs = [graph for graph in self._decode_graphs if self.costs[graph.name] <= limit]
+            tokens = (
+                Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
+                for sequence in self._prefilling
+                for position in range(sequence.computed, len(sequence.prompt))
+            )
+            rows = list(islice(tokens, max(0, graphs[-1].batch - count)))
+            graph = self.costs.cheapest(graphs, lambda graph: min(graph.batch, count + len(rows)))
+            if rows := rows[: max(0, graph.batch - count)]:
+                return graph, rows
+        return self._decode_graph(count), []
 
-    def _decode_step(self, prompts: list[Row[S]]) -> Step[S]:
-        graph = self._decode_graph(len(self._decoding) + len(prompts))
+    def _decode_step(self, graph: Graph, prompts: list[Row[S]]) -> Step[S]:
         chosen = list(self._decoding.values())[: graph.batch]
-        del prompts[graph.batch - len(chosen) :]
         for sequence in chosen:  # the dictionary is in the order of turns
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
         # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
@@ -237,11 +244,15 @@ class Scheduler(Generic[S]):
 
     def _short_lengths(self) -> list[int]:
         """Those of pieces that hold up what decodes for no longer than ``stall_ratio`` allows, if any."""
-        fastest = min(self.costs[graph.name] for graph in self._decode_graphs)
-        count = max(len(self._decoding) + 1, len(self._decoding) + len(self._prompt_rows()))  # a prompt may end
-        room = self.stall_ratio * fastest - self.costs[self._decode_graph(count).name]
+        graph, prompts = self._plan()
+        behind = graph if prompts else self._decode_graph(len(self._decoding) + 1)  # a prompt may end
+        room = self._bound() - self.costs[behind.name]
         short = sum(self._cost_of(length) <= room for length in self._lengths)
         return self._lengths[:short] if short > 1 else []
+
+    def _bound(self) -> float:
+        """Seconds that what decodes may wait for its next token."""
+        return self.stall_ratio * min(self.costs[graph.name] for graph in self._decode_graphs)
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
