@@ -74,10 +74,11 @@ def test_greedy_tokens_equal_the_naive_ones_for_every_kind_of_length(engines, le
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed):
+@pytest.mark.parametrize(("seed", "prompt_rows"), [(0, 0), (1, 0), (2, 0), (0, 5), (1, 16)])
+def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engines, seed, prompt_rows):
     """From several threads at once: lengths, parameters, seeds, cancellations at any moment."""
-    engine = engines(ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002), max_queued_requests=10**6)
+    model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
+    engine = engines(model, max_queued_requests=10**6)
     failures = []
 
     def client(number):
@@ -113,6 +114,7 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     for thread in threads:
         thread.join(60)
     assert not failures
+    assert any(len(set(slots)) < len(slots) for _, slots in model.steps) == (prompt_rows > 0)
     stats = engine.stats()
     assert sum(stats.finished.values()) == stats.submitted == 80
     assert stats.running == stats.waiting == stats.waiting_tokens == 0 and stats.kv_usage == 0
@@ -388,6 +390,30 @@ def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_othe
     for first, listener in zip((2, 3), listeners[1:], strict=True):
         assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
     assert engine.state == "ready" and engine.model.restarts == 0
+
+
+@pytest.mark.check
+def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
+    """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
+    engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
+    for inputs in engine._inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.start == 5:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    stream, late, poor = Listener(), Listener(), Listener()
+    long = GREEDY.replace(max_tokens=40)
+    tickets = [engine.submit([2, 1], long, stream)]
+    wait_until(lambda: stream.tokens[0])
+    tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
+    assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)
+    assert late.tokens[0] == naive_generate([3] * 9, max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("damage", ["nan", "range"])

@@ -80,13 +80,17 @@ class ToyWeights:
 
 class ToyModel:
     """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step, and
-    ``fail_update`` in place of new weights, which are a number or a file that holds one."""
+    ``fail_update`` in place of new weights, which are a number or a file that holds one. With ``prompt_rows``, a graph
+    has so many rows more than slots, and rows of one token may share a slot."""
 
     def __init__(
-        self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0
-    ):
+        self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
+        prompt_rows=0,
+    ):  # fmt: skip
         self.slots, self.max_len, self.delay = slots, max_len, delay
         shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
+        if prompt_rows:
+            shapes[f"mixed_b{slots + prompt_rows}"] = (slots + prompt_rows, 1)
         self.manifest = Manifest(
             backend="toy",
             tp_degree=1,
@@ -96,7 +100,7 @@ class ToyModel:
                 "task": "generate", "model_type": "toy", "vocab_size": VOCAB, "max_len": max_len, "slots": slots,
                 "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
                 "eos_token_ids": list(EOS), "bos_token_id": 0, "top_logprobs": TOP, "bias_slots": 4,
-                "model_name": "toy", "lora": {"slots": lora_slots},
+                "model_name": "toy", "lora": {"slots": lora_slots}, "rows_share_slots": prompt_rows > 0,
             },
         )  # fmt: skip
         self.buckets = self.manifest.buckets
@@ -134,7 +138,8 @@ class ToyModel:
         batch, size = arrays["tokens"].shape
         slots = arrays["block_table"][:, 0].tolist()
         real = [slot for slot in slots if slot != self.slots]
-        assert len(set(real)) == len(real), f"two rows share a slot: {slots}"
+        shared = size == 1 and self.manifest.metadata["rows_share_slots"]
+        assert shared or len(set(real)) == len(real), f"two rows share a slot: {slots}"
         if real:
             self.steps.append((bucket.name, real))
         token, logprob = torch.zeros(batch, 1, dtype=torch.int64), torch.zeros(batch, 1)
@@ -145,6 +150,8 @@ class ToyModel:
             assert slot == self.slots or arrays["prompt_length"][row] > 0
             self.cache[slot, start : start + length] = arrays["tokens"][row, :length]
             self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
+        for row, slot in enumerate(slots):
+            start, length = int(arrays["start"][row]), int(arrays["length"][row])
             raw = logits_of(self.cache[slot, : start + length], self.weights)
             chosen = self._sample(raw, arrays, row, start + length)
             logs = raw - np.log(np.exp(raw).sum())
