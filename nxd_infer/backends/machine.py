@@ -30,8 +30,8 @@ def architecture() -> str:
 
 def torch_version() -> str:
     """The version of torch that is installed here, without importing it."""
-    torch = sys.modules.get("torch")
-    return importlib.metadata.version("torch") if torch is None else str(torch.__version__)
+    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be in the middle of its import
+    return importlib.metadata.version("torch") if known is None else str(known)
 
 
 def torch_minor(version: str) -> str:

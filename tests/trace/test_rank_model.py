@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from nxd_infer.backends.machine import torch_version
 from nxd_infer.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -174,3 +176,8 @@ def test_the_version_of_torch_is_known_without_it():
     code += "\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == torch.__version__
+
+
+def test_the_version_of_torch_is_known_while_another_thread_imports_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert torch_version() == torch.__version__
