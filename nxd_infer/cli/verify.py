@@ -76,7 +76,8 @@ def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tupl
             steps = [step(fill, [slot], [0], [begin]) for slot in sorted(set(slots))]
         if begin < meta["max_len"]:
             starts = [begin + row // meta["slots"] for row in range(rows)]
-            steps.append(step(bucket, slots, starts, [int(start < meta["max_len"]) for start in starts]))
+            live = [int(start < meta["max_len"]) for start in starts]
+            steps.append(step(bucket, slots, [start * fits for start, fits in zip(starts, live, strict=True)], live))
         yield bucket.name, steps
 
 

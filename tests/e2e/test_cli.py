@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_infer.cli.verify import generation_cases
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
+from tests.engine.toy_model import ToyModel
 from tests.tiny_models import write_tiny
 
 COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
+BUCKETS = ("decode_b1", "decode_b2", "mixed_b18", "prefill_s8", "prefill_s16")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,8 @@ def artifact(model_dir) -> Path:
         *("--max-len", 64, "--dtype", "float32", "--backend", "eager"),
     )
     assert done.status == 0, done.err
-    assert "4 graphs" in done.out
-    for word in ("decode_b1", "decode_b2", "prefill_s8", "prefill_s16", "weights", "states", "peak memory"):
+    assert "5 graphs" in done.out
+    for word in (*BUCKETS, "weights", "states", "peak memory"):
         assert word in done.out, (word, done.out)
     return out
 
@@ -96,14 +99,23 @@ def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact):
 def test_verify_accepts_the_model_it_was_traced_from(artifact, model_dir):
     done = nxd_infer("verify", artifact, model_dir)
     assert done.status == 0, done.out + done.err
-    for bucket in ("decode_b1", "decode_b2", "prefill_s8", "prefill_s16"):
+    for bucket in BUCKETS:
         assert bucket in done.out
+
+
+@pytest.mark.check
+def test_verify_feeds_no_position_behind_the_last():
+    """Rows beyond the slots feed further tokens of them, of which few may be left behind the shortest piece."""
+    manifest = ToyModel(slots=2, max_len=18, prompt_buckets=(16,), batch_sizes=(1, 18)).manifest
+    for _, steps in generation_cases(manifest, torch.Generator()):
+        for _, inputs in steps:
+            assert (inputs["start"] < 18).all() and (inputs["start"] + inputs["length"] <= 18).all()
 
 
 def test_recompile_writes_an_artifact_that_verifies(artifact, model_dir, tmp_path):
     done = nxd_infer("recompile", artifact, "--out", tmp_path / "again")
     assert done.status == 0, done.err
-    assert "4 graphs (0 compiled now) for eager" in done.out
+    assert "5 graphs (0 compiled now) for eager" in done.out
     done = nxd_infer("verify", tmp_path / "again", model_dir)
     assert done.status == 0, done.out + done.err
 

@@ -91,8 +91,9 @@ def test_a_row_without_guesses_keeps_its_penalties(step):
 
 def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
     plan = tasks.plan(path, batch_sizes=[1, 4], length_buckets=[16], max_len=64, speculate=4)
-    assert plan.bucket_names == ["decode_b1", "decode_b4", "verify_b1", "verify_b4", "prefill_s16"]
-    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (1, 5), (4, 5), (1, 16)]
+    assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "verify_b1", "verify_b4", "prefill_s16"]
+    shapes = [(1, 1), (4, 1), (20, 1), (1, 5), (4, 5), (1, 16)]
+    assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == shapes
     assert plan.metadata["speculate"] == 4
     assert "speculate" not in tasks.plan(path, max_len=64).metadata
 
