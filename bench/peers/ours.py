@@ -53,7 +53,7 @@ class Ours:
 
     def _decode_inputs(self, batch: int) -> Any:
         bucket = next(bucket for bucket in self.llm.model.buckets if bucket.name == f"decode_b{batch}")
-        inputs = StepInputs(bucket, self.engine.slots).tensors
+        inputs = StepInputs(bucket, self.engine.slots, arrays=False).tensors
         inputs["tokens"].fill_(5)
         inputs["length"].fill_(1)
         for row in range(batch):

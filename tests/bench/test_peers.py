@@ -13,8 +13,10 @@ import torch
 from bench.model import bytes_per_step, cache_bytes_per_token, prompts, write_llama
 from bench.peers.driver import Peer, PeerError, Run
 from bench.peers.known import KNOWN, Known
+from bench.peers.ours import Ours
 from bench.processes import memory_of
 from nxd_infer.comm.process import process_state
+from tests.engine.real_artifacts import trace_llama
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +125,11 @@ def test_prompts_are_seeded_and_sizes_are_those_of_the_model(model):
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
     assert bytes_per_step(model) == 2 * (layer + 64 + 512 * 64)
     assert cache_bytes_per_token(model) == 2 * 2 * 2 * 16
+
+
+def test_steps_of_this_package_are_timed(tmp_path):
+    ours = Ours(str(trace_llama(tmp_path, 1)[1]), threads=1)
+    try:
+        assert len(ours.steps(4, 40, 3)["seconds"]) == len(ours.steps(1, 40, 3)["seconds"]) == 3
+    finally:
+        ours.close()
