@@ -4,6 +4,7 @@
 #include "reduce.h"
 #include "registration.h"
 #include "tensors.h"
+#include "text.h"
 
 #include <algorithm>
 #include <cstring>
@@ -90,7 +91,7 @@ std::vector<int64_t> piece_shape(const Tensor& x, int64_t dim, int64_t degree, c
   return shape;
 }
 
-Tensor all_reduce(Tensor x_in, std::string axis, std::string op, int64_t degree) {
+Tensor all_reduce(Tensor x_in, Text axis, Text op, int64_t degree) {
   const Reduction reduction = reduction_named(op);
   const auto dtype = x_in.scalar_type();
   check_reducible(dtype, reduction);
@@ -140,7 +141,7 @@ Tensor all_reduce(Tensor x_in, std::string axis, std::string op, int64_t degree)
   return y;
 }
 
-Tensor all_gather(Tensor x_in, std::string axis, int64_t dim, int64_t degree) {
+Tensor all_gather(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   dim = checked_dim(x_in, dim, "all_gather");
   if (degree == 1) {
     return copy_of(x_in);
@@ -175,7 +176,7 @@ Tensor all_gather(Tensor x_in, std::string axis, int64_t dim, int64_t degree) {
   return y;
 }
 
-Tensor reduce_scatter(Tensor x_in, std::string axis, int64_t dim, int64_t degree) {
+Tensor reduce_scatter(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   dim = checked_dim(x_in, dim, "reduce_scatter");
   const auto dtype = x_in.scalar_type();
   check_reducible(dtype, Reduction::sum);
@@ -218,7 +219,7 @@ Tensor reduce_scatter(Tensor x_in, std::string axis, int64_t dim, int64_t degree
   return y;
 }
 
-Tensor broadcast(Tensor x_in, std::string axis, int64_t src, int64_t degree) {
+Tensor broadcast(Tensor x_in, Text axis, int64_t src, int64_t degree) {
   if (src < 0 || src >= degree) {
     throw std::runtime_error(
         "nxd: broadcast: source rank " + std::to_string(src) + " is not one of " + std::to_string(degree) + " ranks");
@@ -250,7 +251,7 @@ Tensor broadcast(Tensor x_in, std::string axis, int64_t src, int64_t degree) {
   return y;
 }
 
-Tensor shard(Tensor x_in, std::string axis, int64_t dim, int64_t degree) {
+Tensor shard(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   dim = checked_dim(x_in, dim, "shard");
   const auto shape = piece_shape(x_in, dim, degree, "shard");
   if (degree == 1) {
@@ -271,13 +272,13 @@ Tensor shard(Tensor x_in, std::string axis, int64_t dim, int64_t degree) {
   return y;
 }
 
-Tensor axis_rank(std::string axis) {
+Tensor axis_rank(Text axis) {
   Tensor y = empty_strided_cpu({}, aoti_torch_dtype_int64());
   *static_cast<int64_t*>(y.data_ptr()) = connection(axis, 0)->rank();
   return y;
 }
 
-void send(Tensor x_in, std::string axis, int64_t dst) {
+void send(Tensor x_in, Text axis, int64_t dst) {
   auto link = connection(axis, 0);
   if (dst < 0 || dst >= link->degree() || dst == link->rank()) {
     throw std::runtime_error("nxd: send: rank " + std::to_string(dst) + " is not another rank of axis '" + axis + "'");
@@ -291,7 +292,7 @@ void send(Tensor x_in, std::string axis, int64_t dst) {
   }
 }
 
-Tensor recv(Tensor like, std::string axis, int64_t src) {
+Tensor recv(Tensor like, Text axis, int64_t src) {
   auto link = connection(axis, 0);
   if (src < 0 || src >= link->degree() || src == link->rank()) {
     throw std::runtime_error("nxd: recv: rank " + std::to_string(src) + " is not another rank of axis '" + axis + "'");
@@ -306,7 +307,7 @@ Tensor recv(Tensor like, std::string axis, int64_t src) {
   return y;
 }
 
-void barrier(std::string axis) {
+void barrier(Text axis) {
   auto link = connection(axis, 0);
   const std::lock_guard<std::mutex> guard(link->mutex());
   link->check();
@@ -314,7 +315,7 @@ void barrier(std::string axis) {
   link->count_collective();
 }
 
-void comm_init(std::string axis, int64_t fd, int64_t rank, int64_t degree, int64_t capacity, double timeout) {
+void comm_init(Text axis, int64_t fd, int64_t rank, int64_t degree, int64_t capacity, double timeout) {
   const std::lock_guard<std::mutex> guard(registry_mutex);
   if (registry().count(axis) != 0) {
     throw std::runtime_error("nxd: axis '" + axis + "' is already connected in this process; call comm_close first");
@@ -322,12 +323,12 @@ void comm_init(std::string axis, int64_t fd, int64_t rank, int64_t degree, int64
   registry()[axis] = std::make_shared<Connection>(axis, static_cast<int>(fd), rank, degree, capacity, timeout);
 }
 
-void comm_close(std::string axis) {
+void comm_close(Text axis) {
   const std::lock_guard<std::mutex> guard(registry_mutex);
   registry().erase(axis);
 }
 
-int64_t comm_step(std::string axis) { return static_cast<int64_t>(connection(axis, 0)->count_step()); }
+int64_t comm_step(Text axis) { return static_cast<int64_t>(connection(axis, 0)->count_step()); }
 
 } // namespace
 

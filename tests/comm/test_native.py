@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -92,6 +93,28 @@ def test_degree_one_needs_no_connection():
         library.op("broadcast")(x, "tp", 0, 1),
     ):
         assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
+
+
+class HeapUse(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def test_calls_leave_nothing_on_the_heap():
+    """torch's own conversion of a ``str`` argument leaves a string behind, every time."""
+    library, x, calls = native.load(), torch.ones(1, 8), 5000
+    look = ctypes.CDLL(None).mallinfo2
+    look.restype = HeapUse
+    for name, last in (("all_reduce", ("sum", 1)), ("all_gather", (0, 1)), ("broadcast", (0, 1))):
+        arguments = ("tp", *last)
+        op = library.op(name)
+        op(x, *arguments)
+        before = look().uordblks
+        for _ in range(calls):
+            op(x, *arguments)
+        assert look().uordblks - before < 8 * calls, name
 
 
 @pytest.mark.parametrize(
