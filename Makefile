@@ -42,5 +42,9 @@ lint: $(STAMP) ## ruff and the type checker
 bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)
 	@$(BIN)/python -m bench
 
+MINUTES ?= 10
+soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .demo

@@ -31,7 +31,7 @@ def test_the_make_commands_are_targets():
     block = README.split("```")[1]
     targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
     assert targets == ["demo", "test"]
-    for target in [*targets, "check", "bench", "lint"]:
+    for target in [*targets, "check", "bench", "soak", "lint"]:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 

@@ -1,0 +1,212 @@
+"""The traffic: each kind is one thing that some client does, from its first byte to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tests.soak.books import check_any_moment
+from tests.soak.questions import COMPLETIONS, Question, question
+from tests.soak.state import ADMIN, BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, refused, route_of
+from tests.soak.wire import Pace, Violation, Wire, request
+
+
+async def client(soak: Soak, rng: random.Random, until: float) -> None:
+    """Do one thing after the other until the moment ``until``."""
+    kinds, weights = list(KINDS), list(KINDS.values())
+    while time.monotonic() < until:
+        (kind,) = rng.choices(kinds, weights)
+        soak.books.kinds[kind.__name__] += 1
+        await kind(soak, rng)
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.expovariate(20))
+
+
+async def _question(soak: Soak, place: int | None, asked: Question, *, stream: bool, **more: Any) -> bool:
+    version = soak.version
+    answer = await soak.ask("POST", asked.path, asked.bytes(stream), **more)
+    good = soak.judge(place, asked, answer, version)
+    if answer.status in (429, 503):
+        await asyncio.sleep(0.1)
+    return good
+
+
+def _known(soak: Soak, rng: random.Random) -> tuple[int, Question]:
+    place = rng.randrange(len(soak.questions))
+    return place, soak.questions[place]
+
+
+async def whole(soak: Soak, rng: random.Random) -> None:
+    await _question(soak, *_known(soak, rng), stream=False)
+
+
+async def stream(soak: Soak, rng: random.Random) -> None:
+    await _question(soak, *_known(soak, rng), stream=True)
+
+
+async def unseeded(soak: Soak, rng: random.Random) -> None:
+    asked = question(rng, exact=False, model=rng.choice((None, None, "x", "z")))
+    await _question(soak, None, asked, stream=rng.random() < 0.5)
+
+
+async def several(soak: Soak, rng: random.Random) -> None:
+    """One connection for one request after the other."""
+    wire = await Wire.open(soak.port)
+    try:
+        for _ in range(rng.randint(2, 4)):
+            await _question(soak, *_known(soak, rng), stream=rng.random() < 0.5, wire=wire)
+            if wire.over:
+                return
+    finally:
+        wire.close()
+
+
+async def burst(soak: Soak, rng: random.Random) -> None:
+    """More at once than there is room for, and some that take longer than they may."""
+    asked = [_known(soak, rng) for _ in range(rng.randint(5, 25))]
+    giants = [(None, question(rng, exact=False, long=True)) for _ in range(rng.randint(0, 5))]
+    await all_of(*(_question(soak, place, one, stream=rng.random() < 0.5) for place, one in [*asked, *giants]))
+
+
+async def slow(soak: Soak, rng: random.Random) -> None:
+    """A stream that is read with pauses."""
+    await _question(soak, *_known(soak, rng), stream=True, pace=Pace(rng, rng.uniform(1.0, 4.0)))
+
+
+async def leave(soak: Soak, rng: random.Random) -> None:
+    """Ask, read some of it or nothing, and go."""
+    _, asked = _known(soak, rng)
+    if rng.random() < 0.3:
+        asked = question(rng, exact=False, long=True)
+    soak.books.incomplete(asked)
+    data = request("POST", asked.path, asked.bytes(rng.random() < 0.7), "Connection: close")
+    soak.books.sent[route_of(asked.path)] += 1
+    soak.books.left[route_of(asked.path)] += 1
+    wire = await Wire.open(soak.port)
+    try:
+        await asyncio.wait_for(wire.send(data if rng.random() < 0.8 else data[: -rng.randint(1, 20)]), soak.bound)
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+        else:
+            await asyncio.wait_for(wire.some(rng.choice((1, 300, 3000))), REQUEST_TIMEOUT + soak.bound)
+    except asyncio.TimeoutError:
+        raise Violation(f"nothing was answered within {REQUEST_TIMEOUT + soak.bound:g} s: {data[:600]!r}") from None
+    except ConnectionError:  # an answer that was over, and the connection with it
+        pass
+    finally:
+        (wire.abort if rng.random() < 0.5 else wire.close)()
+
+
+async def oversized(soak: Soak, rng: random.Random) -> None:
+    body = json.dumps({"prompt": "a" * (BODY_BYTES + rng.randint(1, BODY_BYTES)), "max_tokens": 1}).encode()
+    answer = await soak.ask("POST", COMPLETIONS, body)
+    soak.allow(answer, "a body too large", 413)
+
+
+async def half(soak: Soak, rng: random.Random) -> None:
+    """A body whose end never comes is told so at the deadline."""
+    soak.books.sent[COMPLETIONS] += 1
+    begun = time.monotonic()
+    wire = await Wire.open(soak.port)
+    try:
+        await wire.send(request("POST", COMPLETIONS, b'{"prompt": "half", "max_tokens": 3}')[: -rng.randint(1, 30)])
+        answer = await asyncio.wait_for(wire.answer(begun), soak.bound)
+    except (asyncio.TimeoutError, OSError, EOFError) as error:
+        raise Violation(f"half a request was not refused within {soak.bound:g} s ({error!r})") from error
+    finally:
+        wire.close()
+    soak.books.seen[COMPLETIONS, answer.status] += 1
+    refused(answer)
+    soak.allow(answer, "half a request")
+
+
+async def no_http(soak: Soak, rng: random.Random) -> None:
+    wire = await Wire.open(soak.port)
+    try:
+        await wire.send(b"\x16\x03 no HTTP at all\r\n\r\n" * rng.randint(1, 9))
+        answer = await asyncio.wait_for(wire.some(4096), soak.bound)
+    except asyncio.TimeoutError:
+        raise Violation(f"bytes that are not HTTP were not answered within {soak.bound:g} s") from None
+    except ConnectionError:  # closed while more of them came
+        return
+    finally:
+        wire.abort()
+    if not answer.startswith(b"HTTP/1.1 400 "):
+        raise Violation(f"bytes that are not HTTP were answered {answer!r}")
+
+
+def _wrong(**body: Any) -> tuple[str, str, bytes, int]:
+    return "POST", COMPLETIONS, json.dumps({"prompt": "a", "max_tokens": 2} | body).encode(), 400
+
+
+MALFORMED = [
+    *(_wrong(**{name: value}) for name, value in (
+        ("temperature", "hot"), ("temperature", -1), ("temperature", 3), ("n", 0), ("n", 1000), ("max_tokens", 0),
+        ("max_tokens", 10**6), ("max_tokens", True), ("prompt", []), ("prompt", [-1]), ("prompt", [10**9]),
+        ("prompt", [288]), ("prompt", [5] * 257), ("prompt", [[5], "a"]), ("prompt", 7), ("prompt", "\ud800"),
+        ("stop", ""), ("stop", ["a"] * 2000), ("stop", [str(i) for i in range(17)]), ("logit_bias", {"a": 1}),
+        ("logit_bias", {"9999": 1}), ("logit_bias", {"5": 101}), ("min_tokens", 3),
+        ("logprobs", 999), ("top_p", 1.5), ("seed", 2**70), ("stream_options", {}), ("secret", 1), ("best_of", 2),
+        ("suffix", "x"), ("stop_token_ids", [1] * 2000), ("presence_penalty", 9),
+    )),
+    ("POST", COMPLETIONS, json.dumps({"prompt": "a", "model": "nobody"}).encode(), 404),
+    ("POST", COMPLETIONS, b"", 400),
+    ("POST", COMPLETIONS, b"{", 400),
+    ("POST", COMPLETIONS, b"[1]", 400),
+    ("POST", COMPLETIONS, b'{"prompt": "\xff"}', 400),
+    ("POST", COMPLETIONS, b'{"prompt": NaN}', 400),
+    ("POST", COMPLETIONS, b"[" * 5000, 400),
+    ("POST", "/v1/chat/completions", b'{"messages": []}', 400),
+    ("POST", "/v1/chat/completions", b'{"messages": [{"role": "nobody", "content": 1}]}', 400),
+    ("POST", "/v1/embeddings", b'{"input": "a"}', 400),
+    ("POST", "/v1/weights", b'{"path": "other"}', 401),
+    ("DELETE", "/v1/adapters/x", b"", 401),
+    ("GET", COMPLETIONS, b"", 405),
+    ("PUT", "/nowhere", b"x", 404),
+]  # fmt: skip
+
+
+async def malformed(soak: Soak, rng: random.Random) -> None:
+    await refuse(soak, *rng.choice(MALFORMED))
+
+
+async def refuse(soak: Soak, method: str, path: str, body: bytes, status: int) -> None:
+    answer = await soak.ask(method, path, body)
+    soak.allow(answer, (method, path, body[:200]), status)
+
+
+async def forbidden(soak: Soak, rng: random.Random) -> None:
+    """With the admin's key, a path that leads out of the root, or to nothing that fits."""
+    path, status = rng.choice((("../secret", 403), ("/etc", 403), ("nothing", 400), ("adapters/x", 400)))
+    answer = await soak.ask("POST", "/v1/weights", json.dumps({"path": path}).encode(), ADMIN, bound=60.0)
+    soak.allow(answer, path, status, 409)
+
+
+async def look(soak: Soak, rng: random.Random) -> None:
+    """What a load balancer and a scraper do."""
+    path = rng.choice(("/metrics", "/health", "/readyz", "/livez", "/v1/models", "/v1/adapters"))
+    answer = await soak.ask("GET", path)
+    soak.allow(answer, path, 200)
+    if path == "/metrics":
+        check_any_moment(answer.text, SLOTS, QUEUE)
+
+
+KINDS: dict[Callable[[Soak, random.Random], Awaitable[None]], float] = {
+    whole: 30, stream: 30, unseeded: 8, several: 8, leave: 9, slow: 4, malformed: 8, oversized: 2, half: 0.5,
+    no_http: 1, forbidden: 1, look: 6, burst: 1.5,
+}  # fmt: skip
+
+
+async def all_of(*works: Awaitable[Any]) -> None:
+    """Until all have ended; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,194 @@
+"""Random requests, what an answer to one says, and whether two answers are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.http.http_servers import events_of
+from tests.soak.wire import Answer, Violation
+from tests.tiny_models import VOCAB_SIZE
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_LEN = 256
+WORDS = ("the", "with", "statement", "for 7", "while", "é", "if x:", "try", "日本", "else", "import", "\n", "🙂", "def")
+STOPS = ("e", "th", " a", "\n", "q;", "ing")
+CLOSE = 2e-3
+"""Log-probabilities of one token in batches of different shapes differ by roundings."""
+
+
+@dataclass(frozen=True)
+class Question:
+    path: str
+    body: dict[str, Any]
+    choices: int
+    exact: bool
+    """Greedy or seeded: always the same answer."""
+
+    @property
+    def most_tokens(self) -> int:
+        return self.choices * self.body["max_tokens"]
+
+    @property
+    def model(self) -> str | None:
+        return self.body.get("model")
+
+    def bytes(self, stream: bool = False) -> bytes:
+        more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        return json.dumps(self.body | more).encode()
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    reason: str | None = None
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def same(self, other: Choice) -> bool:
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return (self.text, self.reason, self.tokens) == (other.text, other.reason, other.tokens) and all(
+            abs(one - two) < CLOSE for one, two in pairs
+        )
+
+
+@dataclass
+class Told:
+    """What an answer says."""
+
+    choices: list[Choice]
+    completion_tokens: int
+    version: int
+
+    def same(self, other: Told) -> bool:
+        """Whatever the versions."""
+        pairs = zip(self.choices, other.choices, strict=True)
+        return self.completion_tokens == other.completion_tokens and all(one.same(two) for one, two in pairs)
+
+
+def question(rng: random.Random, *, exact: bool = True, model: str | None = None, long: bool = False) -> Question:
+    """A random one. ``long``: many choices of many tokens, which take seconds."""
+    body: dict[str, Any] = {"max_tokens": rng.choice((1, 2, 5, rng.randint(1, 30), rng.randint(1, 90)))}
+    prompts = 1
+    path = CHAT if rng.random() < 0.25 else COMPLETIONS
+    if path == CHAT:
+        roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(0, 1) + ["user"]
+        body["messages"] = [{"role": role, "content": _text(rng, 4)} for role in roles]
+    elif rng.random() < 0.5:
+        body["prompt"] = _text(rng, 10)
+    elif rng.random() < 0.3:
+        prompts = rng.randint(2, 3)
+        body["prompt"] = [_text(rng, 5) for _ in range(prompts)]
+    else:
+        body["prompt"] = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.choice((1, 16, 17, rng.randint(1, 150))))]
+    if model is not None:
+        body["model"] = model
+    _sampling(rng, body, exact)
+    _ends(rng, body)
+    if long:
+        body |= {"max_tokens": 100, "n": 6, "ignore_eos": True, "stop": []}
+    elif rng.random() < 0.2:
+        body["n"] = rng.randint(2, 4)
+    if rng.random() < 0.3:
+        most = rng.randint(0, 5)
+        body |= {"logprobs": True, "top_logprobs": most} if path == CHAT else {"logprobs": most}
+    elif path == COMPLETIONS and rng.random() < 0.1:
+        body["echo"] = True
+    return Question(path, body, prompts * body.get("n", 1), exact)
+
+
+def _text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, words)))
+
+
+def _sampling(rng: random.Random, body: dict[str, Any], exact: bool) -> None:
+    if exact and rng.random() < 0.5:
+        body["temperature"] = 0
+    else:
+        body |= {"temperature": round(rng.uniform(0.3, 1.5), 2)} | ({"seed": rng.randrange(2**40)} if exact else {})
+        for name, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)):
+            if rng.random() < 0.3:
+                body[name] = value
+    for name, value in (("presence_penalty", 0.7), ("frequency_penalty", -0.4), ("repetition_penalty", 1.3)):
+        if rng.random() < 0.15:
+            body[name] = value
+    if rng.random() < 0.15:
+        body["logit_bias"] = {str(rng.randrange(5, VOCAB_SIZE)): rng.choice((-100, -5, 5)) for _ in range(3)}
+
+
+def _ends(rng: random.Random, body: dict[str, Any]) -> None:
+    if rng.random() < 0.3:
+        body["stop"] = rng.sample(STOPS, rng.randint(1, 3))
+    if rng.random() < 0.1:
+        body["stop_token_ids"] = [rng.randrange(5, VOCAB_SIZE) for _ in range(8)]
+    if rng.random() < 0.2:
+        body["min_tokens"] = rng.randint(1, body["max_tokens"])
+    if rng.random() < 0.4:
+        body["ignore_eos"] = True
+
+
+def told(asked: Question, answer: Answer) -> Told | dict[str, Any]:
+    """What an answer of status 200 says; the error in its stream where that was cut. Violation for any other form."""
+    try:
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            return _streamed(asked, answer)
+        return _whole(asked, answer)
+    except Violation:
+        raise
+    except Exception as error:
+        raise Violation(f"an answer of no known form ({error!r}) to {asked.body}: {answer}") from error
+
+
+def _whole(asked: Question, answer: Answer) -> Told:
+    body = json.loads(answer.body)
+    choices = [Choice() for _ in range(asked.choices)]
+    for part in body["choices"]:
+        _add(choices[part["index"]], part["message"]["content"] if asked.path == CHAT else part["text"], part)
+    if answer.headers.get("x-weight-version") != str(body["weight_version"]):
+        raise Violation(f"the header names another version of the weights than the body: {answer.headers} {answer}")
+    return _checked(asked, answer, Told(choices, body["usage"]["completion_tokens"], body["weight_version"]))
+
+
+def _streamed(asked: Question, answer: Answer) -> Told | dict[str, Any]:
+    *events, last = events_of(answer.text)
+    if last != "[DONE]":
+        return last["error"]
+    choices = [Choice() for _ in range(asked.choices)]
+    for event in events:
+        for part in event["choices"]:
+            choice = choices[part["index"]]
+            if choice.reason is not None:
+                raise Violation(f"a chunk behind the end of its choice: {event}")
+            _add(choice, part["delta"].get("content") or "" if asked.path == CHAT else part["text"], part)
+    (version,) = {event["weight_version"] for event in events}
+    return _checked(asked, answer, Told(choices, events[-1]["usage"]["completion_tokens"], version))
+
+
+def _add(choice: Choice, text: str, part: dict[str, Any]) -> None:
+    choice.text += text
+    choice.reason = part.get("finish_reason")
+    table = part.get("logprobs") or {}
+    for entry in table.get("content") or []:
+        choice.tokens.append(entry["token"])
+        choice.logprobs.append(entry["logprob"])
+    choice.tokens += table.get("tokens") or []
+    choice.logprobs += table.get("token_logprobs") or []
+
+
+def _checked(asked: Question, answer: Answer, said: Told) -> Told:
+    """What holds of every answer, known or not."""
+    fewest = asked.choices * max(1, asked.body.get("min_tokens", 1))
+    if not fewest <= said.completion_tokens <= asked.most_tokens:
+        raise Violation(f"{said.completion_tokens} tokens for {asked.body}: {answer}")
+    for choice in said.choices:
+        stopped = choice.reason == "length" and any(stop in choice.text for stop in asked.body.get("stop", ()))
+        if choice.reason not in ("stop", "length") or (stopped and not _may_hold_stops(asked)):
+            raise Violation(f"a wrong end for {asked.body}: {answer}")
+    return said
+
+
+def _may_hold_stops(asked: Question) -> bool:
+    """A prompt that is echoed, and text before ``min_tokens``, may hold a stop string."""
+    return "echo" in asked.body or "min_tokens" in asked.body

@@ -1,0 +1,165 @@
+"""What all clients and operators share: how to ask, what is known, and what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from typing import Any
+
+from nxd_server.http.generation import DEADLINE_GRACE
+from tests.soak.books import Books, read_metrics
+from tests.soak.questions import Question, Told, told
+from tests.soak.wire import Answer, Pace, Violation, Wire, request
+
+SLOTS, QUEUE, BODY_BYTES = 8, 32, 64 * 1024
+REQUEST_TIMEOUT, CALL_TIMEOUT = 5.0, 6.0
+"""A rank that is stopped is noticed after the deadline of those who wait for it, so that this is tried as well."""
+GRACE = 3.0
+"""Seconds beyond its deadline that an answer may take on a busy machine."""
+ADMIN = "Authorization: Bearer root"
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/weights", "/v1/adapters", "/v1/embeddings", "/v1/models",
+          "/tokenize", "/metrics", "/health", "/readyz", "/livez")  # fmt: skip
+STATUS = {"timeout_error": 504, "service_unavailable_error": 503}
+"""Of errors in streams."""
+
+
+class Soak:
+    def __init__(self, port: int, grace: float = GRACE):
+        self.port = port
+        self.bound = REQUEST_TIMEOUT + DEADLINE_GRACE + grace
+        """An answer is here by then."""
+        self.books = Books()
+        self.version = 0
+        """Of the weights, as far as it is known."""
+        self.checkpoints = {0: 0}
+        """By version, which of the two it is; of versions that may be there any moment too."""
+        self.known: dict[tuple[int, int], Told] = {}
+        """Answers by question's place and checkpoint."""
+        self.questions: list[Question] = []
+        self.adapters: dict[str, float] = {}
+        """Adapters that requests may name, and since when."""
+
+    # --- asking -----------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *headers: str,
+        pace: Pace | None = None,
+        bound: float | None = None,
+        wire: Wire | None = None,
+    ) -> Answer:
+        """The whole answer, in time. Violation for none, for a 500, and for a refusal of another form."""
+        self.books.sent[route_of(path)] += 1
+        begun, mine = time.monotonic(), wire is None
+        bound = bound or self.bound
+        seconds = bound + (pace.seconds if pace else 0.0)
+        try:
+            wire = wire or await asyncio.wait_for(Wire.open(self.port, slow=pace is not None), bound)
+            data = request(method, path, body, *headers, *(["Connection: close"] if mine else []))
+            await asyncio.wait_for(wire.send(data), bound)
+            answer = await asyncio.wait_for(wire.answer(begun, pace), seconds)
+        except asyncio.TimeoutError:
+            raise Violation(f"{method} {path} was not answered within {seconds:g} s: {body[:600]!r}") from None
+        except (OSError, EOFError, ValueError) as error:
+            raise Violation(f"{method} {path} was cut off ({error!r}): {body[:600]!r}") from error
+        finally:
+            if mine and wire is not None:
+                wire.close()
+        self.books.seen[route_of(path), answer.status] += 1
+        if answer.status >= 400 and not (path in ("/readyz", "/health") and answer.status == 503):
+            refused(answer)
+        return answer
+
+    def allow(self, answer: Answer, what: Any, *statuses: int) -> None:
+        """Violation unless the answer has one of these statuses, or is a 503 while something is broken, or a 504 when
+        the time is over."""
+        seconds = answer.ended - answer.begun
+        if answer.status in statuses:
+            return
+        if answer.status == 503 and self.books.faulty(answer.begun, answer.ended):
+            return
+        if answer.status == 504 and seconds >= REQUEST_TIMEOUT - 0.1:
+            return
+        raise Violation(f"not one of {statuses} for {what}: {answer}")
+
+    # --- answers ----------------------------------------------------------------------------------------
+
+    def judge(self, place: int | None, asked: Question, answer: Answer, least_version: int) -> bool:
+        """Whether the answer to a question is complete. ``place``: where its known answers are, if there are any;
+        ``least_version``: what was served when it was asked."""
+        if answer.status != 200:
+            self.books.incomplete(asked)
+            self.allow(answer, asked.body, 429, *self._unknown(asked, answer))
+            return False
+        said = told(asked, answer)
+        if not isinstance(said, Told):
+            self.books.incomplete(asked)
+            self._cut(asked, answer, said)
+            return False
+        self.books.complete(said)
+        if said.version < least_version or said.version not in self.checkpoints:
+            raise Violation(f"version {said.version} answered, {least_version} to {self.version} are known: {answer}")
+        if place is not None:
+            expected = self.known[place, self.checkpoints[said.version]]
+            if not said.same(expected):
+                raise Violation(
+                    f"another answer than alone to {json.dumps(asked.body)} from version {said.version}:\n"
+                    f"alone {expected}\nnow   {said}"
+                )
+        return True
+
+    def _unknown(self, asked: Question, answer: Answer) -> tuple[int, ...]:
+        """404, if the adapter was not there all the time."""
+        since = self.adapters.get(asked.model, math.inf) if asked.model else -math.inf
+        return (404,) if since > answer.begun else ()
+
+    def _cut(self, asked: Question, answer: Answer, error: dict[str, Any]) -> None:
+        status = STATUS.get(error["type"])
+        if status is None or b"[DONE]" in answer.body:
+            raise Violation(f"a stream was cut for {asked.body}: {answer}")
+        self.books.kinds[f"cut {status}"] += 1
+        self.allow(Answer(status, {}, answer.body, answer.begun, answer.ended), asked.body)
+
+    # --- the server -------------------------------------------------------------------------------------
+
+    async def metrics(self) -> dict:
+        answer = await self.ask("GET", "/metrics")
+        self.allow(answer, "/metrics", 200)
+        return read_metrics(answer.text)
+
+    async def ready(self) -> bool:
+        return (await self.ask("GET", "/readyz")).status == 200
+
+    async def rank_pids(self) -> list[int]:
+        health = json.loads((await self.ask("GET", "/health")).body)
+        return [rank["pid"] for rank in health["ranks"] if rank["pid"]]
+
+
+def route_of(path: str) -> str:
+    """As the server's metrics call it."""
+    if path.startswith("/v1/adapters/"):
+        return "/v1/adapters/{name:path}"
+    return path if path in ROUTES else "unmatched"
+
+
+def refused(answer: Answer) -> None:
+    """Violation unless it is a refusal of OpenAI's shape, and no defect."""
+    try:
+        error = json.loads(answer.body)["error"]
+        good = (
+            set(error) == {"message", "type", "param", "code"}
+            and all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
+            and isinstance(error["param"], (str, type(None)))
+            and answer.headers["content-type"] == "application/json"
+            and bool(answer.headers["x-request-id"])
+            and (answer.status != 429 or int(answer.headers["retry-after"]) >= 1)
+        )
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good or answer.status == 500:
+        raise Violation(f"no proper refusal: {answer} {answer.headers}")
