@@ -325,6 +325,8 @@ def check_arrays(bucket: BucketSpec, inputs: Mapping[str, np.ndarray]) -> None:
         if array is None:
             if spec.default is None:
                 raise InputMismatchError(f"bucket {bucket.name!r}: input {name!r} is missing and has no default")
+        elif not isinstance(array, np.ndarray):
+            raise InputMismatchError(f"input {name!r} is a {type(array).__name__}, expected a numpy.ndarray")
         elif array.dtype.name != spec.dtype or list(array.shape) != spec.shape:
             raise InputMismatchError(
                 f"input {name!r} is {array.dtype.name}{list(array.shape)}, bucket {bucket.name!r} takes "

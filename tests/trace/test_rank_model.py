@@ -124,6 +124,8 @@ def test_arrays_that_do_not_fit_are_refused():
     for inputs, words in (
         ({}, "input 'ids' is missing and has no default"),
         ({"ids": ids, "more": ids}, "there is no input 'more'"),
+        ({"ids": ids.tolist()}, "'ids' is a list, expected a numpy.ndarray"),
+        ({"ids": torch.from_numpy(ids)}, "'ids' is a Tensor, expected a numpy.ndarray"),
         ({"ids": ids[:1]}, r"'ids' is int64\[1, 3\], bucket 'b' takes int64\[2, 3\]"),
         ({"ids": ids.astype(np.int32)}, r"'ids' is int32\[2, 3\], bucket 'b' takes int64"),
     ):
