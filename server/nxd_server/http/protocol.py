@@ -67,7 +67,7 @@ class JsonErrorProtocol(H11Protocol):
         """Bytes that the client's side has not taken. The system's part counts: it is megabytes, and asks for more only
         when a third of them is gone, which a slow client may take minutes for."""
         queued = struct.pack("i", 0)
-        with contextlib.suppress(OSError):  # closed already, or a system that does not tell
+        with contextlib.suppress(OSError, ValueError):  # closed already, or a system that does not tell
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
