@@ -277,6 +277,12 @@ def test_the_end_under_load_finishes_what_runs(llama, texts):
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             asked = [pool.submit(server.post, COMPLETIONS, body_of(p, max_tokens=40)) for p in PROMPTS[:12]]
             wait_for(lambda: server.metric("nxd_num_requests_running") == 8, 10)
+            names = ("nxd_num_requests_running", "nxd_num_requests_waiting")
+            wait_for(
+                lambda: sum(f.done() for f in asked) + sum(server.metric(name) for name in names) >= 12,
+                10,
+                "all requests are in; a later one would be refused",
+            )
             assert server.stop(seconds=40) == 0
             for prompt, future in zip(PROMPTS, asked, strict=False):
                 assert future.result().json()["choices"][0]["text"].startswith(texts[prompt][:1])

@@ -104,7 +104,7 @@ def test_generate_says_the_same_with_guesses(artifact):
 
 def test_the_traced_graphs_equal_the_plain_model(artifact, model_dir):
     done = nxd_infer("verify", artifact, model_dir)
-    assert done.status == 0 and "verify_b4" in done.out and "all 6 buckets" in done.out, done
+    assert done.status == 0 and "verify_b4" in done.out and "all 7 buckets" in done.out, done
 
 
 def test_more_than_was_traced_is_refused_with_the_fix(artifact, model_dir):
