@@ -13,6 +13,15 @@ def summary(error: BaseException) -> str:
     return error.summary if isinstance(error, RankError) else str(error)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error and its causes hold. An error of ranks that is kept would keep the ranks'
+    channels and shared memory, and they the error, until the collector comes by."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
 class ServerError(NxdError):
     """Base of the errors that the engine and the HTTP half raise themselves."""
 

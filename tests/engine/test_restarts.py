@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -203,3 +205,37 @@ def test_a_call_with_the_users_own_routing_counts_as_work(engines):
         for _ in range(3):
             engine.submit(request(HARMLESS)).result(10)
             assert poison(engine) == ("ready", GenerationError)
+
+
+class Lost:
+    """Ranks that are gone: they have descriptors and shared memory until nothing refers to them."""
+
+    failure: Exception
+
+
+def test_lost_ranks_are_let_go_at_once(engines):
+    """The error that they keep, and that the engine keeps, has frames in which they are known."""
+    engine = engines()
+    seen = []
+
+    def lose(name, inputs):
+        lost = Lost()
+        seen.append(weakref.ref(lost))
+        engine.model.dead = True
+        engine.model.fail = lambda name, inputs: None
+        lost.failure = RankDiedError("rank 0 died", 0)
+        try:
+            raise ConnectionResetError("its channel")
+        except ConnectionResetError as error:
+            raise lost.failure from error
+
+    gc.collect()
+    gc.disable()
+    try:
+        engine.model.fail = lose
+        future = engine.submit(request(HARMLESS))
+        assert isinstance(future.exception(10), EngineFailedError)
+        assert settled(engine) == "ready" and engine.health().error == "rank 0 died"
+        assert seen[0]() is None
+    finally:
+        gc.enable()

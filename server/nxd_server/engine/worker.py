@@ -28,6 +28,7 @@ from nxd_server.errors import (
     EngineFailedError,
     EngineUnavailableError,
     WeightsBusyError,
+    forget_frames,
     summary,
     weights_busy,
 )
@@ -354,6 +355,7 @@ class ModelWorker(Admission, ABC):
         ``begun``: False when no request has begun, so that none has lost anything: they go on waiting.
         """
         log.error("the ranks failed: %s", error)
+        forget_frames(error)
         self._error = error
         now = time.monotonic()
         recent = [moment for moment in self._restarts if now - moment < self._restart_window]
