@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
 from tests.e2e.command import ROOT
-from tests.soak.books import Books, read_metrics
+from tests.soak.books import Books, Fault, read_metrics
+from tests.soak.clients import look
 from tests.soak.questions import Choice, Question, Told
 from tests.soak.state import Soak, refused
 from tests.soak.wire import Answer, Violation
@@ -76,7 +78,23 @@ def test_refusals_need_their_reason(soak):
 
 
 @pytest.mark.check
-def test_nobody_answers_in_time(soak, monkeypatch):
+def test_a_rank_that_stops_for_a_moment_excuses_readiness_alone(soak, monkeypatch):
+    async def ask(*_: object) -> Answer:
+        return answer(503, REFUSAL)
+
+    monkeypatch.setattr(soak, "ask", ask)
+    rng = random.Random(0)
+    monkeypatch.setattr(rng, "choice", lambda paths: "/readyz")
+    with pytest.raises(Violation, match="not one of"):
+        asyncio.run(look(soak, rng))
+    soak.books.stalls.append(Fault(9.0, 11.0))
+    asyncio.run(look(soak, rng))
+    with pytest.raises(Violation, match="not one of"):
+        soak.judge(0, ASKED, answer(503, REFUSAL), 0)
+
+
+@pytest.mark.check
+def test_nobody_answers_in_time(soak):
     async def ask() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         async with server:

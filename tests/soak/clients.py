@@ -190,7 +190,8 @@ async def look(soak: Soak, rng: random.Random) -> None:
     """What a load balancer and a scraper do."""
     path = rng.choice(("/metrics", "/health", "/readyz", "/livez", "/v1/models", "/v1/adapters"))
     answer = await soak.ask("GET", path)
-    soak.allow(answer, path, 200)
+    unready = path in ("/readyz", "/health") and soak.books.stalled(answer.begun, answer.ended)
+    soak.allow(answer, path, 200, *([503] if unready else []))
     if path == "/metrics":
         check_any_moment(answer.text, SLOTS, QUEUE)
 

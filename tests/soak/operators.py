@@ -87,9 +87,12 @@ async def breaker(soak: Soak, rng: random.Random, until: float) -> None:
         pids = await soak.rank_pids()
         victim = rng.choice(pids)
         if kind == "hiccup":
+            stall = Fault(time.monotonic())
+            soak.books.stalls.append(stall)
             os.kill(victim, signal.SIGSTOP)
             await asyncio.sleep(rng.uniform(0.1, CALL_TIMEOUT / 4))
             os.kill(victim, signal.SIGCONT)
+            stall.ended = time.monotonic() + 0.5
         else:
             fault = soak.books.begin_fault()
             number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL

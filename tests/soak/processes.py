@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 2**20
-GROWTH, SERVER_MIB, RANK_MIB = 0.10, 24, 32
+GROWTH, SERVER_MIB, RANK_MIB = 0.05, 16, 12
 """Resident memory may grow by this share and so many MiB more, compared with the end of the first round."""
 DESCRIPTORS, THREADS = 6, 4
 """So many more descriptors and threads may a process have."""
