@@ -25,6 +25,8 @@ from nxd_server.engine.costs import CLEAR_GAIN, Graph, StepCosts
 from nxd_server.engine.sequence import Sequence
 from nxd_server.engine.slots import SlotPool
 
+PLANNED = 0.85
+"""Of the time that streams may wait, this much is planned for: steps vary, and answers have to be handed over."""
 MAX_PIECES = 32
 """A piece is never split into more than about so many smaller ones."""
 
@@ -251,8 +253,8 @@ class Scheduler(Generic[S]):
         return self._lengths[:short] if short > 1 else []
 
     def _bound(self) -> float:
-        """Seconds that what decodes may wait for its next token."""
-        return self.stall_ratio * min(self.costs[graph.name] for graph in self._decode_graphs)
+        """Seconds that what decodes may wait for its next token, by plan."""
+        return PLANNED * self.stall_ratio * min(self.costs[graph.name] for graph in self._decode_graphs)
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
