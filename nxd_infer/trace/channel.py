@@ -27,9 +27,10 @@ import select
 import socket
 import struct
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.trace.manifest import Manifest, TensorSpec
 
@@ -232,31 +233,27 @@ class Arena:
     @cached_property
     def inputs(self) -> list[list[torch.Tensor]]:
         """Every bucket's inputs, as tensors over the shared memory."""
-        return [
-            [_view(self._inputs, offset, spec) for offset, spec in zip(offsets, bucket.inputs, strict=True)]
-            for offsets, bucket in zip(self.layout.inputs, self._buckets, strict=True)
-        ]
+        return self._laid_out(_view, self._inputs, self.layout.inputs, [bucket.inputs for bucket in self._buckets])
 
     @cached_property
     def outputs(self) -> list[list[torch.Tensor]]:
-        return [
-            [_view(self._outputs, offset, spec) for offset, spec in zip(offsets, bucket.outputs, strict=True)]
-            for offsets, bucket in zip(self.layout.outputs, self._buckets, strict=True)
-        ]
+        return self._laid_out(_view, self._outputs, self.layout.outputs, [bucket.outputs for bucket in self._buckets])
 
     @cached_property
     def input_arrays(self) -> list[list[np.ndarray]]:
         """As ``inputs``, for a process without torch. TypeError where NumPy lacks a type."""
-        return [
-            [_array(self._inputs, offset, spec) for offset, spec in zip(offsets, bucket.inputs, strict=True)]
-            for offsets, bucket in zip(self.layout.inputs, self._buckets, strict=True)
-        ]
+        return self._laid_out(_array, self._inputs, self.layout.inputs, [bucket.inputs for bucket in self._buckets])
 
     @cached_property
     def output_arrays(self) -> list[list[np.ndarray]]:
+        return self._laid_out(_array, self._outputs, self.layout.outputs, [bucket.outputs for bucket in self._buckets])
+
+    @staticmethod
+    def _laid_out(view: Any, memory: mmap.mmap, places: Sequence[Sequence[int]], specs: Sequence[Sequence[Any]]) -> Any:
+        """What ``view`` makes of every bucket's pieces of ``memory``."""
         return [
-            [_array(self._outputs, offset, spec) for offset, spec in zip(offsets, bucket.outputs, strict=True)]
-            for offsets, bucket in zip(self.layout.outputs, self._buckets, strict=True)
+            [view(memory, place, spec) for place, spec in zip(row, bucket, strict=True)]
+            for row, bucket in zip(places, specs, strict=True)
         ]
 
     def begin(self, rank: int, clock: int) -> None:

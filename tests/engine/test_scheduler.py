@@ -234,6 +234,19 @@ def test_a_prompt_goes_on_where_the_graphs_that_leave_rows_for_it_are_slow(strea
 
 
 @pytest.mark.check
+def test_decoding_alone_leaves_the_graph_with_more_rows_than_slots_to_prompts():
+    """However little it seems to cost: its measured time may be off, and it verifies no guesses."""
+    times = {"decode_b1": 0.010, "decode_b4": 0.012, "decode_b20": 0.001, "prefill_s8": 0.02}
+    subject = scheduler(slots=3, batches=(1, 4, 20), lengths=(8,), seconds=times, mixes=True)
+    decoding(subject, 3)
+    assert subject.next_step().graph.name == "decode_b4"
+    subject.add(sequence(9, 8))
+    subject.remove(next(subject.sequences()))
+    subject.admit()
+    assert subject.next_step().graph.name == "decode_b20"
+
+
+@pytest.mark.check
 def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a_piece():
     times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b48": 0.040, "prefill_s8": 0.015}
     subject = scheduler(slots=32, batches=(1, 4, 48), lengths=(8,), seconds=times, mixes=True)

@@ -29,8 +29,17 @@ def llms(request, tmp_path_factory):
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
     with LLM(artifact) as plain, LLM(artifact, speculate=GUESSES) as guessing:
+        for llm in (plain, guessing):
+            same_times(llm.engine)
         always(guessing.engine)
         yield plain, guessing
+
+
+def same_times(engine):
+    """Which graphs run must not hang on how busy the machine was: a graph costs as much as its rows' root, for good."""
+    engine.costs.observe = lambda name, seconds: None
+    for graph in engine._graphs:
+        engine.costs.set(graph.name, graph.batch**0.5 * graph.length**0.5)
 
 
 def always(engine):

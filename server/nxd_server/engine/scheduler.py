@@ -89,7 +89,10 @@ class Scheduler(Generic[S]):
         self.stall_ratio = stall_ratio
         self.mixes = mixes and stall_ratio < inf  # where nothing is bounded, whole pieces are cheaper
         shortest = self.graphs[0].length
-        self._decode_graphs = [graph for graph in self.graphs if graph.length == shortest]
+        self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
+        # Alone, decoding fills no graph above the smallest that takes every slot; what is larger is there to be shared.
+        fits = sum(graph.batch < slots for graph in self._shared_graphs)
+        self._decode_graphs = self._shared_graphs[: fits + 1]
         self._lengths = sorted({graph.length for graph in self.graphs})
         self._waiting: deque[S] = deque()
         self._prefilling: list[S] = []
@@ -207,7 +210,7 @@ class Scheduler(Generic[S]):
         if self.mixes and self._prefilling:
             piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
             limit = max(self._bound(), piece)
-            graphs = [graph for graph in self._decode_graphs if self.costs[graph.name] <= limit]
+            graphs = [graph for graph in self._shared_graphs if self.costs[graph.name] <= limit]
             tokens = (
                 Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
                 for sequence in self._prefilling
