@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,14 +26,11 @@ constexpr int64_t kTilesPerThread = 4;             // of equal length; with fewe
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: cache_attention: " + what); }
 
-std::string text(const std::vector<int64_t>& shape) {
-  std::string out = "[";
-  for (size_t i = 0; i < shape.size(); i++) out += (i ? ", " : "") + std::to_string(shape[i]);
-  return out + "]";
-}
-
-void check_shape(const Tensor& x, const std::vector<int64_t>& shape, const char* name) {
-  if (shape_of(x) != shape) refuse(std::string(name) + " has shape " + text(shape_of(x)) + ", not " + text(shape));
+void check_shape(const Tensor& x, std::initializer_list<int64_t> shape, const char* name) {
+  const auto sizes = x.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
+    refuse(std::string(name) + " has shape " + text(sizes) + ", not " + text(shape));
+  }
 }
 
 void check_floating(const Tensor& x, const char* name) {
@@ -173,6 +171,7 @@ int64_t tile_rows(const Attention& x) { return x.S <= kFewQueries && x.G <= kFew
 std::vector<Tile> cut(const Attention& x, int64_t B) {
   const int64_t most = tile_rows(x);
   std::vector<Tile> tiles;
+  tiles.reserve(B * x.KH * ((x.S * x.G + most - 1) / most));
   for (int64_t b = 0; b < B; b++) {
     const int64_t rows = live(x, b) * x.G;
     for (int64_t kh = 0; kh < x.KH; kh++) {
@@ -184,7 +183,8 @@ std::vector<Tile> cut(const Attention& x, int64_t B) {
     }
   }
   // The longest first, so that no thread ends long after the others.
-  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.chunks() > b.chunks(); });
+  const auto longer = [](const Tile& a, const Tile& b) { return a.chunks() > b.chunks(); };
+  if (!std::is_sorted(tiles.begin(), tiles.end(), longer)) std::stable_sort(tiles.begin(), tiles.end(), longer);
   return tiles;
 }
 
@@ -193,6 +193,7 @@ void attend(const Attention& x, int64_t B) {
   const std::vector<Tile> tiles = cut(x, B);
   const int64_t count = static_cast<int64_t>(tiles.size()), scratch = kernel.scratch_bytes(x);
   std::vector<int64_t> first_chunk{0};
+  first_chunk.reserve(count + 1);
   int64_t chunks = 0, work = 0, partial = 0;
   for (const Tile& tile : tiles) {
     first_chunk.push_back(chunks += tile.chunks());

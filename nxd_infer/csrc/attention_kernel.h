@@ -62,23 +62,23 @@ struct Kernel : Loops<V, Bf16> {
   template <int R, typename Q, typename C>
   NXD_TARGET static void few_rows(
       const Attention& x, const Tile& tile, int64_t r, int64_t begin, int64_t n, const Q* q, int64_t ldq,
-      const char* const* k, const char* const* v, const char* const* later, A* scores, const Partial& out, int64_t D) {
-    Base::template dots<R, Q, C>(q + r * ldq, ldq, k, v, n, D, scores);
+      const char* const* k, A* scores, const Partial& out, int64_t D) {
+    Base::template dots<R, Q, C>(q + r * ldq, ldq, k, n, D, scores);
     for (int64_t i = r; i < r + R; i++) {
       const int64_t seen = std::clamp<int64_t>(tile.position(x, i) + 1 - begin, 0, n);
       Base::soften(scores + (i - r) * kKeys, seen, n, factor(x), out.maximum + i, out.sum + i);
     }
-    Base::template weigh<R, C>(scores, v, later, n, D, out.values + r * padded(x), padded(x));
+    Base::template weigh<R, C>(scores, k + n, n, D, out.values + r * padded(x), padded(x));
   }
 
   template <typename Q, typename C>
   NXD_TARGET static void few(
       const Attention& x, const Tile& tile, int64_t begin, int64_t n, const Q* q, int64_t ldq, const char* const* k,
-      const char* const* v, const char* const* later, A* scores, const Partial& out, int64_t D) {
+      A* scores, const Partial& out, int64_t D) {
     int64_t r = 0;
-    for (; r + 4 <= tile.rows; r += 4) few_rows<4, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
-    for (; r + 2 <= tile.rows; r += 2) few_rows<2, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
-    for (; r < tile.rows; r++) few_rows<1, Q, C>(x, tile, r, begin, n, q, ldq, k, v, later, scores, out, D);
+    for (; r + 4 <= tile.rows; r += 4) few_rows<4, Q, C>(x, tile, r, begin, n, q, ldq, k, scores, out, D);
+    for (; r + 2 <= tile.rows; r += 2) few_rows<2, Q, C>(x, tile, r, begin, n, q, ldq, k, scores, out, D);
+    for (; r < tile.rows; r++) few_rows<1, Q, C>(x, tile, r, begin, n, q, ldq, k, scores, out, D);
   }
 
   static A factor(const Attention& x) { return static_cast<A>(x.scale * 1.4426950408889634); }
@@ -125,40 +125,32 @@ struct Kernel : Loops<V, Bf16> {
     const Scratch scratch(x, memory);
     const Partial out(tile, partial);
     const int64_t Dp = padded(x), begin = index * kKeys, n = std::min(kKeys, tile.keys - begin);
-    const char *k[kKeys + 16], *v[kKeys + 16], *later[kKeys];
+    // Keys, values, and the keys that come next: of this context, or behind its end, of the next tile's.
+    constexpr int64_t kLater = std::max<int64_t>(kAhead, 16);  // dots() reads a few rows too many
+    const char* k[2 * kKeys + kLater];
+    const char **v = k + n, **later = v + n;
     find_rows(x, x.k_cache, tile, begin, n, k);
     find_rows(x, x.v_cache, tile, begin, n, v);
     if (tile.rows > kFewRows) return many(x, tile, begin, n, k, v, scratch, out);
-    // The keys that are a chunk away: of this context, and behind its end, of the next tile's.
-    const int64_t ahead = begin + kKeys, own = std::clamp<int64_t>(tile.keys - ahead, 0, n);
-    find_rows(x, x.k_cache, tile, ahead, own, later);
-    int64_t found = own;
-    if (next != nullptr && own < n) {
-      const int64_t from = std::max<int64_t>(ahead - tile.keys, 0);
-      const int64_t more = std::clamp<int64_t>(next->keys - from, 0, n - own);
-      find_rows(x, x.k_cache, *next, from, more, later + own);
-      found += more;
-    }
-    std::fill(later + found, later + n, k[n - 1]);
-    const auto repeat_last = [&] {
-      for (int64_t t = n; t < n + 16; t++) k[t] = k[n - 1];
-    };
-    repeat_last();
+    int64_t found = std::min(tile.keys - begin - n, kAhead);
+    find_rows(x, x.k_cache, tile, begin + n, found, later);
+    if (found == 0 && next != nullptr) find_rows(x, x.k_cache, *next, 0, found = std::min(next->keys, kAhead), later);
+    std::fill(later + found, later + kLater, later[found - 1]);
     if (x.cache_type == ScalarType::BFloat16 && sizeof(A) == 4) {
       if constexpr (kPairs) {
         if (x.q_type == ScalarType::BFloat16 && x.D % (2 * W) == 0) {
-          return few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, v, later, scratch.scores, out, x.D);
+          return few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, scratch.scores, out, x.D);
         }
       }
-      if (x.D % W == 0) return few<A, BFloat16>(x, tile, begin, n, scratch.q, Dp, k, v, later, scratch.scores, out, x.D);
+      if (x.D % W == 0) return few<A, BFloat16>(x, tile, begin, n, scratch.q, Dp, k, scratch.scores, out, x.D);
     }
     const bool native = x.cache_type == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) && x.D % W == 0;
     if (!native) {
       widen_rows(x, n, k, scratch.k);
       widen_rows(x, n, v, scratch.v);
-      repeat_last();
+      std::fill(later, later + kLater, v[n - 1]);
     }
-    few<A, A>(x, tile, begin, n, scratch.q, Dp, k, v, later, scratch.scores, out, native ? x.D : Dp);
+    few<A, A>(x, tile, begin, n, scratch.q, Dp, k, scratch.scores, out, native ? x.D : Dp);
   }
 
   // Where the rows of n positions of the context lie.

@@ -85,14 +85,14 @@ struct Loops {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 3);
   }
 
-  // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `k` and `scores` are padded. The values
-  // `v` that come next, as many, are asked for meanwhile.
+  // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. Behind `k` follow the
+  // rows that are read next, kAhead of them at least; each is asked for that many before its turn.
   template <int R, typename Q, typename C>
   NXD_TARGET static NXD_INLINE void dots(
-      const Q* q, int64_t ldq, const char* const* k, const char* const* v, int64_t n, int64_t D, A* scores) {
+      const Q* q, int64_t ldq, const char* const* k, int64_t n, int64_t D, A* scores) {
     constexpr int T = W / R;
     for (int64_t t0 = 0; t0 < n; t0 += T) {
-      for (int64_t t = t0; t < std::min(t0 + T, n); t++) fetch(v[t], D * static_cast<int64_t>(sizeof(C)));
+      for (int64_t t = t0; t < std::min(t0 + T, n); t++) fetch(k[t + kAhead], D * static_cast<int64_t>(sizeof(C)));
       V sum[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) sum[i] = V::set(0);
@@ -118,17 +118,17 @@ struct Loops {
     }
   }
 
-  // values[r] = sum over t of weights[r][t] * v[t], for R rows and B vectors of the head dimension. The same part of
-  // the keys `later`, as many, is asked for meanwhile.
+  // values[r] = sum over t of weights[r][t] * v[t], for R rows and B vectors of the head dimension. Behind `v` follow the
+  // rows that are read next, as in dots(); here the same part of each is asked for.
   template <int R, int B, typename C>
   NXD_TARGET static NXD_INLINE void weigh_block(
-      const A* weights, const char* const* v, const char* const* later, int64_t n, int64_t d, A* values, int64_t ldv) {
+      const A* weights, const char* const* v, int64_t n, int64_t d, A* values, int64_t ldv) {
     V sum[R * B];
 #pragma GCC unroll 16
     for (int i = 0; i < R * B; i++) sum[i] = V::set(0);
     for (int64_t t = 0; t < n; t++) {
       const C* value = reinterpret_cast<const C*>(v[t]) + d;
-      fetch(later[t] + d * static_cast<int64_t>(sizeof(C)), B * W * static_cast<int64_t>(sizeof(C)));
+      fetch(v[t + kAhead] + d * static_cast<int64_t>(sizeof(C)), B * W * static_cast<int64_t>(sizeof(C)));
 #pragma GCC unroll 16
       for (int b = 0; b < B; b++) {
         const V x = V::load(value + b * W);
@@ -145,11 +145,14 @@ struct Loops {
 
   template <int R, typename C>
   NXD_TARGET static void weigh(
-      const A* weights, const char* const* v, const char* const* later, int64_t n, int64_t D, A* values, int64_t ldv) {
+      const A* weights, const char* const* v, int64_t n, int64_t D, A* values, int64_t ldv) {
     constexpr int B = V::registers / (2 * R) < 8 ? V::registers / (2 * R) : 8;
     int64_t d = 0;
-    for (; d + B * W <= D; d += B * W) weigh_block<R, B, C>(weights, v, later, n, d, values, ldv);
-    for (; d < D; d += W) weigh_block<R, 1, C>(weights, v, later, n, d, values, ldv);
+    for (; d + B * W <= D; d += B * W) weigh_block<R, B, C>(weights, v, n, d, values, ldv);
+    if constexpr (B == 8) {  // a head of 64 has four vectors: alone, each waits for its own sum in every step
+      for (; d + 4 * W <= D; d += 4 * W) weigh_block<R, 4, C>(weights, v, n, d, values, ldv);
+    }
+    for (; d < D; d += W) weigh_block<R, 1, C>(weights, v, n, d, values, ldv);
   }
 
   // The lanes as one number, in halves: a chain through all of them takes four times as long.

@@ -17,12 +17,6 @@
 namespace nxd {
 namespace {
 
-inline std::string text(const Tensor& x) {
-  std::string found = "[";
-  for (const int64_t size : shape_of(x)) found += (found.size() > 1 ? ", " : "") + std::to_string(size);
-  return found + "]";
-}
-
 constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once a panel, from the second cache
 constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights that are not worth another thread
 
@@ -298,6 +292,7 @@ struct Operands {
   template <typename T, typename W>
   std::vector<Layer<T, W>> layers() const {
     std::vector<Layer<T, W>> all;
+    all.reserve(weights.size());
     for (size_t i = 0; i < weights.size(); i++) {
       all.push_back(Layer<T, W>{
           static_cast<const W*>(weights[i].data_ptr()),
@@ -312,42 +307,45 @@ struct Operands {
 // list that is empty. `check(weight)` returns the dtype that belongs to it; `extra` columns of each are no values.
 template <typename Check>
 Operands operands(
-    const std::string& what, const Tensor& x, const std::vector<Tensor>& layers, bool biased, int64_t extra,
+    const char* what, const Tensor& x, const std::vector<Tensor>& layers, bool biased, int64_t extra,
     const Check& check) {
   const size_t count = biased ? layers.size() / 2 : layers.size();
   if (count == 0 || (biased && layers.size() != 2 * count)) {
     throw std::runtime_error(
-        "nxd: " + what + "s: " + std::to_string(layers.size()) + " tensors are no weights" +
+        "nxd: " + std::string(what) + "s: " + std::to_string(layers.size()) + " tensors are no weights" +
         (biased ? " with a bias each" : ""));
   }
-  const std::vector<Tensor> weights(layers.begin(), layers.begin() + count);
-  std::vector<Tensor> biases(layers.begin() + count, layers.end());
-  const int32_t dtype = check(weights[0]);
-  for (size_t i = 0; i < weights.size(); i++) {
-    const Tensor& weight = weights[i];
-    const int32_t wanted = check(weight);
-    const std::string shape =
-        "[" + std::to_string(weight.size(0)) + ", " + std::to_string(weight.size(1) - extra) + "]";
-    if (x.dim() == 0 || x.size(x.dim() - 1) != weight.size(1) - extra || dtype_code(x) != dtype || wanted != dtype) {
-      throw std::runtime_error(
-          "nxd: " + what + ": the input " + text(x) + " (dtype number " + std::to_string(dtype_code(x)) +
-          ") does not fit the weight " + shape + " (dtype number " + std::to_string(dtype_code(weight)) + ")");
-    }
-    if (biases.empty()) continue;
-    if (biases[i].dim() != 1 || biases[i].size(0) != weight.size(0) || dtype_code(biases[i]) != dtype) {
-      throw std::runtime_error("nxd: " + what + ": the bias " + text(biases[i]) + " does not fit the weight " + shape);
-    }
-    biases[i] = contiguous(biases[i]);
-  }
+  const auto shape_text = [&](const Tensor& weight) {
+    return "[" + std::to_string(weight.size(0)) + ", " + std::to_string(weight.size(1) - extra) + "]";
+  };
+  Operands all{contiguous(x), {}, {}, {}, 1, 0, dtype_code(x)};
   auto shape = shape_of(x);
-  int64_t M = 1;
-  for (size_t d = 0; d + 1 < shape.size(); d++) M *= shape[d];
-  std::vector<Tensor> results;
-  for (const Tensor& weight : weights) {
-    shape.back() = weight.size(0);
-    results.push_back(new_like(x, shape));
+  for (size_t d = 0; d + 1 < shape.size(); d++) all.M *= shape[d];
+  all.weights.reserve(count);
+  all.results.reserve(count);
+  for (size_t i = 0; i < count; i++) {
+    const Tensor& weight = layers[i];
+    if (check(weight) != all.dtype || shape.empty() || shape.back() != weight.size(1) - extra) {
+      throw std::runtime_error(
+          "nxd: " + std::string(what) + ": the input " + text(x) + " (dtype number " + std::to_string(all.dtype) +
+          ") does not fit the weight " + shape_text(weight) + " (dtype number " + std::to_string(dtype_code(weight)) +
+          ")");
+    }
+    all.weights.push_back(weight);
+    if (!biased) continue;
+    const Tensor& bias = layers[count + i];
+    if (bias.dim() != 1 || bias.size(0) != weight.size(0) || dtype_code(bias) != all.dtype) {
+      throw std::runtime_error(
+          "nxd: " + std::string(what) + ": the bias " + text(bias) + " does not fit the weight " + shape_text(weight));
+    }
+    all.biases.push_back(contiguous(bias));
   }
-  return Operands{contiguous(x), weights, biases, results, M, weights[0].size(1) - extra, dtype};
+  all.K = shape.back();
+  for (const Tensor& weight : all.weights) {
+    shape.back() = weight.size(0);
+    all.results.push_back(new_like(x, shape));
+  }
+  return all;
 }
 
 // The ids of rows to gather from a table of N. Raises for one that is not there.

@@ -23,14 +23,6 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr int64_t kGrain = 32 * 1024;  // logits worth a thread
 
-std::string text(const std::vector<int64_t>& shape) {
-  std::string out = "[";
-  for (size_t i = 0; i < shape.size(); i++) {
-    out += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  return out + "]";
-}
-
 // The contiguous tensor, of this type and shape.
 Tensor checked(const Tensor& x, const char* name, ScalarType dtype, const std::vector<int64_t>& shape) {
   if (x.scalar_type() != dtype || shape_of(x) != shape) {

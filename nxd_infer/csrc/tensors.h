@@ -1,9 +1,10 @@
-// Small helpers over the stable tensor: contiguous inputs and plain outputs.
+// Small helpers over the stable tensor: contiguous inputs, plain outputs, shapes in messages.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace nxd {
@@ -34,6 +35,15 @@ inline std::vector<int64_t> shape_of(const Tensor& x) {
   auto sizes = x.sizes();
   return std::vector<int64_t>(sizes.begin(), sizes.end());
 }
+
+template <typename Shape>
+std::string text(const Shape& shape) {
+  std::string found = "[";
+  for (const int64_t size : shape) found += (found.size() > 1 ? ", " : "") + std::to_string(size);
+  return found + "]";
+}
+
+inline std::string text(const Tensor& x) { return text(x.sizes()); }
 
 // A new contiguous tensor of x's dtype.
 inline Tensor new_like(const Tensor& x, const std::vector<int64_t>& shape) {
