@@ -36,14 +36,36 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 
 // --- the left side ---
 
-template <typename U, typename T>
-NXD_INLINE U converted(T x) {
-  if constexpr (std::is_same_v<T, U>) {
-    return x;
-  } else {
-    return widen(x);
+using Pair = uint32_t;  // of bfloat16
+
+NXD_INLINE float converted(float x) { return x; }
+NXD_INLINE float converted(BFloat16 x) { return widen(x); }
+NXD_INLINE Pair converted(Pair x) { return x; }
+
+// to[k][row] = x[row][k] for `count` of k and the first `rows` of `width`; rows of x are `stride` bytes apart.
+template <int64_t kWidth, typename U, typename T>
+NXD_INLINE void stand_beside(
+    const char* x, const T*, int64_t rows, int64_t stride, int64_t count, int64_t width, U* __restrict to) {
+  if (kWidth > 0) rows = width = kWidth;
+  for (int64_t k = 0; k < count; k++) {
+    for (int64_t row = 0; row < rows; row++) {
+      T value;
+      std::memcpy(&value, x + row * stride + k * sizeof(T), sizeof(T));  // rows of an odd length lie at any address
+      to[k * width + row] = converted(value);
+    }
   }
 }
+
+#define NXD_BESIDE(U, T)                                                                                    \
+  NXD_CLONES void beside(                                                                                   \
+      const char* x, const T* type, int64_t rows, int64_t stride, int64_t count, int64_t width, U* to) {    \
+    if (rows == 4 && width == 4) return stand_beside<4>(x, type, rows, stride, count, width, to);           \
+    if (rows == 8 && width == 8) return stand_beside<8>(x, type, rows, stride, count, width, to);           \
+    stand_beside<0>(x, type, rows, stride, count, width, to);                                               \
+  }
+NXD_BESIDE(float, float)
+NXD_BESIDE(float, BFloat16)
+NXD_BESIDE(Pair, Pair)
 
 template <typename U, typename T>
 Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded) {
@@ -51,17 +73,21 @@ Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded)
     if (rows == 1 && K == padded) return Left{x, 1, 1, padded};
   }
   constexpr int64_t unit = 4 / sizeof(U);
-  const int64_t groups = (rows + width - 1) / width;
+  using Unit = std::conditional_t<unit == 2, Pair, float>;
+  using From = std::conditional_t<unit == 2, Pair, T>;
+  const int64_t groups = (rows + width - 1) / width, stride = K * sizeof(T);
   U* data = left_scratch.take<U>(groups * width * padded);
   parallel_for(0, groups, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width * padded)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * width; row < std::min(end * width, rows); row++) {
-      const T* from = x + row * K;
-      U* to = data + row / width * width * padded + row % width * unit;
-      for (int64_t k = 0; k < K / unit * unit; k += unit) {
-        for (int64_t part = 0; part < unit; part++) to[k * width + part] = converted<U>(from[k + part]);
-      }
-      for (int64_t k = K / unit * unit; k < padded; k++) {
-        to[k / unit * unit * width + k % unit] = k < K ? converted<U>(from[k]) : U{};
+    for (int64_t first = begin * width; first < std::min(end * width, rows); first += width) {
+      const int64_t count = std::min(width, rows - first);
+      const char* from = reinterpret_cast<const char*>(x + first * K);
+      Unit* to = reinterpret_cast<Unit*>(data + first * padded);
+      beside(from, static_cast<const From*>(nullptr), count, stride, K / unit, width, to);
+      for (int64_t k = K / unit; k < padded / unit; k++) {
+        for (int64_t row = 0; row < count; row++) {
+          to[k * width + row] = Unit{};
+          if (k * unit < K) std::memcpy(to + k * width + row, from + row * stride + k * 4, sizeof(T));
+        }
       }
     }
   });
@@ -256,25 +282,31 @@ void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>
     const Left left = left_side(kernel, x + first * K, rows, K);
     const int64_t work = kColumns * K * static_cast<int64_t>(sizeof(W)) * ((rows + 15) / 16);
     const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
-    parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    const int64_t workers = std::clamp<int64_t>(blocks / grain, 1, thread_count());
+    Stretches stretches(blocks, workers);
+    parallel_for(0, workers, 1, [&](int64_t worker, int64_t behind) {
       float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
       kernel.begin();
-      int64_t before = 0;
-      for (const Layer<T, W>& layer : layers) {
-        Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
-        const int64_t last = std::min(end - before, layer.blocks());
-        for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
-          kernel.multiply(left, panels.at(block), sums);
-          const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
-          if constexpr (std::is_same_v<W, int8_t>) {
-            const int8_t* values = layer.weight + column * row_size<W>(K);
-            scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
+      for (; worker < behind; worker++) {
+        stretches.work(worker, [&](int64_t begin, int64_t end) {
+          int64_t before = 0;
+          for (const Layer<T, W>& layer : layers) {
+            Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
+            const int64_t last = std::min(end - before, layer.blocks());
+            for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
+              kernel.multiply(left, panels.at(block), sums);
+              const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
+              if constexpr (std::is_same_v<W, int8_t>) {
+                const int8_t* values = layer.weight + column * row_size<W>(K);
+                scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
+              }
+              store(
+                  sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
+                  layer.y + first * layer.N + column, layer.N);
+            }
+            before += layer.blocks();
           }
-          store(
-              sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
-              layer.y + first * layer.N + column, layer.N);
-        }
-        before += layer.blocks();
+        });
       }
       kernel.end();
     });

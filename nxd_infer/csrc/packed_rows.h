@@ -110,18 +110,18 @@ constexpr int64_t step_of() {
 }
 
 // All of the panel's values of k for kRows rows and its kLanes * 16 columns. What is read soon is asked for: the
-// processor's own guesses stay too near when there is much to compute, and arrive late. With kFetch, what lies `later`
-// values behind is brought into the second cache too.
+// processor's own guesses stay too near when there is much to compute, and arrive late. With kFetch, the half of a
+// block from `next` on is asked for too, from front to back: of lines here and there half as many come in time.
 template <typename X, typename T, int kRows, int kLanes, bool kFetch>
-NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, int64_t later, float* out) {
-  constexpr int64_t group = step_of<X, T>(), stride = kLanes * kLane * group;
+NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, const char* next, float* out) {
+  constexpr int64_t group = step_of<X, T>(), stride = kLanes * kLane * group, bytes = stride * sizeof(T);
   Vector sums[kRows][kLanes * kParts] = {};
   const T* w = panel.body;
   for (int64_t step = 0; step < panel.steps; step++) {
-    if (kFetch) __builtin_prefetch(w + later, 0, 2);
+    if (kFetch) __builtin_prefetch(next + step * (bytes / 2), 0, 3);
     const char* soon = reinterpret_cast<const char*>(w) + kSoon;
 #pragma GCC unroll 4
-    for (size_t line = 0; line < stride * sizeof(T); line += 64) __builtin_prefetch(soon + line, 0, 3);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(soon + line, 0, 3);
     add_step<kRows>(x, width, w, sums);
     x += group * width;
     w += stride;
@@ -132,7 +132,7 @@ NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, int64_t l
 }
 
 template <typename X, typename T>
-using Rows = void (*)(const X*, int64_t, const Panel<T>&, int64_t, float*);
+using Rows = void (*)(const X*, int64_t, const Panel<T>&, const char*, float*);
 
 template <typename X, typename T, int kLanes, bool kFetch, int... kRows>
 Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
@@ -145,14 +145,15 @@ Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
 template <typename X, typename T>
 void multiply(const Left& x, const Panel<T>& panel, float* out) {
   constexpr std::make_integer_sequence<int, NXD_ROWS> counts{};
-  constexpr int64_t unit = step_of<X, T>();
+  const int64_t half = panel.steps * step_of<X, T>() * kColumns * static_cast<int64_t>(sizeof(T)) / 2;
+  const char* next = reinterpret_cast<const char*>(panel.body) + 2 * half;
   const X* group = static_cast<const X*>(x.data);
   for (int64_t row = 0, number = 0; row < x.rows; row += x.width, number++, group += x.stride) {
     const int64_t count = x.rows - row < x.width ? x.rows - row : x.width;
     const bool fetch = number < 2 && x.rows > x.width && panel.width == kColumns;
     const auto run = fetch ? pick<X, T, 2, true>(count, counts)
         : panel.width == kColumns ? pick<X, T, 2, false>(count, counts) : pick<X, T, 1, false>(count, counts);
-    run(group, x.width, panel, (panel.steps * kColumns + number * kLane) * unit, out + row * kColumns);
+    run(group, x.width, panel, next + number * half, out + row * kColumns);
   }
 }
 

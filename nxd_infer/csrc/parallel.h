@@ -5,7 +5,9 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace nxd {
 
@@ -29,5 +31,48 @@ inline int64_t thread_count() {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
   return threads;
 }
+
+// Items of [0, items) shared by workers: each takes pieces of a stretch of its own from the front, so that it reads one
+// stream, and when that is done, single items from the back of the others', so that nobody waits long for a slower one.
+class Stretches {
+ public:
+  Stretches(int64_t items, int64_t workers) : workers_(workers), left_(new Stretch[workers]) {
+    for (int64_t w = 0; w < workers; w++) left_[w].span = pair(items * w / workers, items * (w + 1) / workers);
+  }
+
+  // Calls body(begin, end) on pieces until nothing is left for `worker` to take. Every worker's call has to be made.
+  template <typename Body>
+  void work(int64_t worker, const Body& body) {
+    int64_t begin, end;
+    while (take(worker, true, &begin, &end)) body(begin, end);
+    for (int64_t other = worker + 1; other < worker + workers_; other++) {
+      while (take(other % workers_, false, &begin, &end)) body(begin, end);
+    }
+  }
+
+ private:
+  struct alignas(64) Stretch {
+    std::atomic<uint64_t> span;  // the first item, and behind the last one
+  };
+  static uint64_t pair(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  // A quarter of what is left from the front, or the last item.
+  bool take(int64_t from, bool front, int64_t* begin, int64_t* end) {
+    std::atomic<uint64_t>& span = left_[from].span;
+    uint64_t found = span.load(std::memory_order_relaxed);
+    for (;;) {
+      const auto first = static_cast<int64_t>(found >> 32), last = static_cast<int64_t>(found & 0xffffffff);
+      if (first >= last) return false;
+      const int64_t count = front ? (last - first + 3) / 4 : 1;
+      *begin = front ? first : last - 1;
+      *end = *begin + count;
+      const uint64_t rest = front ? pair(*end, last) : pair(first, *begin);
+      if (span.compare_exchange_weak(found, rest, std::memory_order_relaxed)) return true;
+    }
+  }
+
+  int64_t workers_;
+  std::unique_ptr<Stretch[]> left_;
+};
 
 } // namespace nxd
