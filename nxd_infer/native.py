@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +141,8 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         if digest in _loaded:
             return _loaded[digest]
         try:
+            # Compiled graphs call some operators by their symbols (see ``shims``).
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             torch.ops.load_library(str(path))
         except OSError as error:
             raise ArtifactCorruptError(f"native library {path} cannot be loaded: {error}") from error
@@ -157,6 +159,30 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         _register_fakes(library)
         _loaded[digest] = library
         return library
+
+
+_TENSOR = "AtenTensorHandle"
+_SHIMS = {
+    "cache_attention": ", ".join([*[_TENSOR] * 8, "double", f"{_TENSOR}*"]),
+    "packed_linear": f"{_TENSOR}, {_TENSOR}, {_TENSOR}*, {_TENSOR}*",
+    "packed_linears": f"{_TENSOR}, const {_TENSOR}*, int64_t, int32_t, ...",
+}
+"""The parameters of the functions that ``NXD_SHIM`` defines in ``csrc/``."""
+
+
+def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
+    """C declarations of the operators that compiled graphs call directly, for inductor's
+    ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some microseconds, and a step of
+    decoding makes a hundred.
+    """
+    found: dict[Any, list[str]] = {}
+    for library in libraries:
+        functions = ctypes.CDLL(str(library.path))
+        for name, parameters in _SHIMS.items():
+            symbol = f"{library.namespace}_{name}"
+            if hasattr(functions, symbol):  # the library of an older artifact has none
+                found[library.op(name)] = [f'AOTITorchError aoti_torch_cpu_{name}({parameters}) asm("{symbol}")']
+    return found
 
 
 def read_hash(path: str | os.PathLike[str]) -> str:

@@ -214,14 +214,16 @@ def compile_here(graph_dir: Path, options: Mapping[str, Any]) -> None:
 
     from nxd_infer.backends.compiled import collectives_of_package, unpack
     from nxd_infer.backends.lower import graph_module, read_graph, register_operators
+    from nxd_infer.native import shims
 
     graph = read_graph(graph_dir)
-    register_operators(graph, graph_dir)
+    libraries = register_operators(graph, graph_dir)
     examples = [
         torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
         for spec in (*graph.states, *graph.inputs, *graph.weights)
     ]
     settings = {**{k: v for k, v in options.items() if k not in (CPU_TARGET, PACKED_OPTION)}, **_FIXED}
+    settings["aot_inductor.custom_ops_to_c_shims"] = shims(libraries)
     with torch.no_grad():
         files = torch._inductor.aot_compile(graph_module(graph_dir), tuple(examples), options=settings)
     code = graph_dir / CODE

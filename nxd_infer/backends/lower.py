@@ -192,13 +192,14 @@ def read_ir(graph_dir: str | os.PathLike[str]) -> dict[str, Any]:
     return ir
 
 
-def register_operators(graph: GraphFile, graph_dir: Path) -> None:
-    """The operators that the graph calls, with their shapes: those in ``ops/`` beside ``graphs/``, else this package's.
+def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
+    """The native libraries that the graph calls, registered: those in ``ops/`` beside ``graphs/``, else this package's.
 
     Raises BackendUnavailableError when the graph calls those of another version that are not there.
     """
     from nxd_infer import native
 
+    libraries = []
     for content_hash in graph.ops:
         beside = graph_dir.parents[1] / "ops" / f"{content_hash}.so"
         found = native.load_file(beside) if beside.is_file() else native.load()
@@ -207,6 +208,8 @@ def register_operators(graph: GraphFile, graph_dir: Path) -> None:
                 f"graph {graph.digest} calls the operators {content_hash}, and this version has {found.hash}: "
                 "trace the model again"
             )
+        libraries.append(found)
+    return libraries
 
 
 def graph_module(graph_dir: str | os.PathLike[str]) -> fx.GraphModule:

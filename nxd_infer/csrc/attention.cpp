@@ -306,3 +306,14 @@ NXD_LIBRARY(m) {
 }
 
 NXD_IMPL(CPU, m) { m.impl("cache_attention", TORCH_BOX(&nxd::cache_attention)); }
+
+NXD_SHIM(cache_attention)(
+    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
+    AtenTensorHandle table, AtenTensorHandle start, AtenTensorHandle length, double scale, AtenTensorHandle* out) {
+  const auto borrow = nxd::Tensor::borrow;
+  *out = nxd::cache_attention(
+             borrow(q), borrow(k), borrow(v), borrow(k_cache), borrow(v_cache), borrow(table), borrow(start),
+             borrow(length), scale)
+             .share();
+  return 0;
+}

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstdarg>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -173,4 +174,25 @@ NXD_IMPL(CPU, m) {
   m.impl("packed_embedding", TORCH_BOX(&nxd::packed_embedding));
   m.impl("pack", TORCH_BOX(&nxd::pack));
   m.impl("unpack", TORCH_BOX(&nxd::unpack));
+}
+
+NXD_SHIM(packed_linear)(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, AtenTensorHandle* out) {
+  const auto borrow = nxd::Tensor::borrow;
+  *out = nxd::packed_linear(
+             borrow(x), borrow(weight), bias == nullptr ? std::nullopt : std::optional(borrow(*bias)))
+             .share();
+  return 0;
+}
+
+// Behind `biased`: an AtenTensorHandle* for every result.
+NXD_SHIM(packed_linears)(AtenTensorHandle x, const AtenTensorHandle* handles, int64_t count, int32_t biased, ...) {
+  std::vector<nxd::Tensor> layers;
+  layers.reserve(count);
+  for (int64_t i = 0; i < count; i++) layers.push_back(nxd::Tensor::borrow(handles[i]));
+  const auto results = nxd::packed_linears(nxd::Tensor::borrow(x), layers, biased != 0);
+  va_list outs;
+  va_start(outs, biased);
+  for (const nxd::Tensor& result : results) *va_arg(outs, AtenTensorHandle*) = result.share();
+  va_end(outs);
+  return 0;
 }

@@ -10,6 +10,14 @@
 #define NXD_IMPL_(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
 #define NXD_IMPL(key, m) NXD_IMPL_(NXD_NAMESPACE, key, m)
 
+// A C function that compiled graphs call without torch's dispatcher: NXD_SHIM(name)(arguments) { .. return 0; }. Its
+// symbol is nxd_<content hash>_<name>, its parameters stand in nxd_infer/native.py too. Errors are exceptions, which the
+// compiled graph's caller turns into its own.
+#define NXD_JOIN_(ns, name) ns##_##name
+#define NXD_JOIN(ns, name) NXD_JOIN_(ns, name)
+#define NXD_SHIM(name) \
+  extern "C" __attribute__((visibility("default"))) AOTITorchError NXD_JOIN(NXD_NAMESPACE, name)
+
 namespace nxd {
 
 // Defines an operator whose calls must be neither folded into a constant at compile time, nor merged, nor moved past

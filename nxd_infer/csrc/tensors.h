@@ -1,15 +1,72 @@
-// Small helpers over the stable tensor: contiguous inputs, plain outputs, shapes in messages.
+// Tensors over torch's C interface, and small helpers: contiguous inputs, plain outputs, shapes in messages.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace nxd {
 
-using torch::stable::Tensor;
+// A tensor's handle, owned or borrowed for the length of a call. torch::stable::Tensor would do, but makes a block of
+// memory for each, and cannot borrow: a step of decoding hands some five hundred tensors to operators.
+class Tensor {
+ public:
+  explicit Tensor(AtenTensorHandle owned) : handle_(owned), owned_(true) {}
+  Tensor(const Tensor& other) : handle_(other.owned_ ? other.share() : other.handle_), owned_(other.owned_) {}
+  Tensor(Tensor&& other) noexcept : handle_(other.handle_), owned_(std::exchange(other.owned_, false)) {}
+  Tensor& operator=(Tensor other) noexcept {
+    std::swap(handle_, other.handle_);
+    std::swap(owned_, other.owned_);
+    return *this;
+  }
+  ~Tensor() {
+    if (owned_) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  static Tensor borrow(AtenTensorHandle handle) {
+    Tensor found(handle);
+    found.owned_ = false;
+    return found;
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+
+  // A handle of its own to the same tensor, for whoever deletes it.
+  AtenTensorHandle share() const { return ask<AtenTensorHandle>(aoti_torch_new_tensor_handle); }
+
+  int64_t dim() const { return ask<int64_t>(aoti_torch_get_dim); }
+  int64_t numel() const { return ask<int64_t>(aoti_torch_get_numel); }
+  void* data_ptr() const { return ask<void*>(aoti_torch_get_data_ptr); }
+  bool is_contiguous() const { return ask<bool>(aoti_torch_is_contiguous); }
+  torch::headeronly::IntHeaderOnlyArrayRef sizes() const {
+    return {ask<int64_t*>(aoti_torch_get_sizes), static_cast<size_t>(dim())};
+  }
+  int64_t size(int64_t d) const { return sizes().at(d); }
+  int64_t stride(int64_t d) const {
+    return torch::headeronly::IntHeaderOnlyArrayRef(ask<int64_t*>(aoti_torch_get_strides), dim()).at(d);
+  }
+  int32_t dtype() const { return ask<int32_t>(aoti_torch_get_dtype); }
+  torch::headeronly::ScalarType scalar_type() const {
+    namespace stable = torch::stable::detail;
+    return stable::to<torch::headeronly::ScalarType>(stable::from(dtype()));
+  }
+  size_t element_size() const { return aoti_torch_dtype_element_size(dtype()); }
+
+ private:
+  template <typename T, typename Ask>
+  T ask(const Ask& question) const {
+    T found{};
+    STABLE_TORCH_ERROR_CODE_CHECK(question(handle_, &found));
+    return found;
+  }
+
+  AtenTensorHandle handle_;
+  bool owned_;
+};
 
 inline Tensor empty_strided_cpu(const std::vector<int64_t>& shape, int32_t dtype) {
   std::vector<int64_t> strides(shape.size());
@@ -25,11 +82,7 @@ inline Tensor empty_strided_cpu(const std::vector<int64_t>& shape, int32_t dtype
   return Tensor(handle);
 }
 
-inline int32_t dtype_code(const Tensor& x) {
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  return dtype;
-}
+inline int32_t dtype_code(const Tensor& x) { return x.dtype(); }
 
 inline std::vector<int64_t> shape_of(const Tensor& x) {
   auto sizes = x.sizes();
@@ -61,3 +114,18 @@ inline Tensor contiguous(const Tensor& x) {
 }
 
 } // namespace nxd
+
+// As arguments and results of boxed operators.
+namespace torch::stable::detail {
+
+template <>
+struct ToImpl<nxd::Tensor> {
+  static nxd::Tensor call(StableIValue value, uint64_t, bool) { return nxd::Tensor(to<AtenTensorHandle>(value)); }
+};
+
+template <>
+struct FromImpl<nxd::Tensor> {
+  static StableIValue call(const nxd::Tensor& x, uint64_t, bool) { return torch::stable::detail::from(x.share()); }
+};
+
+} // namespace torch::stable::detail

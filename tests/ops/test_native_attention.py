@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nxd_infer import native
+from nxd_infer.errors import RankFailedError
 from nxd_infer.ops import cache_attention, cache_attention_reference
 from nxd_infer.trace import parallel_model_trace
 from tests.ops.levels import LEVELS, run_at
@@ -358,10 +359,13 @@ def test_a_traced_graph_updates_its_caches_in_place(backend, tmp_path, monkeypat
         model.reset_states()
         for call in calls:
             torch.testing.assert_close(model(*call), plain(*call), rtol=1e-5, atol=1e-5)
+        message = r"rank 0 of 1 raised: nxd: cache_attention: block_table\[0, 0\] = 7 is none of the cache's 3 blocks"
+        with pytest.raises(RankFailedError, match=message):
+            model(calls[0][0], torch.tensor([[7], [0]]), *calls[0][2:])
     if backend == "inductor":
         (wrapper,) = tmp_path.rglob("*.wrapper.cpp")
         code = wrapper.read_text()
-        assert code.count("cache_attention.default") >= 2, "the native operator is called"
+        assert code.count("(aoti_torch_cpu_cache_attention(") == 2, "the native operator is called, past torch"
         # 77 stands in the caches' shape alone: nothing but a check of the inputs may name it.
         naming = [line for line in code.splitlines() if "77L" in line]
         assert naming and all("assert_size_stride(arg" in line for line in naming)
