@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import report
@@ -11,12 +11,15 @@ from bench.options import Options
 from bench.peers.driver import Peer
 from bench.peers.known import HUGGING_FACE, Field, fastest, field_of, ours
 from bench.stats import Verdict, interleaved, ratios, summary
+from bench.stream import read_bandwidth
 from nxd_infer.cli.console import table
 
 BATCHES = (1, 4, 16)
 PROMPT, NEW_TOKENS = 128, 64
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 STEPS = 16
+SHARES, STEADY = 3, 1.15
+"""Readings of the share a round, and how far the bandwidth before and after may lie apart for one that counts."""
 HF_LIMITS = {1: (2.5, 3.5), 4: (3.5, 5.0), 16: (4.0, 6.0)}
 PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
 TP_LIMITS = (0.95, 1.05)
@@ -45,6 +48,12 @@ def run(options: Options) -> None:
                 return peer.run(prompts(model, batch, PROMPT, -1), 4)
 
             rates[batch], bandwidth[batch] = field.rounds(measure, options.rounds, warm)
+        best = fastest(field.mine(), rates[1])
+        shares = (
+            _shares(model, lambda number: measure(field.peers[best], number, 1), SHARES * options.rounds)
+            if best
+            else []
+        )
         contexts = _contexts(options, field)
         peers, mine = dict(field.peers), field.mine()
     rates = {batch: {name: found[name] for name in peers} for batch, found in rates.items()}
@@ -56,6 +65,7 @@ def run(options: Options) -> None:
         "versions": {name: peer.version for name, peer in peers.items()},
         "load_seconds": {name: peer.start_seconds for name, peer in peers.items()},
         "agreement": agreement,
+        "shares": shares,
         "bytes_per_step": bytes_per_step(model),
         "cache_bytes_per_token": cache_bytes_per_token(model),
     }
@@ -68,7 +78,7 @@ def run(options: Options) -> None:
     report.write(
         *("decode", f"Decoding after prompts of {PROMPT}", columns, rows, figures),
         verdicts=[
-            *_share(model, rates[1], mine, bandwidth[1]),
+            *_share(model, best, shares),
             *_against("Hugging Face eager", rates, mine, HUGGING_FACE, HF_LIMITS),
             *_against("the best peer", rates, mine, [name for name in peers if name not in mine], PEER_LIMITS),
             *_degrees(rates),
@@ -105,13 +115,31 @@ def _contexts(options: Options, field: Field) -> Contexts:
     return out
 
 
-def _share(model: Path, rates: dict[str, list[float]], mine: list[str], bandwidth: list[float]) -> list[Verdict]:
-    best = fastest(mine, rates)
-    if best is None:
+def _shares(model: Path, rate: Callable[[int], float], rounds: int) -> list[dict[str, float]]:
+    """Steps a second, each time between two readings of the bandwidth: a memory that others use too changes its pace
+    within seconds."""
+    readings, found = [read_bandwidth()], []
+    for number in range(rounds):
+        steps = rate(number)
+        readings.append(read_bandwidth())
+        before, after = readings[-2:]
+        share = steps * bytes_per_step(model) / ((before + after) / 2)
+        found.append({"steps": steps, "before": before, "after": after, "share": share})
+    return found
+
+
+def _share(model: Path, name: str | None, shares: list[dict[str, float]]) -> list[Verdict]:
+    """Of the readings between which the pace did not change; of all, where it always did."""
+    steady = [one for one in shares if max(one["before"], one["after"]) < STEADY * min(one["before"], one["after"])]
+    if not (used := steady or shares):
         return []
-    shares = [rate * bytes_per_step(model) / read for rate, read in zip(rates[best], bandwidth, strict=True)]
-    note = f"{best}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step"
-    return [Verdict("decode, batch 1: share of the bandwidth", summary(shares), *BANDWIDTH_LIMITS, note=note)]
+    pace = summary([one["before"] for one in used]).text(1e-9)
+    note = (
+        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(steady)} of {len(shares)} readings, "
+    )
+    note += f"with memory at {pace} GB/s" if steady else "in all of which memory changed its pace"
+    measured = summary([one["share"] for one in used])
+    return [Verdict("decode, batch 1: share of the bandwidth", measured, *BANDWIDTH_LIMITS, note=note)]
 
 
 def _against(

@@ -141,8 +141,6 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         if digest in _loaded:
             return _loaded[digest]
         try:
-            # Compiled graphs call some operators by their symbols (see ``shims``).
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             torch.ops.load_library(str(path))
         except OSError as error:
             raise ArtifactCorruptError(f"native library {path} cannot be loaded: {error}") from error
@@ -161,13 +159,27 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
         return library
 
 
-_TENSOR = "AtenTensorHandle"
-_SHIMS = {
-    "cache_attention": ", ".join([*[_TENSOR] * 8, "double", f"{_TENSOR}*"]),
-    "packed_linear": f"{_TENSOR}, {_TENSOR}, {_TENSOR}*, {_TENSOR}*",
-    "packed_linears": f"{_TENSOR}, const {_TENSOR}*, int64_t, int32_t, ...",
+def link_name(digest: str) -> str:
+    """What a compiled graph is linked with, as ``-l`` takes it."""
+    return f"nxd_{digest}"
+
+
+_SHIMS = (
+    "cache_attention",
+    "packed_linear",
+    "packed_linears",
+    "packed_int8_linear",
+    "packed_int8_linears",
+)
+"""The operators with a C function of their own (``NXD_SHIM`` in ``csrc/``)."""
+_C_TYPES = {
+    "Tensor": "AtenTensorHandle",
+    "Optional[Tensor]": "AtenTensorHandle*",
+    "List[Tensor]": "const AtenTensorHandle*, int64_t",
+    "bool": "int32_t",
+    "float": "double",
 }
-"""The parameters of the functions that ``NXD_SHIM`` defines in ``csrc/``."""
+_C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
 
 
 def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
@@ -178,11 +190,33 @@ def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
     found: dict[Any, list[str]] = {}
     for library in libraries:
         functions = ctypes.CDLL(str(library.path))
-        for name, parameters in _SHIMS.items():
+        for name in _SHIMS:
             symbol = f"{library.namespace}_{name}"
-            if hasattr(functions, symbol):  # the library of an older artifact has none
-                found[library.op(name)] = [f'AOTITorchError aoti_torch_cpu_{name}({parameters}) asm("{symbol}")']
+            if not hasattr(functions, symbol):  # the library of an older artifact
+                continue
+            schema = library.op(name)._schema
+            parameters = [_C_TYPES[str(argument.type)] for argument in schema.arguments]
+            parameters += [_C_RESULTS[str(result.type)] for result in schema.returns]
+            declared = f'AOTITorchError aoti_torch_cpu_{name}({", ".join(parameters)}) asm("{symbol}")'
+            found[library.op(name)] = [declared]
     return found
+
+
+@contextlib.contextmanager
+def linkable(libraries: Iterable[NativeLibrary]) -> Iterator[None]:
+    """While this lasts, compilers that this process starts find the libraries under their :func:`link_name`."""
+    before = os.environ.get("LIBRARY_PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        for library in libraries:
+            (Path(folder) / f"lib{link_name(library.hash)}.so").symlink_to(library.path)
+        os.environ["LIBRARY_PATH"] = os.pathsep.join((folder, *filter(None, [before])))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["LIBRARY_PATH"]
+            else:
+                os.environ["LIBRARY_PATH"] = before
 
 
 def read_hash(path: str | os.PathLike[str]) -> str:
@@ -290,7 +324,9 @@ def _build(digest: str, target: Path) -> float:
         with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
             list(pool.map(compile_one, sources, objects))
         built = Path(scratch) / "libnxd.so"
-        _run([compiler, "-shared", *map(str, objects), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(built)])
+        # Compiled graphs name the library they need by its content (``shims``): a file loaded before is found so.
+        name = f"-Wl,-soname,lib{link_name(digest)}.so"
+        _run([compiler, "-shared", name, *map(str, objects), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(built)])
         seconds = time.monotonic() - begin
         record = {"hash": digest, "compiler": compiler, "flags": FLAGS, "torch": torch.__version__, "seconds": seconds}
         (Path(scratch) / "build.json").write_text(json.dumps(record, indent=2))

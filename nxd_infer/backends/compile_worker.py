@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
     from nxd_infer.backends import inductor
     from nxd_infer.backends.machine import cpu_features
+    from nxd_infer.backends.serial_loops import keep_small_loops_serial
     from nxd_infer.backends.target import cpu_target
 
     prepared = False
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
         answer = {"graph": job["graph"], "error": ""}
         try:
             if not prepared:
+                keep_small_loops_serial()
                 restrict_instruction_set(cpu_target(job["options"].get(inductor.CPU_TARGET), cpu_features()).simdlen)
                 prepared = True
             inductor.compile_here(Path(job["graph"]), job["options"])

@@ -35,6 +35,8 @@ CODE = f"{PACKAGE}/data/aotinductor/{MODEL}"
 CPU_TARGET = "cpu_target"
 
 _FIXED: dict[str, Any] = {
+    "aot_inductor.custom_op_libs": None,
+    "aot_inductor.custom_ops_to_c_shims": {},
     "aot_inductor.package": True,
     "aot_inductor.precompile_headers": False,
     "aot_inductor.package_constants_in_so": False,
@@ -214,17 +216,18 @@ def compile_here(graph_dir: Path, options: Mapping[str, Any]) -> None:
 
     from nxd_infer.backends.compiled import collectives_of_package, unpack
     from nxd_infer.backends.lower import graph_module, read_graph, register_operators
-    from nxd_infer.native import shims
+    from nxd_infer.native import link_name, linkable, shims
 
     graph = read_graph(graph_dir)
-    libraries = register_operators(graph, graph_dir)
+    direct = [library for library in register_operators(graph, graph_dir) if shims([library])]
     examples = [
         torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
         for spec in (*graph.states, *graph.inputs, *graph.weights)
     ]
     settings = {**{k: v for k, v in options.items() if k not in (CPU_TARGET, PACKED_OPTION)}, **_FIXED}
-    settings["aot_inductor.custom_ops_to_c_shims"] = shims(libraries)
-    with torch.no_grad():
+    settings["aot_inductor.custom_ops_to_c_shims"] = shims(direct)
+    settings["aot_inductor.custom_op_libs"] = [link_name(library.hash) for library in direct]
+    with torch.no_grad(), linkable(direct):
         files = torch._inductor.aot_compile(graph_module(graph_dir), tuple(examples), options=settings)
     code = graph_dir / CODE
     unpack(files, code)

@@ -19,6 +19,9 @@ from nxd_infer.backends.ir import graph_to_ir, ir_text
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
 from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
 
+CODE = 2
+"""Counts up when graphs are compiled otherwise than before: code in a cache is that of an earlier count."""
+
 
 def native_library() -> Any | None:
     """The native operators, or None where they cannot be built (no compiler, no headers)."""
@@ -142,7 +145,7 @@ def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mappi
 
     No value of a weight or constant is in it, and no rank.
     """
-    rows = [json.dumps({"torch": torch.__version__, **configuration}, sort_keys=True, default=str)]
+    rows = [json.dumps({"torch": torch.__version__, "code": CODE, **configuration}, sort_keys=True, default=str)]
     for kind, specs in (
         ("state", graph.states),
         ("input", graph.inputs),

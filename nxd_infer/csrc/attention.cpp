@@ -314,6 +314,6 @@ NXD_SHIM(cache_attention)(
   *out = nxd::cache_attention(
              borrow(q), borrow(k), borrow(v), borrow(k_cache), borrow(v_cache), borrow(table), borrow(start),
              borrow(length), scale)
-             .share();
+             .release();
   return 0;
 }

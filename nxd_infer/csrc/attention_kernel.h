@@ -148,7 +148,7 @@ struct Kernel : Loops<V, Bf16> {
     if (!native) {
       widen_rows(x, n, k, scratch.k);
       widen_rows(x, n, v, scratch.v);
-      std::fill(later, later + kLater, v[n - 1]);
+      std::fill(later, later + 16, v[n - 1]);
     }
     few<A, A>(x, tile, begin, n, scratch.q, Dp, k, scratch.scores, out, native ? x.D : Dp);
   }

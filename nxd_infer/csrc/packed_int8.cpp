@@ -50,23 +50,23 @@ void product(const Operands& all, const Kernel<T>& wide) {
 std::vector<Tensor> packed_int8_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
   const char* what = "packed_int8_linear";
   check_type(dtype_code(x), what);
-  const Operands all = operands(what, x, layers, biased, kScaleBytes, [&](const Tensor& weight) {
+  Operands all = operands(what, x, layers, biased, kScaleBytes, [&](const Tensor& weight) {
     check_packed(weight, what);
     return dtype_code(x);
   });
-  if (all.M == 0) return all.results;
+  if (all.M == 0) return std::move(all.results);
   if (all.dtype == aoti_torch_dtype_float32()) {
     product<float>(all, float_kernel());
   } else {
     product<BFloat16>(all, bfloat16_kernel());
   }
-  return all.results;
+  return std::move(all.results);
 }
 
 Tensor packed_int8_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   std::vector<Tensor> layer{weight};
   if (bias.has_value()) layer.push_back(*bias);
-  return packed_int8_linears(x, layer, bias.has_value())[0];
+  return std::move(packed_int8_linears(std::move(x), std::move(layer), bias.has_value())[0]);
 }
 
 // --- packing ---
@@ -192,3 +192,6 @@ NXD_IMPL(CPU, m) {
   m.impl("packed_int8_embedding", TORCH_BOX(&nxd::packed_int8_embedding));
   m.impl("pack_int8", TORCH_BOX(&nxd::pack_int8));
 }
+
+NXD_SHIM_LINEAR(packed_int8_linear, nxd::packed_int8_linears)
+NXD_SHIM_LINEARS(packed_int8_linears, nxd::packed_int8_linears)

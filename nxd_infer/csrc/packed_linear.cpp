@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -34,22 +33,22 @@ int32_t check_weight(const Tensor& weight, const char* what) {
 }
 
 std::vector<Tensor> packed_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
-  const Operands all = operands(
+  Operands all = operands(
       "packed_linear", x, layers, biased, 0, [](const Tensor& weight) { return check_weight(weight, "packed_linear"); });
-  if (all.M == 0) return all.results;
+  if (all.M == 0) return std::move(all.results);
   const void* rows = all.x.data_ptr();
   if (all.dtype == aoti_torch_dtype_float32()) {
     multiply(float_kernel(), static_cast<const float*>(rows), all.layers<float, float>(), all.M, all.K);
   } else {
     multiply(bfloat16_kernel(), static_cast<const BFloat16*>(rows), all.layers<BFloat16, BFloat16>(), all.M, all.K);
   }
-  return all.results;
+  return std::move(all.results);
 }
 
 Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   std::vector<Tensor> layer{weight};
   if (bias.has_value()) layer.push_back(*bias);
-  return packed_linears(x, layer, bias.has_value())[0];
+  return std::move(packed_linears(std::move(x), std::move(layer), bias.has_value())[0]);
 }
 
 // --- packing: a transposition of units of four bytes, whatever the type ---
@@ -176,23 +175,5 @@ NXD_IMPL(CPU, m) {
   m.impl("unpack", TORCH_BOX(&nxd::unpack));
 }
 
-NXD_SHIM(packed_linear)(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, AtenTensorHandle* out) {
-  const auto borrow = nxd::Tensor::borrow;
-  *out = nxd::packed_linear(
-             borrow(x), borrow(weight), bias == nullptr ? std::nullopt : std::optional(borrow(*bias)))
-             .share();
-  return 0;
-}
-
-// Behind `biased`: an AtenTensorHandle* for every result.
-NXD_SHIM(packed_linears)(AtenTensorHandle x, const AtenTensorHandle* handles, int64_t count, int32_t biased, ...) {
-  std::vector<nxd::Tensor> layers;
-  layers.reserve(count);
-  for (int64_t i = 0; i < count; i++) layers.push_back(nxd::Tensor::borrow(handles[i]));
-  const auto results = nxd::packed_linears(nxd::Tensor::borrow(x), layers, biased != 0);
-  va_list outs;
-  va_start(outs, biased);
-  for (const nxd::Tensor& result : results) *va_arg(outs, AtenTensorHandle*) = result.share();
-  va_end(outs);
-  return 0;
-}
+NXD_SHIM_LINEAR(packed_linear, nxd::packed_linears)
+NXD_SHIM_LINEARS(packed_linears, nxd::packed_linears)

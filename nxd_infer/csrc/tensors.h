@@ -35,7 +35,14 @@ class Tensor {
 
   AtenTensorHandle get() const { return handle_; }
 
-  // A handle of its own to the same tensor, for whoever deletes it.
+  // The handle, for whoever deletes it from now on.
+  AtenTensorHandle release() {
+    AtenTensorHandle handle = owned_ ? handle_ : share();
+    owned_ = false;
+    return handle;
+  }
+
+  // One more handle to the same tensor, for whoever deletes it.
   AtenTensorHandle share() const { return ask<AtenTensorHandle>(aoti_torch_new_tensor_handle); }
 
   int64_t dim() const { return ask<int64_t>(aoti_torch_get_dim); }

@@ -106,7 +106,9 @@ class ServerSettings(BaseSettings):
 
     expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
     log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged: `debug`, `info`, `warning` or `error`."
+    )
     access_log: bool = Field(True, description="Log every request but those to the health routes.")
 
     @field_validator("api_keys", mode="before")

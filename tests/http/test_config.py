@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +118,15 @@ def test_a_file_of_keys_without_any_does_not_open_the_server(tmp_path):
     (tmp_path / "keys").write_text("\n \n")
     with pytest.raises(SettingsError, match="no key"):
         load_settings(api_keys_file=str(tmp_path / "keys")).keys()
+
+
+@pytest.mark.check
+def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
+    text = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| (.*) \|$", text, re.MULTILINE)
+    expected = []
+    for name, field in ServerSettings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = str(default).lower() if isinstance(default, bool) else str(default or "")
+        expected.append((name, "0" if default == 0 and not isinstance(default, bool) else shown, field.description))
+    assert rows == expected

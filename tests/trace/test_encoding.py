@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -381,6 +382,36 @@ def test_linears_of_one_input_become_one_call(name: str) -> None:
     ]
     with torch.no_grad():
         torch.testing.assert_close(Program(lowered.ir)(x, *values)[0], module(x))
+
+
+def siblings(name: str) -> tuple[nn.Module, dict[Any, int]]:
+    return Siblings(SIBLINGS[name][0]), {}
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("name", ["three of one input", "with and without a bias"])
+def test_compiled_linears_of_one_input_are_called_directly(
+    name: str, quantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # what the compiler writes is looked at
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    func, module = functools.partial(siblings, name), siblings(name)[0]
+    options = {"quantize": "int8"} if quantize else {}
+    with nxd.trace.parallel_model_trace(
+        func,
+        x,
+        tp_degree=1,
+        backend="inductor",
+        compiler_args=["nxd_packed=1"],
+        compiler_workdir=tmp_path,
+        checkpoint_loader_callable=module.state_dict,
+        inline_weights_to_neff=False,
+        **options,
+    ) as model:
+        torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=0.1 if quantize else 1e-5)
+    (wrapper,) = tmp_path.rglob("*.wrapper.cpp")
+    called = "packed_int8_linears" if quantize else "packed_linears"
+    assert wrapper.read_text().count(f"(aoti_torch_cpu_{called}(") == 1
 
 
 def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:

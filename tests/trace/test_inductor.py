@@ -186,6 +186,37 @@ class Constants(nn.Module):
         return cache.sum(1) + self.cache[:, 0], cache
 
 
+class Norms(nn.Module):
+    """Rows that are summed over: one large enough for two threads, and one that is not."""
+
+    def forward(self, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) for x in (large, small))
+
+
+def norms() -> tuple[nn.Module, dict]:
+    return Norms(), {}
+
+
+def test_numbers_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # what the compiler writes is looked at
+    generator = torch.Generator().manual_seed(2)
+    example = torch.randn(1, 1 << 18, generator=generator), torch.randn(4, 1024, generator=generator)
+    before, found = torch.get_num_threads(), []
+    with trace(norms, example, dict, tp_degree=1, compiler_workdir=tmp_path) as model:
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(model(*example))
+        finally:
+            torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+    torch.testing.assert_close(found[0][0], Norms()(*example)[0], rtol=1e-5, atol=1e-5)
+    (wrapper,) = tmp_path.rglob("*.wrapper.cpp")
+    kernels = [kernel.read_text() for kernel in tmp_path.rglob("*.cpp") if kernel != wrapper] + [wrapper.read_text()]
+    assert any("#pragma omp parallel" in code for code in kernels), "what is large and sums nothing is shared"
+
+
 def constants() -> tuple[nn.Module, dict]:
     module = Constants()
     return module, {module.cache: 1}

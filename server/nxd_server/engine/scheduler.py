@@ -7,9 +7,10 @@
   and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
   that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
   there is such a graph.
-* A decode step takes the graph with the most rows per second, and the rows that have waited longest. Where rows may
-  share a slot (``mixes``), tokens of prompts take the rows that are left, in graphs that hold up what decodes for no
-  longer than pieces; while no piece is short enough and such rows are left, prompts go on in these alone.
+* A decode step takes the graph with the most rows per second, none above the smallest that takes every slot, and the
+  rows that have waited longest. Where rows may share a slot (``mixes``), tokens of prompts take the rows that are left,
+  in graphs of any size that hold up what decodes for no longer than pieces; while no piece is short enough and such
+  rows are left, prompts go on in these alone.
 """
 
 from __future__ import annotations
