@@ -10,7 +10,7 @@ from bench.model import bench_model, bytes_per_step, cache_bytes_per_token, prom
 from bench.options import Options
 from bench.peers.driver import Peer
 from bench.peers.known import HUGGING_FACE, Field, fastest, field_of, ours
-from bench.stats import Verdict, interleaved, ratios, summary
+from bench.stats import Pace, Verdict, interleaved, ratios, ratios_at_one_pace, readings, steady, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.console import table
 
@@ -18,14 +18,15 @@ BATCHES = (1, 4, 16)
 PROMPT, NEW_TOKENS = 128, 64
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 STEPS = 16
-SHARES, STEADY = 3, 1.15
-"""Readings of the share a round, and how far the bandwidth before and after may lie apart for one that counts."""
+SHARES = 3
+"""Readings of the share a round."""
 HF_LIMITS = {1: (2.5, 3.5), 4: (3.5, 5.0), 16: (4.0, 6.0)}
 PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
 TP_LIMITS = (0.95, 1.05)
 BANDWIDTH_LIMITS = (0.80, 0.92)
 
 Rates = dict[int, dict[str, list[float]]]
+Paces = dict[int, dict[str, list[Pace]]]
 Contexts = dict[str, dict[str, dict[str, list[float]]]]
 """Name, batch, context -> seconds of a step, one a round."""
 
@@ -33,7 +34,7 @@ Contexts = dict[str, dict[str, dict[str, list[float]]]]
 def run(options: Options) -> None:
     model = bench_model(options)
     new_tokens = 40 if options.quick else NEW_TOKENS
-    bandwidth: dict[int, list[float]] = {}
+    paces: Paces = {}
     rates: Rates = {}
     firsts: dict[str, list[int]] = {}
     with field_of(options) as field:
@@ -47,7 +48,7 @@ def run(options: Options) -> None:
             def warm(peer: Peer, batch: int = batch) -> object:
                 return peer.run(prompts(model, batch, PROMPT, -1), 4)
 
-            rates[batch], bandwidth[batch] = field.rounds(measure, options.rounds, warm)
+            rates[batch], paces[batch] = field.rounds(measure, options.rounds, warm)
         best = fastest(field.mine(), rates[1]) or ours(1)
         shares = _shares(model, lambda number: measure(field.peers[best], number, 1), SHARES * options.rounds)
         contexts = _contexts(options, field)
@@ -56,7 +57,7 @@ def run(options: Options) -> None:
     agreement = {name: _agreement(firsts, name) for name in peers}
     figures = {
         "rates": {str(batch): found for batch, found in rates.items()},
-        "bandwidth": {str(batch): found for batch, found in bandwidth.items()},
+        "paces": {str(batch): found for batch, found in paces.items()},
         "contexts": contexts,
         "versions": {name: peer.version for name, peer in peers.items()},
         "load_seconds": {name: peer.start_seconds for name, peer in peers.items()},
@@ -68,17 +69,17 @@ def run(options: Options) -> None:
     rows = [
         (name, *(summary(rates[batch][name]).text() for batch in BATCHES), f"{agreement[name]:.0%}") for name in peers
     ]
-    rows.append(("read bandwidth, GB/s", *(summary(bandwidth[batch]).text(1e-9) for batch in BATCHES), ""))
+    rows.append(("read bandwidth, GB/s", *(summary(readings(paces[batch])).text(1e-9) for batch in BATCHES), ""))
     columns = ("tokens/s, median (range)", *(f"batch {batch}" for batch in BATCHES), "same first token")
     _print_contexts(contexts)
     report.write(
         *("decode", f"Decoding after prompts of {PROMPT}", columns, rows, figures),
         verdicts=[
             *_share(model, best, shares),
-            *_against("Hugging Face eager as it is by default", rates, mine, HUGGING_FACE[:1], HF_LIMITS),
-            *_against("Hugging Face eager, the faster cache", rates, mine, HUGGING_FACE, HF_LIMITS),
-            *_against("the best peer", rates, mine, [name for name in peers if name not in mine], PEER_LIMITS),
-            *_degrees(rates),
+            *_against("Hugging Face eager as it is by default", rates, paces, mine, HUGGING_FACE[:1], HF_LIMITS),
+            *_against("Hugging Face eager, the faster cache", rates, paces, mine, HUGGING_FACE, HF_LIMITS),
+            *_against("the best peer", rates, paces, mine, [name for name in peers if name not in mine], PEER_LIMITS),
+            *_degrees(rates, paces),
             *_growth(model, contexts),
         ],
         skipped=field.skipped,
@@ -115,11 +116,10 @@ def _contexts(options: Options, field: Field) -> Contexts:
 def _shares(model: Path, rate: Callable[[int], float], rounds: int) -> list[dict[str, float]]:
     """Steps a second, each time between two readings of the bandwidth: a memory that others use too changes its pace
     within seconds."""
-    readings, found = [read_bandwidth()], []
+    found, after = [], read_bandwidth()
     for number in range(rounds):
-        steps = rate(number)
-        readings.append(read_bandwidth())
-        before, after = readings[-2:]
+        before, steps = after, rate(number)
+        after = read_bandwidth()
         share = steps * bytes_per_step(model) / ((before + after) / 2)
         found.append({"steps": steps, "before": before, "after": after, "share": share})
     return found
@@ -127,38 +127,47 @@ def _shares(model: Path, rate: Callable[[int], float], rounds: int) -> list[dict
 
 def _share(model: Path, name: str, shares: list[dict[str, float]]) -> list[Verdict]:
     """Of the readings between which the pace did not change; of all, where it always did."""
-    steady = [one for one in shares if max(one["before"], one["after"]) < STEADY * min(one["before"], one["after"])]
-    if not (used := steady or shares):
+    kept = [one for one in shares if steady((one["before"], one["after"]))]
+    if not (used := kept or shares):
         return []
     pace = summary([one["before"] for one in used]).text(1e-9)
-    note = (
-        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(steady)} of {len(shares)} readings, "
-    )
-    note += f"with memory at {pace} GB/s" if steady else "in all of which memory changed its pace"
+    note = f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(kept)} of {len(shares)} readings, "
+    note += f"with memory at {pace} GB/s" if kept else "in all of which memory changed its pace"
     measured = summary([one["share"] for one in used])
     return [Verdict("decode, batch 1: share of the bandwidth", measured, *BANDWIDTH_LIMITS, note=note)]
 
 
 def _against(
-    title: str, rates: Rates, mine: Iterable[str], others: Iterable[str], limits: dict[int, tuple[float, float]]
+    title: str,
+    rates: Rates,
+    paces: Paces,
+    mine: Iterable[str],
+    others: Iterable[str],
+    limits: dict[int, tuple[float, float]],
 ) -> list[Verdict]:
     """Our faster degree against the fastest of ``others``, batch by batch."""
     verdicts = []
     for batch, found in rates.items():
         best, other = fastest(mine, found), fastest(others, found)
         if best and other:
-            measured = summary(ratios(found[best], found[other]))
+            values, rounds = _paired(rates, paces, batch, best, other)
             row = f"decode against {title}, batch {batch}"
-            verdicts.append(Verdict(row, measured, *limits[batch], note=f"{best} against {other}"))
+            verdicts.append(Verdict(row, summary(values), *limits[batch], note=f"{best} against {other}, {rounds}"))
     return verdicts
 
 
-def _degrees(rates: Rates) -> list[Verdict]:
-    return [
-        Verdict(f"tp 2 against tp 1, batch {batch}", summary(ratios(found[ours(2)], found[ours(1)])), *TP_LIMITS)
-        for batch, found in rates.items()
-        if batch in (1, 4) and ours(1) in found and ours(2) in found
-    ]
+def _paired(rates: Rates, paces: Paces, batch: int, one: str, other: str) -> tuple[list[float], str]:
+    found, met = rates[batch], paces[batch]
+    return ratios_at_one_pace(found[one], found[other], met[one], met[other])
+
+
+def _degrees(rates: Rates, paces: Paces) -> list[Verdict]:
+    verdicts = []
+    for batch, found in rates.items():
+        if batch in (1, 4) and ours(1) in found and ours(2) in found:
+            values, rounds = _paired(rates, paces, batch, ours(2), ours(1))
+            verdicts.append(Verdict(f"tp 2 against tp 1, batch {batch}", summary(values), *TP_LIMITS, note=rounds))
+    return verdicts
 
 
 def _growth(model: Path, contexts: Contexts) -> list[Verdict]:

@@ -51,6 +51,34 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
+STEADY = 1.15
+"""Readings of the bandwidth that lie no further apart are of one pace."""
+
+Pace = tuple[float, float]
+"""The bandwidth read before and after something was measured."""
+
+
+def readings(paces: Mapping[str, Sequence[Pace]]) -> list[float]:
+    """All of them."""
+    return [reading for of_one in paces.values() for pace in of_one for reading in pace]
+
+
+def steady(*paces: Pace) -> bool:
+    """Whether memory kept its pace from the first of these readings to the last."""
+    found = readings({"": paces})
+    return max(found) < STEADY * min(found)
+
+
+def ratios_at_one_pace(
+    ours: Sequence[float], theirs: Sequence[float], our_paces: Sequence[Pace], their_paces: Sequence[Pace]
+) -> tuple[list[float], str]:
+    """The ratios of the rounds in which both sides met the same pace, of all where those are fewer than two; and how
+    many they are, in words."""
+    found = ratios(ours, theirs)
+    same = [ratio for ratio, *paces in zip(found, our_paces, their_paces, strict=True) if steady(*paces)]
+    return (same if len(same) > 1 else found), f"{len(same)} of {len(found)} rounds at one pace"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One row of the project's table: what was measured, against what it must and should be."""

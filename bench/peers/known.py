@@ -13,7 +13,7 @@ from bench.artifacts import artifact
 from bench.model import bench_model
 from bench.options import THREADS, Options, home
 from bench.peers.driver import Peer, PeerError
-from bench.stats import interleaved, summary
+from bench.stats import Pace, interleaved, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.console import console
 
@@ -82,8 +82,8 @@ class Field:
 
     def rounds(
         self, measure: Callable[[Peer, int], float], count: int, warm: Callable[[Peer], object]
-    ) -> tuple[dict[str, list[float]], list[float]]:
-        """``measure(peer, round)`` of everyone, interleaved, and the bandwidth read in each round.
+    ) -> tuple[dict[str, list[float]], dict[str, list[Pace]]]:
+        """``measure(peer, round)`` of everyone, interleaved, and the bandwidth read before and after each turn.
 
         ``warm`` comes first for everyone: shapes seen for the first time cost more. A peer that fails is left out from
         then on, and nothing of it is kept.
@@ -100,12 +100,18 @@ class Field:
 
         for name in list(self.peers):
             attempt(name, warm)
-        work: dict[str, Callable[[int], float]] = {"": lambda _: read_bandwidth()}
-        for name in self.peers:
-            work[name] = lambda number, name=name: attempt(name, lambda peer: measure(peer, number))
-        found = interleaved(work, count)
-        bandwidth = found.pop("")
-        return {name: values for name, values in found.items() if name in self.peers}, bandwidth
+        last = read_bandwidth()
+
+        def turn(name: str, number: int) -> tuple[float, Pace]:
+            nonlocal last
+            before, value = last, attempt(name, lambda peer: measure(peer, number))
+            last = read_bandwidth()
+            return value, (before, last)
+
+        work = {name: lambda number, name=name: turn(name, number) for name in self.peers}
+        found = {name: turns for name, turns in interleaved(work, count).items() if name in self.peers}
+        values = {name: [value for value, _ in turns] for name, turns in found.items()}
+        return values, {name: [pace for _, pace in turns] for name, turns in found.items()}
 
     def mine(self) -> list[str]:
         """This project's degrees."""

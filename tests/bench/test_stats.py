@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.stats import Summary, Verdict, interleaved, ratios, summary, turns
+from bench.stats import Summary, Verdict, interleaved, ratios, ratios_at_one_pace, summary, turns
 
 
 @pytest.mark.check
@@ -64,3 +64,13 @@ def test_a_verdict_compares_the_median_and_says_when_rounds_differ(values, bette
     must, aim = (2.5, 3.5) if better == "higher" else (3.5, 2.5)
     verdict = Verdict("row", summary(values), must, aim, better)
     assert (verdict.result, verdict.certain) == (result, certain)
+
+
+@pytest.mark.check
+def test_ratios_count_where_both_sides_met_one_pace():
+    slow, fast, between = (40.0, 41.0), (80.0, 78.0), (41.0, 79.0)
+    ours, theirs = [10.0, 20.0, 30.0, 40.0], [10.0, 10.0, 10.0, 10.0]
+    values, rounds = ratios_at_one_pace(ours, theirs, [slow, fast, fast, slow], [slow, fast, slow, between])
+    assert values == [1.0, 2.0] and rounds == "2 of 4 rounds at one pace"
+    values, rounds = ratios_at_one_pace(ours, theirs, [slow, fast, fast, slow], [slow, slow, slow, between])
+    assert values == [1.0, 2.0, 3.0, 4.0] and rounds == "1 of 4 rounds at one pace"
