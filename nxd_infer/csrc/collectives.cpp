@@ -70,7 +70,7 @@ int64_t row_bytes(const Tensor& x, const std::vector<int64_t>& shape, int64_t di
 int64_t byte_count(const Tensor& x) { return x.numel() * static_cast<int64_t>(x.element_size()); }
 
 Call describe(Op op, const Tensor& x, int64_t argument) {
-  return Call{static_cast<uint32_t>(op), static_cast<uint32_t>(dtype_code(x)), x.numel(), argument};
+  return Call{static_cast<uint32_t>(op), static_cast<uint32_t>(x.dtype()), x.numel(), argument};
 }
 
 Tensor copy_of(const Tensor& x) {

@@ -21,11 +21,11 @@ namespace nxd {
 namespace {
 
 void check_packed(const Tensor& weight, const char* what) {
-  if (dtype_code(weight) != aoti_torch_dtype_int8() || weight.dim() != 2 || weight.size(1) <= kScaleBytes ||
+  if (weight.dtype() != aoti_torch_dtype_int8() || weight.dim() != 2 || weight.size(1) <= kScaleBytes ||
       !weight.is_contiguous()) {
     throw std::runtime_error(
         std::string("nxd: ") + what + ": a weight packed in eight bits is a contiguous int8 matrix [N, K + 4], got " +
-        text(weight) + " (dtype number " + std::to_string(dtype_code(weight)) + ")");
+        text(weight) + " (dtype number " + std::to_string(weight.dtype()) + ")");
   }
 }
 
@@ -49,10 +49,10 @@ void product(const Operands& all, const Kernel<T>& wide) {
 
 std::vector<Tensor> packed_int8_linears(Tensor x, std::vector<Tensor> layers, bool biased) {
   const char* what = "packed_int8_linear";
-  check_type(dtype_code(x), what);
+  check_type(x.dtype(), what);
   Operands all = operands(what, x, layers, biased, kScaleBytes, [&](const Tensor& weight) {
     check_packed(weight, what);
-    return dtype_code(x);
+    return x.dtype();
   });
   if (all.M == 0) return std::move(all.results);
   if (all.dtype == aoti_torch_dtype_float32()) {
@@ -126,14 +126,14 @@ void pack_rows(const T* from, int64_t N, int64_t K, int8_t* to) {
 
 void pack_int8(Tensor out, Tensor weight_in) {
   check_packed(out, "pack_int8");
-  check_type(dtype_code(weight_in), "pack_int8");
+  check_type(weight_in.dtype(), "pack_int8");
   const Tensor weight = contiguous(weight_in);
   const int64_t N = out.size(0), K = out.size(1) - kScaleBytes;
   if (weight.dim() != 2 || weight.size(0) != N || weight.size(1) != K) {
     throw std::runtime_error("nxd: pack_int8: a weight of shape " + text(weight) + " into one of " + text(out));
   }
   int8_t* to = static_cast<int8_t*>(out.data_ptr());
-  if (dtype_code(weight) == aoti_torch_dtype_float32()) {
+  if (weight.dtype() == aoti_torch_dtype_float32()) {
     pack_rows(static_cast<const float*>(weight.data_ptr()), N, K, to);
   } else {
     pack_rows(static_cast<const BFloat16*>(weight.data_ptr()), N, K, to);

@@ -19,7 +19,7 @@ namespace {
 
 // The weight of a packed operator: [N, K], contiguous. Returns its dtype.
 int32_t check_weight(const Tensor& weight, const char* what) {
-  const int32_t dtype = dtype_code(weight);
+  const int32_t dtype = weight.dtype();
   if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16()) {
     throw std::runtime_error(
         std::string("nxd: ") + what + ": a packed weight is float32 or bfloat16, got dtype number " +
@@ -91,7 +91,7 @@ NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, c
 void pack(Tensor out, Tensor weight_in) {
   const int32_t dtype = check_weight(out, "pack");
   const Tensor weight = contiguous(weight_in);
-  if (shape_of(weight) != shape_of(out) || dtype_code(weight) != dtype) {
+  if (shape_of(weight) != shape_of(out) || weight.dtype() != dtype) {
     throw std::runtime_error("nxd: pack: a weight of shape " + text(weight) + " into one of shape " + text(out));
   }
   const int64_t N = out.size(0);

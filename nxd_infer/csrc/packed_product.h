@@ -244,7 +244,7 @@ Operands operands(
   const auto shape_text = [&](const Tensor& weight) {
     return "[" + std::to_string(weight.size(0)) + ", " + std::to_string(weight.size(1) - extra) + "]";
   };
-  Operands all{contiguous(x), {}, {}, {}, 1, 0, dtype_code(x)};
+  Operands all{contiguous(x), {}, {}, {}, 1, 0, x.dtype()};
   auto shape = shape_of(x);
   for (size_t d = 0; d + 1 < shape.size(); d++) all.M *= shape[d];
   all.weights.reserve(count);
@@ -254,13 +254,13 @@ Operands operands(
     if (check(weight) != all.dtype || shape.empty() || shape.back() != weight.size(1) - extra) {
       throw std::runtime_error(
           "nxd: " + std::string(what) + ": the input " + text(x) + " (dtype number " + std::to_string(all.dtype) +
-          ") does not fit the weight " + shape_text(weight) + " (dtype number " + std::to_string(dtype_code(weight)) +
+          ") does not fit the weight " + shape_text(weight) + " (dtype number " + std::to_string(weight.dtype()) +
           ")");
     }
     all.weights.push_back(weight);
     if (!biased) continue;
     const Tensor& bias = layers[count + i];
-    if (bias.dim() != 1 || bias.size(0) != weight.size(0) || dtype_code(bias) != all.dtype) {
+    if (bias.dim() != 1 || bias.size(0) != weight.size(0) || bias.dtype() != all.dtype) {
       throw std::runtime_error(
           "nxd: " + std::string(what) + ": the bias " + text(bias) + " does not fit the weight " + shape_text(weight));
     }
@@ -276,8 +276,8 @@ Operands operands(
 
 // The ids of rows to gather from a table of N. Raises for one that is not there.
 inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& ids, int64_t N) {
-  const bool wide = dtype_code(ids) == aoti_torch_dtype_int64();
-  if (!wide && dtype_code(ids) != aoti_torch_dtype_int32()) {
+  const bool wide = ids.dtype() == aoti_torch_dtype_int64();
+  if (!wide && ids.dtype() != aoti_torch_dtype_int32()) {
     throw std::runtime_error("nxd: " + what + ": the ids must be int64 or int32");
   }
   std::vector<int64_t> rows(ids.numel());

@@ -11,8 +11,8 @@
 #define NXD_IMPL(key, m) NXD_IMPL_(NXD_NAMESPACE, key, m)
 
 // A C function that compiled graphs call without torch's dispatcher: NXD_SHIM(name)(arguments) { .. return 0; }. Its
-// symbol is nxd_<content hash>_<name>, its parameters stand in nxd_infer/native.py too. Errors are exceptions, which the
-// compiled graph's caller turns into its own.
+// symbol is nxd_<content hash>_<name>; its parameters are the operator's schema in C (`shims` in nxd_infer/native.py).
+// Errors are exceptions, which the compiled graph's caller turns into its own.
 #define NXD_JOIN_(ns, name) ns##_##name
 #define NXD_JOIN(ns, name) NXD_JOIN_(ns, name)
 #define NXD_SHIM(name) \

@@ -89,8 +89,6 @@ inline Tensor empty_strided_cpu(const std::vector<int64_t>& shape, int32_t dtype
   return Tensor(handle);
 }
 
-inline int32_t dtype_code(const Tensor& x) { return x.dtype(); }
-
 inline std::vector<int64_t> shape_of(const Tensor& x) {
   auto sizes = x.sizes();
   return std::vector<int64_t>(sizes.begin(), sizes.end());
@@ -107,7 +105,7 @@ inline std::string text(const Tensor& x) { return text(x.sizes()); }
 
 // A new contiguous tensor of x's dtype.
 inline Tensor new_like(const Tensor& x, const std::vector<int64_t>& shape) {
-  return empty_strided_cpu(shape, dtype_code(x));
+  return empty_strided_cpu(shape, x.dtype());
 }
 
 // x itself when it is contiguous, else a contiguous copy.

@@ -25,12 +25,7 @@ from nxd_server.engine.sequence import derive_seed
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.engine.worker import FATAL, ModelWorker
-from nxd_server.errors import (
-    DeadlineExceededError,
-    GenerationError,
-    QueueFullError,
-    RequestError,
-)
+from nxd_server.errors import DeadlineExceededError, GenerationError, QueueFullError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("nxd_server.engine")
