@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from bench import report
@@ -10,8 +11,16 @@ from bench.model import bench_model, bytes_per_step, cache_bytes_per_token, prom
 from bench.options import Options
 from bench.peers.driver import Peer
 from bench.peers.known import HUGGING_FACE, Field, fastest, field_of, ours
-from bench.stats import Pace, Verdict, interleaved, ratios, ratios_at_one_pace, readings, steady, summary
-from bench.stream import read_bandwidth
+from bench.stats import (
+    Turn,
+    Verdict,
+    bandwidth_of,
+    held_ratios,
+    interleaved,
+    record_of,
+    summary,
+    values,
+)
 from nxd_infer.cli.console import table
 
 BATCHES = (1, 4, 16)
@@ -25,61 +34,68 @@ PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
 TP_LIMITS = (0.95, 1.05)
 BANDWIDTH_LIMITS = (0.80, 0.92)
 
-Rates = dict[int, dict[str, list[float]]]
-Paces = dict[int, dict[str, list[Pace]]]
-Contexts = dict[str, dict[str, dict[str, list[float]]]]
+Rates = dict[int, dict[str, list[Turn]]]
+"""Batch, name -> tokens a second, one a round."""
+Firsts = dict[str, dict[tuple[int, int], list[int]]]
+"""Name -> batch and round -> first tokens of the rows; a turn that is repeated answers the same prompts."""
+Contexts = dict[str, dict[str, dict[str, list[Turn]]]]
 """Name, batch, context -> seconds of a step, one a round."""
 
 
 def run(options: Options) -> None:
     model = bench_model(options)
     new_tokens = 40 if options.quick else NEW_TOKENS
-    paces: Paces = {}
     rates: Rates = {}
-    firsts: dict[str, list[int]] = {}
+    firsts: Firsts = {}
     with field_of(options) as field:
         for batch in BATCHES:
 
             def measure(peer: Peer, number: int, batch: int = batch) -> float:
                 found = peer.run(prompts(model, batch, PROMPT, number), new_tokens)
-                firsts.setdefault(peer.name, []).extend(row[0] for row in found.tokens)
+                firsts.setdefault(peer.name, {})[batch, number] = [row[0] for row in found.tokens]
                 return found.rate
 
             def warm(peer: Peer, batch: int = batch) -> object:
                 return peer.run(prompts(model, batch, PROMPT, -1), 4)
 
-            rates[batch], paces[batch] = field.rounds(measure, options.rounds, warm)
-        best = fastest(field.mine(), rates[1]) or ours(1)
-        shares = _shares(model, lambda number: measure(field.peers[best], number, 1), SHARES * options.rounds)
+            rates[batch] = field.rounds(measure, options.rounds, warm)
+        best = fastest(field.mine(), values(rates[1])) or ours(1)
+        shares = [
+            field.turn(lambda number=number: measure(field.peers[best], number, 1))
+            for number in range(SHARES * options.rounds)
+        ]
         contexts = _contexts(options, field)
         peers, mine = dict(field.peers), field.mine()
     rates = {batch: {name: found[name] for name in peers} for batch, found in rates.items()}
     agreement = {name: _agreement(firsts, name) for name in peers}
     figures = {
-        "rates": {str(batch): found for batch, found in rates.items()},
-        "paces": {str(batch): found for batch, found in paces.items()},
-        "contexts": contexts,
+        "rates": {str(batch): values(found) for batch, found in rates.items()},
+        "turns": record_of(rates),
+        "contexts": {
+            name: {batch: values(cells) for batch, cells in batches.items()} for name, batches in contexts.items()
+        },
         "versions": {name: peer.version for name, peer in peers.items()},
         "load_seconds": {name: peer.start_seconds for name, peer in peers.items()},
         "agreement": agreement,
-        "shares": shares,
+        "shares": [asdict(turn) for turn in shares],
         "bytes_per_step": bytes_per_step(model),
         "cache_bytes_per_token": cache_bytes_per_token(model),
     }
     rows = [
-        (name, *(summary(rates[batch][name]).text() for batch in BATCHES), f"{agreement[name]:.0%}") for name in peers
+        (name, *(summary(values(rates[batch])[name]).text() for batch in BATCHES), f"{agreement[name]:.0%}")
+        for name in peers
     ]
-    rows.append(("read bandwidth, GB/s", *(summary(readings(paces[batch])).text(1e-9) for batch in BATCHES), ""))
+    rows.append(("read bandwidth, GB/s", *(bandwidth_of(rates[batch]).text(1e-9) for batch in BATCHES), ""))
     columns = ("tokens/s, median (range)", *(f"batch {batch}" for batch in BATCHES), "same first token")
     _print_contexts(contexts)
     report.write(
         *("decode", f"Decoding after prompts of {PROMPT}", columns, rows, figures),
         verdicts=[
             *_share(model, best, shares),
-            *_against("Hugging Face eager as it is by default", rates, paces, mine, HUGGING_FACE[:1], HF_LIMITS),
-            *_against("Hugging Face eager, the faster cache", rates, paces, mine, HUGGING_FACE, HF_LIMITS),
-            *_against("the best peer", rates, paces, mine, [name for name in peers if name not in mine], PEER_LIMITS),
-            *_degrees(rates, paces),
+            *_against("Hugging Face eager as it is by default", rates, mine, HUGGING_FACE[:1], HF_LIMITS),
+            *_against("Hugging Face eager, the faster cache", rates, mine, HUGGING_FACE, HF_LIMITS),
+            *_against("the best peer", rates, mine, [name for name in peers if name not in mine], PEER_LIMITS),
+            *_degrees(rates),
             *_growth(model, contexts),
         ],
         skipped=field.skipped,
@@ -87,12 +103,11 @@ def run(options: Options) -> None:
     )
 
 
-def _agreement(firsts: dict[str, list[int]], name: str) -> float:
+def _agreement(firsts: Firsts, name: str) -> float:
     """How often a peer's first token is Hugging Face's (or ours, without it): that all of them do the same work."""
-    reference = firsts.get("hf") or next(iter(firsts.values()))
-    mine = firsts.get(name, [])
-    same = sum(a == b for a, b in zip(mine, reference, strict=False))
-    return same / max(1, len(mine))
+    reference, mine = firsts.get("hf") or next(iter(firsts.values())), firsts.get(name, {})
+    both = [pair for key in mine.keys() & reference.keys() for pair in zip(mine[key], reference[key], strict=True)]
+    return sum(one == other for one, other in both) / max(1, len(both))
 
 
 def _contexts(options: Options, field: Field) -> Contexts:
@@ -105,7 +120,9 @@ def _contexts(options: Options, field: Field) -> Contexts:
         return summary(seconds[2:]).median
 
     names = [str(cell) for cell in cells]
-    work = {key: lambda _, cell=cell: measure(*cell) for key, cell in zip(names, cells, strict=True)}
+    work = {
+        key: lambda _, cell=cell: field.turn(lambda: measure(*cell)) for key, cell in zip(names, cells, strict=True)
+    }
     found = interleaved(work, options.rounds)
     out: Contexts = {}
     for key, (name, batch, context) in zip(names, cells, strict=True):
@@ -113,60 +130,39 @@ def _contexts(options: Options, field: Field) -> Contexts:
     return out
 
 
-def _shares(model: Path, rate: Callable[[int], float], rounds: int) -> list[dict[str, float]]:
-    """Steps a second, each time between two readings of the bandwidth: a memory that others use too changes its pace
-    within seconds."""
-    found, after = [], read_bandwidth()
-    for number in range(rounds):
-        before, steps = after, rate(number)
-        after = read_bandwidth()
-        share = steps * bytes_per_step(model) / ((before + after) / 2)
-        found.append({"steps": steps, "before": before, "after": after, "share": share})
-    return found
-
-
-def _share(model: Path, name: str, shares: list[dict[str, float]]) -> list[Verdict]:
-    """Of the readings between which the pace did not change; of all, where it always did."""
-    kept = [one for one in shares if steady((one["before"], one["after"]))]
-    if not (used := kept or shares):
-        return []
-    pace = summary([one["before"] for one in used]).text(1e-9)
-    note = f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(kept)} of {len(shares)} readings, "
-    note += f"with memory at {pace} GB/s" if kept else "in all of which memory changed its pace"
-    measured = summary([one["share"] for one in used])
+def _share(model: Path, name: str, shares: list[Turn]) -> list[Verdict]:
+    """Of the turns that kept their place; of all where none did."""
+    held = [turn for turn in shares if turn.held]
+    used = held or shares
+    pace = summary([turn.bandwidth for turn in used]).text(1e-9)
+    note = (
+        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(held)} of {len(shares)} turns held, "
+    )
+    note += f"with memory at {pace} GB/s"
+    measured = summary([turn.value * bytes_per_step(model) / turn.bandwidth for turn in used])
     return [Verdict("decode, batch 1: share of the bandwidth", measured, *BANDWIDTH_LIMITS, note=note)]
 
 
 def _against(
-    title: str,
-    rates: Rates,
-    paces: Paces,
-    mine: Iterable[str],
-    others: Iterable[str],
-    limits: dict[int, tuple[float, float]],
+    title: str, rates: Rates, mine: Iterable[str], others: Iterable[str], limits: dict[int, tuple[float, float]]
 ) -> list[Verdict]:
     """Our faster degree against the fastest of ``others``, batch by batch."""
     verdicts = []
     for batch, found in rates.items():
-        best, other = fastest(mine, found), fastest(others, found)
+        best, other = fastest(mine, values(found)), fastest(others, values(found))
         if best and other:
-            values, rounds = _paired(rates, paces, batch, best, other)
+            measured, rounds = held_ratios(found[best], found[other])
             row = f"decode against {title}, batch {batch}"
-            verdicts.append(Verdict(row, summary(values), *limits[batch], note=f"{best} against {other}, {rounds}"))
+            verdicts.append(Verdict(row, summary(measured), *limits[batch], note=f"{best} against {other}, {rounds}"))
     return verdicts
 
 
-def _paired(rates: Rates, paces: Paces, batch: int, one: str, other: str) -> tuple[list[float], str]:
-    found, met = rates[batch], paces[batch]
-    return ratios_at_one_pace(found[one], found[other], met[one], met[other])
-
-
-def _degrees(rates: Rates, paces: Paces) -> list[Verdict]:
+def _degrees(rates: Rates) -> list[Verdict]:
     verdicts = []
     for batch, found in rates.items():
         if batch in (1, 4) and ours(1) in found and ours(2) in found:
-            values, rounds = _paired(rates, paces, batch, ours(2), ours(1))
-            verdicts.append(Verdict(f"tp 2 against tp 1, batch {batch}", summary(values), *TP_LIMITS, note=rounds))
+            measured, rounds = held_ratios(found[ours(2)], found[ours(1)])
+            verdicts.append(Verdict(f"tp 2 against tp 1, batch {batch}", summary(measured), *TP_LIMITS, note=rounds))
     return verdicts
 
 
@@ -178,9 +174,10 @@ def _growth(model: Path, contexts: Contexts) -> list[Verdict]:
         low, high = min(map(int, batches["4"])), max(map(int, batches["4"]))
         read = {context: bytes_per_step(model) + 4 * context * cache_bytes_per_token(model) for context in (low, high)}
         growth = read[high] / read[low]
-        measured = summary([value / growth for value in ratios(batches["4"][str(high)], batches["4"][str(low)])])
+        found, rounds = held_ratios(batches["4"][str(high)], batches["4"][str(low)])
         row = f"context {high} over {low}, batch 4, {name}: time over bytes"
-        note = f"bytes read grow {growth:.2f} times"
+        note = f"bytes read grow {growth:.2f} times, {rounds}"
+        measured = summary([value / growth for value in found])
         verdicts.append(Verdict(row, measured, 1.0, 1.0, better="lower", note=note))
     return verdicts
 
@@ -188,7 +185,7 @@ def _growth(model: Path, contexts: Contexts) -> list[Verdict]:
 def _print_contexts(contexts: Contexts) -> None:
     wanted = list(next(iter(next(iter(contexts.values())).values())))
     rows = [
-        (f"{name}, batch {batch}", *(summary(cells[context]).text(1e3) for context in wanted))
+        (f"{name}, batch {batch}", *(summary(values(cells)[context]).text(1e3) for context in wanted))
         for name, batches in contexts.items()
         for batch, cells in batches.items()
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -51,32 +51,47 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
-STEADY = 1.15
-"""Readings of the bandwidth that lie no further apart are of one pace."""
+@dataclass(frozen=True)
+class Turn:
+    """One turn of someone: what was measured, the bandwidth read before and after, and whether the machine's cores
+    stayed in one place (see :mod:`bench.placement`)."""
 
-Pace = tuple[float, float]
-"""The bandwidth read before and after something was measured."""
+    value: float
+    before: float
+    after: float
+    held: bool
 
-
-def readings(paces: Mapping[str, Sequence[Pace]]) -> list[float]:
-    """All of them."""
-    return [reading for of_one in paces.values() for pace in of_one for reading in pace]
-
-
-def steady(*paces: Pace) -> bool:
-    """Whether memory kept its pace from the first of these readings to the last."""
-    found = readings({"": paces})
-    return max(found) < STEADY * min(found)
+    @property
+    def bandwidth(self) -> float:
+        return (self.before + self.after) / 2
 
 
-def ratios_at_one_pace(
-    ours: Sequence[float], theirs: Sequence[float], our_paces: Sequence[Pace], their_paces: Sequence[Pace]
-) -> tuple[list[float], str]:
-    """The ratios of the rounds in which both sides met the same pace, of all where those are fewer than two; and how
-    many they are, in words."""
-    found = ratios(ours, theirs)
-    same = [ratio for ratio, *paces in zip(found, our_paces, their_paces, strict=True) if steady(*paces)]
-    return (same if len(same) > 1 else found), f"{len(same)} of {len(found)} rounds at one pace"
+Turns = Mapping[str, Sequence[Turn]]
+"""By name, one a round."""
+
+
+def values(found: Turns) -> dict[str, list[float]]:
+    return {name: [turn.value for turn in of_one] for name, of_one in found.items()}
+
+
+def bandwidth_of(found: Turns) -> Summary:
+    """What was read around all turns."""
+    return summary([reading for turns in found.values() for turn in turns for reading in (turn.before, turn.after)])
+
+
+def record_of(found: Mapping[int, Turns]) -> dict[str, Any]:
+    """All of all turns, for the record."""
+    return {
+        str(key): {name: [asdict(turn) for turn in turns] for name, turns in one.items()} for key, one in found.items()
+    }
+
+
+def held_ratios(ours: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[list[float], str]:
+    """The ratios of the rounds in which both sides kept the place, of all where those are fewer than two; and how many
+    they are, in words."""
+    found = ratios([turn.value for turn in ours], [turn.value for turn in theirs])
+    held = [ratio for ratio, one, other in zip(found, ours, theirs, strict=True) if one.held and other.held]
+    return (held if len(held) > 1 else found), f"{len(held)} of {len(found)} rounds held"
 
 
 @dataclass(frozen=True)

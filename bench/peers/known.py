@@ -13,7 +13,8 @@ from bench.artifacts import artifact
 from bench.model import bench_model
 from bench.options import THREADS, Options, home
 from bench.peers.driver import Peer, PeerError
-from bench.stats import Pace, interleaved, summary
+from bench.placement import Placement
+from bench.stats import Turn, interleaved, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.console import console
 
@@ -79,11 +80,12 @@ class Field:
 
     peers: dict[str, Peer]
     skipped: dict[str, str]
+    placement: Placement = field(default_factory=Placement)
 
     def rounds(
         self, measure: Callable[[Peer, int], float], count: int, warm: Callable[[Peer], object]
-    ) -> tuple[dict[str, list[float]], dict[str, list[Pace]]]:
-        """``measure(peer, round)`` of everyone, interleaved, and the bandwidth read before and after each turn.
+    ) -> dict[str, list[Turn]]:
+        """``measure(peer, round)`` of everyone, interleaved.
 
         ``warm`` comes first for everyone: shapes seen for the first time cost more. A peer that fails is left out from
         then on, and nothing of it is kept.
@@ -100,18 +102,21 @@ class Field:
 
         for name in list(self.peers):
             attempt(name, warm)
-        last = read_bandwidth()
+        work = {
+            name: lambda number, name=name: self.turn(lambda: attempt(name, lambda peer: measure(peer, number)))
+            for name in self.peers
+        }
+        return {name: turns for name, turns in interleaved(work, count).items() if name in self.peers}
 
-        def turn(name: str, number: int) -> tuple[float, Pace]:
-            nonlocal last
-            before, value = last, attempt(name, lambda peer: measure(peer, number))
-            last = read_bandwidth()
-            return value, (before, last)
+    def turn(self, measure: Callable[[], float]) -> Turn:
+        """``measure()`` between two readings of the bandwidth, all in one place if it can be."""
 
-        work = {name: lambda number, name=name: turn(name, number) for name in self.peers}
-        found = {name: turns for name, turns in interleaved(work, count).items() if name in self.peers}
-        values = {name: [value for value, _ in turns] for name, turns in found.items()}
-        return values, {name: [pace for _, pace in turns] for name, turns in found.items()}
+        def read() -> tuple[float, float, float]:
+            before, value = read_bandwidth(), measure()
+            return value, before, read_bandwidth()
+
+        (value, before, after), held = self.placement.held(read)
+        return Turn(value, before, after, held)
 
     def mine(self) -> list[str]:
         """This project's degrees."""
@@ -136,6 +141,7 @@ def field_of(options: Options, **engine: Any) -> Iterator[Field]:
     traced = {tp: artifact(options, tp) for tp in options.degrees}
     found = Field({}, {})
     try:
+        found.placement.look()
         for tp, path in traced.items():
             with console.status(f"starting {ours(tp)}"):
                 _start(found, ours(tp), Known("ours"), options, model=str(path), threads=THREADS // tp, **engine)
@@ -160,5 +166,6 @@ def _start(found: Field, name: str, known: Known, options: Options, **arguments:
     found.peers[name] = Peer(name, command, log, env)
     try:
         found.peers[name].start(known.start_timeout, **known.arguments, **arguments)
+        found.placement.look()
     except PeerError as error:
         found.drop(name, error)

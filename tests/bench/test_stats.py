@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.stats import Summary, Verdict, interleaved, ratios, ratios_at_one_pace, summary, turns
+from bench.stats import Summary, Turn, Verdict, bandwidth_of, held_ratios, interleaved, ratios, summary, turns, values
 
 
 @pytest.mark.check
@@ -67,10 +67,18 @@ def test_a_verdict_compares_the_median_and_says_when_rounds_differ(values, bette
 
 
 @pytest.mark.check
-def test_ratios_count_where_both_sides_met_one_pace():
-    slow, fast, between = (40.0, 41.0), (80.0, 78.0), (41.0, 79.0)
+def test_ratios_count_where_both_sides_kept_the_place():
+    def turns_of(values: list[float], held: list[bool]) -> list[Turn]:
+        return [Turn(value, 40e9, 80e9, kept) for value, kept in zip(values, held, strict=True)]
+
     ours, theirs = [10.0, 20.0, 30.0, 40.0], [10.0, 10.0, 10.0, 10.0]
-    values, rounds = ratios_at_one_pace(ours, theirs, [slow, fast, fast, slow], [slow, fast, slow, between])
-    assert values == [1.0, 2.0] and rounds == "2 of 4 rounds at one pace"
-    values, rounds = ratios_at_one_pace(ours, theirs, [slow, fast, fast, slow], [slow, slow, slow, between])
-    assert values == [1.0, 2.0, 3.0, 4.0] and rounds == "1 of 4 rounds at one pace"
+    kept = turns_of(ours, [True, True, False, True])
+    found, rounds = held_ratios(kept, turns_of(theirs, [True, True, True, False]))
+    assert found == [1.0, 2.0] and rounds == "2 of 4 rounds held"
+    found, rounds = held_ratios(kept, turns_of(theirs, [True, False, True, False]))
+    assert found == [1.0, 2.0, 3.0, 4.0] and rounds == "1 of 4 rounds held"
+    with pytest.raises(ValueError):
+        held_ratios(kept, kept[1:])
+    assert values({"a": kept}) == {"a": ours}
+    assert bandwidth_of({"a": kept[:1]}) == Summary(60e9, 40e9, 80e9, 2)
+    assert kept[0].bandwidth == 60e9
