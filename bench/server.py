@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ def run(options: Options) -> None:
         engine = field.peers[ours(tp)]
         new_tokens = 40 if options.quick else NEW_TOKENS
 
+        def hold(work: Callable[[], Any]) -> Any:
+            return field.placement.held(work)[0]
+
         def serve(number: int, clients: int) -> Any:
             with server.awake():
                 return load(server.port, prompts(model, clients, PROMPT, number), new_tokens)
@@ -83,13 +86,13 @@ def run(options: Options) -> None:
         levels: dict[int, dict[str, Any]] = {}
         for clients in CLIENTS:
             work: dict[str, Any] = {
-                "server": lambda number, clients=clients: serve(number, clients),
-                "engine": lambda number, clients=clients: in_process(number, clients),
+                "server": lambda number, clients=clients: hold(lambda: serve(number, clients)),
+                "engine": lambda number, clients=clients: hold(lambda: in_process(number, clients)),
             }
             work["server"](-1)
             levels[clients] = interleaved(work, options.rounds)
         server.resume()
-        stalls = [_stall(server.port, model, number) for number in range(options.rounds)]
+        stalls = [hold(lambda number=number: _stall(server.port, model, number)) for number in range(options.rounds)]
         server.stop()
     figures = {
         "tp": tp,

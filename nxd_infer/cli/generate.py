@@ -16,6 +16,7 @@ def run(
 ) -> None:
     """Print each prompt's continuation, or one JSON object a prompt. ``max_tokens`` None: the default, if it fits."""
     from nxd_server import LLM, RequestOutput
+    from nxd_server.engine.engine import Engine
     from nxd_server.engine.params import SamplingParams
 
     given = SamplingParams(max_tokens=max_tokens, **sampling)  # a wrong value is told before anything is loaded
@@ -39,6 +40,8 @@ def run(
         return
     with spinner("loading and answering"), LLM(artifact, speculate=speculate) as llm:
         outputs = answers(llm)
+        assert isinstance(llm.engine, Engine)  # generate() has refused every other
+        stats = llm.engine.stats()
     for output in outputs:
         answer = output.outputs[0]
         console.print(output.prompt or "", style="bold", end="", markup=False)
@@ -46,3 +49,6 @@ def run(
         console.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )
+    if speculate:
+        found = f"[speculation: {stats.accepted_tokens} of {stats.draft_tokens} guessed tokens were right]"
+        console.print(found, style="dim", markup=False)

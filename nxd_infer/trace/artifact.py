@@ -169,6 +169,11 @@ def _read_manifest(root: Path) -> bytes:
     try:
         info = os.lstat(path)
     except FileNotFoundError:
+        if (root / "config.json").is_file():
+            raise ArtifactError(
+                f"{root} is not an artifact but a model to trace: "
+                f"`nxd-infer trace {root} --out artifact` makes one of it"
+            ) from None
         raise ArtifactError(
             f"{root} is not an artifact: it has no {MANIFEST_NAME}, which is written last; "
             "give the directory that parallel_model_save or `nxd-infer trace --out` wrote"

@@ -180,6 +180,7 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
         (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "--prompt", "x", "--prompt", ""], ["a prompt is empty"]),
         (["generate", "/no/such/artifact", "--prompt", "x", "--temperature", "9"], ["temperature", "0 to 2"]),
+        (["generate", "MODEL", "--prompt", "x"], ["a model to trace", "nxd-infer trace"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
         (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),
         (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["Not a directory", "/etc/hostname"]),

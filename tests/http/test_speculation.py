@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -100,6 +101,14 @@ def test_generate_says_the_same_with_guesses(artifact):
     assert [done.exit_code for done in answers] == [0, 0]
     assert answers[0].output == answers[1].output
     assert json.loads(answers[0].output.splitlines()[0])["tokens"] > 0
+
+
+def test_generate_tells_how_many_guesses_were_right(artifact):
+    command = ["generate", str(artifact), "--prompt", PROMPT, "--max-tokens", "40"]
+    plain, guessing = (CliRunner().invoke(app, [*command, *more]).output for more in ([], ["--speculate", "3"]))
+    found = re.search(r"\[speculation: (\d+) of (\d+) guessed tokens were right\]", guessing)
+    assert found and int(found[1]) <= int(found[2]) > 0, guessing
+    assert "speculation" not in plain
 
 
 def test_the_traced_graphs_equal_the_plain_model(artifact, model_dir):
