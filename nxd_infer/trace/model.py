@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec
-from nxd_infer.trace.rank_model import RankModel, Ranks
+from nxd_infer.trace.rank_model import RankModel, Ranks, takes_arrays
 from nxd_infer.trace.router import Route, Router, cut, fill, lawful
 
 __all__ = [
@@ -58,7 +59,6 @@ class TensorParallelModel(nn.Module, RankModel):
     the process.
     """
 
-    arrays = False
     trace_report: dict[str, Any]
     """What tracing made, on a model that ``parallel_model_trace`` returned; a loaded one has none."""
 
@@ -89,6 +89,7 @@ class TensorParallelModel(nn.Module, RankModel):
         if in_process and degree > 1:
             raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}")
         self.in_process = degree == 1 and threads_per_rank is None if in_process is None else in_process
+        self.arrays = not self.in_process and takes_arrays(artifact.manifest)
         self._router = Router(artifact.manifest.buckets, _load_kernel(artifact))
 
     def _new_ranks(self) -> Ranks:
@@ -107,11 +108,14 @@ class TensorParallelModel(nn.Module, RankModel):
         outputs = self._run(route, None)
         return _returned(self.buckets[route.bucket], outputs)
 
-    def run_bucket(self, name: str, inputs: Mapping[str, Tensor], *, timeout: float | None = None) -> dict[str, Tensor]:
+    def run_bucket(self, name: str, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """Run bucket ``name`` with inputs of exactly its shapes; no routing, no padding. Outputs by name.
 
-        Inputs with a default may be left out. ``timeout`` overrides ``call_timeout`` for this call.
+        Inputs with a default may be left out. ``timeout`` overrides ``call_timeout`` for this call. Where ``arrays``
+        says so, inputs may be NumPy arrays, which cost less to hand over; outputs are arrays then, too.
         """
+        if self.arrays and isinstance(next(iter(inputs.values()), None), np.ndarray):
+            return RankModel.run_bucket(self, name, inputs, timeout=timeout)
         index = self._bucket_index(name, timeout)
         outputs = self._run(self._router.exact(index, inputs), timeout)
         return {spec.name: output for spec, output in zip(self.buckets[index].outputs, outputs, strict=True)}

@@ -28,7 +28,7 @@ from nxd_infer.errors import (
 from nxd_infer.trace.artifact import load_artifact
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.trace.model import TensorParallelModel
-from nxd_infer.trace.rank_model import RankModel, check_arrays, takes_arrays
+from nxd_infer.trace.rank_model import RankModel, array_check, takes_arrays
 from tests.trace import toy
 
 
@@ -64,6 +64,26 @@ assert "torch" not in sys.modules
     found = dict(np.load(tmp_path / "out.npz"))
     assert list(found) == list(want)
     assert all((found[name] == want[name].numpy()).all() for name in want)
+
+
+def test_a_tensor_parallel_model_takes_arrays_where_ranks_are_processes(tmp_path):
+    """They give what tensors give, as arrays; a mixture is refused, and so are arrays in this process."""
+    path = toy.build(tmp_path / "artifact", degree=1)
+    inputs = {"x": torch.randn(4, 8, toy.HIDDEN), "ids": torch.tensor([0, 1, 2, 3])}
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+    with TensorParallelModel(load_artifact(path), in_process=False, start_timeout=120) as model:
+        assert model.arrays
+        want = model.run_bucket("b4_s8", inputs)
+        model.reset_states()
+        found = model.run_bucket("b4_s8", arrays)
+        assert list(found) == list(want) and all(isinstance(array, np.ndarray) for array in found.values())
+        assert all((found[name] == want[name].numpy()).all() for name in want)
+        with pytest.raises(InputMismatchError, match="'ids' is a Tensor, expected a numpy"):
+            model.run_bucket("b4_s8", {**arrays, "ids": inputs["ids"]})
+    with TensorParallelModel(load_artifact(path)) as model:
+        assert not model.arrays
+        with pytest.raises(InputMismatchError):
+            model.run_bucket("b4_s8", arrays)
 
 
 def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
@@ -119,8 +139,8 @@ def test_arrays_that_do_not_fit_are_refused():
         graphs=["g"],
     )
     ids = np.zeros((2, 3), np.int64)
-    check_arrays(bucket, {"ids": ids})
-    check_arrays(bucket, {"ids": ids, "mask": np.ones((2, 3), np.float32)})
+    array_check(bucket)({"ids": ids})
+    array_check(bucket)({"ids": ids, "mask": np.ones((2, 3), np.float32)})
     for inputs, words in (
         ({}, "input 'ids' is missing and has no default"),
         ({"ids": ids, "more": ids}, "there is no input 'more'"),
@@ -130,10 +150,10 @@ def test_arrays_that_do_not_fit_are_refused():
         ({"ids": ids.astype(np.int32)}, r"'ids' is int32\[2, 3\], bucket 'b' takes int64"),
     ):
         with pytest.raises(InputMismatchError, match=words):
-            check_arrays(bucket, inputs)
+            array_check(bucket)(inputs)
     for value in (-1, 10):
         with pytest.raises(InputRangeError, match=f"holds the value {value}; it must be 0 to 9"):
-            check_arrays(bucket, {"ids": np.where(np.eye(2, 3) > 0, value, ids)})
+            array_check(bucket)({"ids": np.where(np.eye(2, 3) > 0, value, ids)})
 
 
 def test_a_model_that_was_closed_or_has_no_such_bucket_says_so(path):
