@@ -28,7 +28,7 @@ def program(name: str) -> Path:
     return path
 
 
-def output(name: str, *arguments: object) -> str:
-    """What it prints. Raises CalledProcessError when it fails, TimeoutExpired after two minutes."""
+def output(name: str, *arguments: object, timeout: float = 120.0) -> str:
+    """What it prints. Raises CalledProcessError when it fails, TimeoutExpired after ``timeout`` seconds."""
     command = [str(program(name)), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout).stdout

@@ -8,6 +8,7 @@ turns in different places says nothing. On a machine whose cores stay where they
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,16 +24,19 @@ T = TypeVar("T")
 SAME = 2.0
 """Hops of one place lie within this factor of each other."""
 PATIENCE = 600.0
-"""Seconds that a benchmark waits, and repeats turns, in all."""
+"""Seconds that a benchmark waits, and repeats turns, in all; the last repetition is finished."""
 TRIES = 4
 """Of one turn."""
 PAUSE = 0.2
 
 
 def read_hop() -> float:
-    """Nanoseconds a written word takes from one core to the other; 0 where there is one core only."""
+    """Nanoseconds a written word takes from one core to the other; 0 where there is one core only, infinite where the
+    two hardly ever run at once."""
     try:
-        return float(output("hop"))
+        return float(output("hop", timeout=10.0))
+    except subprocess.TimeoutExpired:
+        return math.inf
     except subprocess.CalledProcessError as error:
         if error.returncode == 2:
             return 0.0
@@ -64,9 +68,9 @@ class Placement:
         return summary([hop for _, hop in best]).median
 
     def here(self) -> bool:
-        """Whether the cores are there now."""
+        """Whether the cores are there now; no where nothing was seen that they could be compared with."""
         wanted = self.wanted()
-        return wanted is None or _same(self.hop(), wanted)
+        return wanted is not None and _same(self.hop(), wanted)
 
     def held(self, work: Callable[[], T]) -> tuple[T, bool]:
         """``work()``, begun and ended in the wanted place; again, while there is patience, if the cores moved.
@@ -78,13 +82,15 @@ class Placement:
             here, begin = self._wait(), time.monotonic()
             value, tries = work(), tries + 1
             held = here and self.here()
-            if held or tries == TRIES or self.patience <= 0:
+            if held or tries == TRIES or self.patience <= 0 or not self.seen:
                 return value, held
             self.patience -= time.monotonic() - begin
 
     def _wait(self) -> bool:
         """Until the cores are there or patience is at its end; whether they are."""
         begin = time.monotonic()
+        if not self.seen:
+            return False
         while not (here := self.here()) and time.monotonic() - begin < self.patience:
             time.sleep(PAUSE)
         self.patience -= time.monotonic() - begin
@@ -92,4 +98,4 @@ class Placement:
 
 
 def _same(one: float, other: float) -> bool:
-    return max(one, other) <= SAME * min(one, other)
+    return max(one, other) <= SAME * min(one, other) and one < math.inf

@@ -87,11 +87,12 @@ def record_of(found: Mapping[int, Turns]) -> dict[str, Any]:
 
 
 def held_ratios(ours: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[list[float], str]:
-    """The ratios of the rounds in which both sides kept the place, of all where those are fewer than two; and how many
-    they are, in words."""
+    """The ratios of the rounds in which both sides kept the place, and how many they are, in words. All of them where
+    fewer than two did: those compare what is not alike, and the words say so."""
     found = ratios([turn.value for turn in ours], [turn.value for turn in theirs])
     held = [ratio for ratio, one, other in zip(found, ours, theirs, strict=True) if one.held and other.held]
-    return (held if len(held) > 1 else found), f"{len(held)} of {len(found)} rounds held"
+    words = f"{len(held)} of {len(found)} rounds held"
+    return (held, words) if len(held) > 1 else (found, f"{words}: MEASURED IN DIFFERENT PLACES")
 
 
 @dataclass(frozen=True)

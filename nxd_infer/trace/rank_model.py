@@ -91,7 +91,7 @@ class RankModel:
         self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
         self._before_load = before_load
         self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
-        self._array_checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
+        self._checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._busy = False
@@ -222,21 +222,19 @@ class RankModel:
         """
         index = self._bucket_index(name, timeout)
         bucket = self.buckets[index]
-        self._check_arrays(index)(inputs)
+        if index not in self._checks:
+            self._checks[index] = array_check(bucket)
+        self._checks[index](inputs)
         with self._turn():
             ranks = self._started()
             ranks.settle()
             for spec, view in zip(bucket.inputs, ranks.arena.input_arrays[index], strict=True):
-                view[...] = inputs.get(spec.name, spec.default)
+                array = inputs.get(spec.name)
+                view[...] = spec.default if array is None else array
             ranks.exchange(Kind.STEP, index, timeout=timeout)
             # Copies, made while the lock is held: the next call overwrites the arena.
             outputs = zip(bucket.outputs, ranks.arena.output_arrays[index], strict=True)
             return {spec.name: array.copy() for spec, array in outputs}
-
-    def _check_arrays(self, index: int) -> Callable[[Mapping[str, Any]], None]:
-        if index not in self._array_checks:
-            self._array_checks[index] = array_check(self.buckets[index])
-        return self._array_checks[index]
 
     def _bucket_index(self, name: str, timeout: float | None) -> int:
         if timeout is not None:

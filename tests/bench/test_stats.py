@@ -76,7 +76,7 @@ def test_ratios_count_where_both_sides_kept_the_place():
     found, rounds = held_ratios(kept, turns_of(theirs, [True, True, True, False]))
     assert found == [1.0, 2.0] and rounds == "2 of 4 rounds held"
     found, rounds = held_ratios(kept, turns_of(theirs, [True, False, True, False]))
-    assert found == [1.0, 2.0, 3.0, 4.0] and rounds == "1 of 4 rounds held"
+    assert found == [1.0, 2.0, 3.0, 4.0] and rounds == "1 of 4 rounds held: MEASURED IN DIFFERENT PLACES"
     with pytest.raises(ValueError):
         held_ratios(kept, kept[1:])
     assert values({"a": kept}) == {"a": ours}

@@ -71,10 +71,12 @@ class StepRunner:
         """Seconds that ``bucket`` takes: the faster of two executions.
 
         The first one touches its memory for the first time. A large graph is run once: that little is in its time, and
-        steps for requests will correct it.
+        steps for requests will correct it. The first graph of all is none for that: it warms up the ranks as well, and
+        one that seems slow is never chosen, so that nothing would correct it.
         """
+        cold = self._last is None
         seconds = self.timed(bucket, inputs)[1]
-        return seconds if seconds > WARM_SECONDS else min(seconds, self.timed(bucket, inputs)[1])
+        return seconds if seconds > WARM_SECONDS and not cold else min(seconds, self.timed(bucket, inputs)[1])
 
     def check_alive(self) -> None:
         """Raises RankError when a rank's process is gone."""
