@@ -136,9 +136,9 @@ def _share(model: Path, name: str, shares: list[Turn]) -> list[Verdict]:
     used = held or shares
     pace = summary([turn.bandwidth for turn in used]).text(1e-9)
     note = (
-        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; {len(held)} of {len(shares)} turns held, "
+        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; "
+        f"{len(held)} of {len(shares)} turns held, with memory at {pace} GB/s"
     )
-    note += f"with memory at {pace} GB/s"
     measured = summary([turn.value * bytes_per_step(model) / turn.bandwidth for turn in used])
     return [Verdict("decode, batch 1: share of the bandwidth", measured, *BANDWIDTH_LIMITS, note=note)]
 
