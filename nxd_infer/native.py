@@ -164,39 +164,33 @@ def link_name(digest: str) -> str:
     return f"nxd_{digest}"
 
 
-_SHIMS = (
-    "cache_attention",
-    "packed_linear",
-    "packed_linears",
-    "packed_int8_linear",
-    "packed_int8_linears",
-)
-"""The operators with a C function of their own (``NXD_SHIM`` in ``csrc/``)."""
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",
     "Optional[Tensor]": "AtenTensorHandle*",
     "List[Tensor]": "const AtenTensorHandle*, int64_t",
     "bool": "int32_t",
     "float": "double",
+    "int": "int64_t",
+    "str": "const char*",
 }
 _C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
 
 
 def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
-    """C declarations of the operators that compiled graphs call directly, for inductor's
-    ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some microseconds, and a step of
-    decoding makes a hundred.
+    """C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in ``csrc/``),
+    for inductor's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some microseconds,
+    and a step of decoding makes a hundred. Behind the arguments of an operator without results inductor puts a null.
     """
     found: dict[Any, list[str]] = {}
     for library in libraries:
         functions = ctypes.CDLL(str(library.path))
-        for name in _SHIMS:
+        for name in library.ops:
             symbol = f"{library.namespace}_{name}"
-            if not hasattr(functions, symbol):  # the library of an older artifact
+            if not hasattr(functions, symbol):
                 continue
             schema = library.op(name)._schema
             parameters = [_C_TYPES[str(argument.type)] for argument in schema.arguments]
-            parameters += [_C_RESULTS[str(result.type)] for result in schema.returns]
+            parameters += [_C_RESULTS[str(result.type)] for result in schema.returns] or ["..."]
             declared = f'AOTITorchError aoti_torch_cpu_{name}({", ".join(parameters)}) asm("{symbol}")'
             found[library.op(name)] = [declared]
     return found

@@ -7,6 +7,7 @@ runs is not the one whose checksum was verified.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ _OPERATORS = "model.wrapper.json"
 
 def unpack(files: Any, directory: Path) -> None:
     """Copy what ``aot_compile`` wrote: the code, its metadata, and the description of its operator calls."""
-    paths = [Path(file) for file in ([files] if isinstance(files, str) else files) if isinstance(file, str)]
+    paths = _paths(files)
     libraries = [path for path in paths if path.suffix == ".so"]
     if len(libraries) != 1:
         raise TraceError(f"the compiler wrote {len(libraries)} libraries instead of one: {[p.name for p in paths]}")
@@ -41,6 +42,11 @@ def unpack(files: Any, directory: Path) -> None:
             raise TraceError(f"the compiler wrote a file this package does not know: {path.name}")
 
 
+def _paths(files: Any) -> list[Path]:
+    """The files of what ``aot_compile`` returned."""
+    return [Path(file) for file in ([files] if isinstance(files, str) else files) if isinstance(file, str)]
+
+
 def _strip(library: Path) -> None:
     """Drop the symbols that only a debugger reads: two thirds of the file. Without binutils it stays as it is."""
     strip = shutil.which("strip")
@@ -53,25 +59,41 @@ def strays(directory: Path) -> list[str]:
     return sorted({path.name for path in directory.iterdir()} - {_CODE, _METADATA, _OPERATORS})
 
 
-def collectives_of_package(directory: Path, ops: Sequence[str]) -> list[str] | None:
-    """The collective calls of compiled code in order, as ``operator(constant arguments)``; None when it has no list.
+def collectives_of_package(files: Any, ops: Sequence[str]) -> list[str] | None:
+    """The collective calls, in order, of code that ``aot_compile`` wrote, as ``operator(constant arguments)``; None
+    when it can have none.
 
-    A compiler may drop or move calls, so this, not the graph, says what ranks really wait for.
+    A compiler may drop or move calls, so this, not the graph, says what ranks really wait for. Operators are called
+    directly, or by their number in the description of those that are called through torch's dispatcher.
     """
-    path = directory / _OPERATORS
     if not ops:
         return None
-    if not path.exists():
-        return []
+    paths = _paths(files)
+    sources = [path for path in paths if path.name.endswith(".wrapper.cpp")]
+    if len(sources) != 1:
+        raise TraceError(f"the compiler wrote {len(sources)} files that call operators: {[p.name for p in paths]}")
+    described = sources[0].with_suffix(".json")
+    nodes = json.loads(described.read_bytes()).get("nodes", []) if described in paths else []
     calls = []
-    for node in json.loads(path.read_bytes()).get("nodes", []):
-        target = node.get("target") or node.get("node", {}).get("target", "")
-        namespace, _, name = str(target).removeprefix("torch.ops.").replace("::", ".").partition(".")
-        name = name.split(".")[0]
-        if namespace.startswith("nxd") and name in COLLECTIVES:
-            inputs = node.get("node", node).get("inputs", [])
-            calls.append(f"{name}({', '.join(_constants(inputs))})")
+    for number, name, arguments in _CALL.findall(sources[0].read_text(encoding="utf-8")):
+        if number:
+            node = nodes[int(number)]
+            target = node.get("target") or node.get("node", {}).get("target", "")
+            namespace, _, name = str(target).removeprefix("torch.ops.").replace("::", ".").partition(".")
+            name = name.split(".")[0] if namespace.startswith("nxd") else ""
+            constants = _constants(node.get("node", node).get("inputs", []))
+        else:
+            constants = [text or number for text, number in _CONSTANT.findall(arguments)]
+        if name in COLLECTIVES:
+            calls.append(f"{name}({', '.join(constants)})")
     return calls
+
+
+_CALL = re.compile(
+    r"\bAOTI_TORCH_ERROR_CODE_CHECK\((?:aoti_torch_proxy_executor_call_function\(proxy_executor, (\d+)\b"
+    r"|aoti_torch_cpu_(\w+)\((.*))"
+)
+_CONSTANT = re.compile(r'(?<=, )(?:"([^"]*)"|(-?\d+)L)(?=[,)])')
 
 
 def _constants(inputs: Iterable[Any]) -> list[str]:

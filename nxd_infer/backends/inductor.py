@@ -231,7 +231,7 @@ def compile_here(graph_dir: Path, options: Mapping[str, Any]) -> None:
         files = torch._inductor.aot_compile(graph_module(graph_dir), tuple(examples), options=settings)
     code = graph_dir / CODE
     unpack(files, code)
-    found = collectives_of_package(code, graph.ops)
+    found = collectives_of_package(files, graph.ops)
     if found is not None:
         graph.collectives = found
         from nxd_infer.backends.base import GRAPH_FILE

@@ -381,3 +381,24 @@ NXD_IMPL(CompositeExplicitAutograd, m) {
   m.impl("comm_close", TORCH_BOX(&nxd::comm_close));
   m.impl("comm_step", TORCH_BOX(&nxd::comm_step));
 }
+
+namespace {
+
+AOTITorchError gave(nxd::Tensor result, AtenTensorHandle* out) {
+  *out = result.release();
+  return 0;
+}
+
+} // namespace
+
+NXD_SHIM(all_reduce)(AtenTensorHandle x, const char* axis, const char* op, int64_t degree, AtenTensorHandle* out) {
+  return gave(nxd::all_reduce(nxd::Tensor::borrow(x), axis, op, degree), out);
+}
+
+NXD_SHIM(all_gather)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
+  return gave(nxd::all_gather(nxd::Tensor::borrow(x), axis, dim, degree), out);
+}
+
+NXD_SHIM(reduce_scatter)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
+  return gave(nxd::reduce_scatter(nxd::Tensor::borrow(x), axis, dim, degree), out);
+}

@@ -195,3 +195,8 @@ NXD_IMPL(CPU, m) {
 
 NXD_SHIM_LINEAR(packed_int8_linear, nxd::packed_int8_linears)
 NXD_SHIM_LINEARS(packed_int8_linears, nxd::packed_int8_linears)
+
+NXD_SHIM(packed_int8_embedding)(AtenTensorHandle weight, AtenTensorHandle ids, int32_t bfloat16, AtenTensorHandle* out) {
+  *out = nxd::packed_int8_embedding(nxd::Tensor::borrow(weight), nxd::Tensor::borrow(ids), bfloat16 != 0).release();
+  return 0;
+}

@@ -177,3 +177,8 @@ NXD_IMPL(CPU, m) {
 
 NXD_SHIM_LINEAR(packed_linear, nxd::packed_linears)
 NXD_SHIM_LINEARS(packed_linears, nxd::packed_linears)
+
+NXD_SHIM(packed_embedding)(AtenTensorHandle weight, AtenTensorHandle ids, AtenTensorHandle* out) {
+  *out = nxd::packed_embedding(nxd::Tensor::borrow(weight), nxd::Tensor::borrow(ids)).release();
+  return 0;
+}

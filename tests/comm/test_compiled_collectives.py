@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -32,15 +33,23 @@ class Step(torch.nn.Module):
         return whole.relu(), ops.axis_rank("tp") + 1, constant, piece, ops.broadcast(x, "tp", 1, 2)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    module = Step(getattr(torch.ops, native.load().namespace))
+@pytest.fixture(scope="module", params=[False, True], ids=["dispatched", "direct"])
+def package(request, tmp_path_factory):
+    """The operators called through torch's dispatcher, or directly where they have a C function."""
+    library = native.load()
+    module = Step(getattr(torch.ops, library.namespace))
     exported = torch.export.export(module, (torch.randn(4, 16),))
     path = str(tmp_path_factory.mktemp("step") / "step.pt2")
-    return torch._inductor.aoti_compile_and_package(exported, package_path=path)
+    options: dict[str, Any] = {}
+    if request.param:
+        options["aot_inductor.custom_ops_to_c_shims"] = native.shims([library])
+        options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
+    with native.linkable([library]):
+        return torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options)
 
 
 def repeat(path: str) -> list[torch.Tensor]:
+    native.load()
     step = torch._inductor.aoti_load_package(path)
     for number in range(ROUNDS):
         x = torch.full((4, 16), float(number + current_context().rank))
@@ -64,6 +73,7 @@ def test_one_compiled_graph_serves_every_rank_for_thousands_of_rounds(package):
 
 
 def lose_a_peer(path: str) -> str:
+    native.load()
     step = torch._inductor.aoti_load_package(path)
     x = torch.ones(4, 16)
     step(x)
