@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -120,6 +120,10 @@ class Executable(Protocol):
         States are changed in place. Raises InputMismatchError when an input's count, dtype or shape is not the traced
         one (a stride that differs is made contiguous first).
         """
+        ...
+
+    def bind(self, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """A function that runs on these very tensors, which are contiguous; they are checked now, as by a call."""
         ...
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:

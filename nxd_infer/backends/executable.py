@@ -49,18 +49,26 @@ class CpuExecutable:
         self._checks = [(spec, spec.torch_dtype, torch.Size(spec.shape)) for spec in graph.inputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        if self._run is None:
-            raise ModelClosedError(f"graph {self.graph.digest} was closed")
+        return self.bind(inputs)()
+
+    def bind(self, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        ready = self._checked(inputs)
+
+        def run() -> list[Tensor]:
+            if self._run is None:
+                raise ModelClosedError(f"graph {self.graph.digest} was closed")
+            with torch.no_grad():
+                return list(self._run([*self._states, *ready, *self._weights]))
+
+        return run
+
+    def _checked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         if len(inputs) != len(self._checks):
             raise InputMismatchError(f"{len(inputs)} inputs, the graph takes {len(self._checks)}")
-        values = list(self._states)
         for tensor, (spec, dtype, shape) in zip(inputs, self._checks, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.shape != shape:
                 raise InputMismatchError(f"input {spec.name!r} {mismatch(spec, tensor, stride=False)}")
-            values.append(tensor if tensor.is_contiguous() else tensor.contiguous())
-        values += self._weights
-        with torch.no_grad():
-            return list(self._run(values))
+        return [tensor.contiguous() for tensor in inputs]
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         names = {weight.name for weight in self.graph.weights}

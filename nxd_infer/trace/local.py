@@ -19,11 +19,13 @@ from nxd_infer.trace.rank import Rank, Runtime
 
 
 @dataclass
-class LocalArena:
-    """The tensors that an arena would hold: inputs and outputs of every bucket."""
+class LocalSide:
+    """The tensors that a side of an arena would hold: inputs and outputs of every bucket."""
 
     inputs: list[list[Tensor]]
     outputs: list[list[Tensor]]
+    taken: bool = False
+    last: None = None
 
 
 class LocalRank:
@@ -35,7 +37,7 @@ class LocalRank:
     def __init__(self, artifact: LoadedArtifact, *, threads: int):
         self.artifact = artifact
         self.threads = threads
-        self.arena: LocalArena | None = None
+        self.sides: list[LocalSide] = []
         self._rank: Rank | None = None
         self._failure: BaseException | None = None
         self._steps = 0
@@ -45,10 +47,8 @@ class LocalRank:
         """Load the weights and every graph."""
         self._rank = Rank(self.artifact, 0, Runtime(LOCAL, self.threads, self.artifact))
         buckets = self.artifact.manifest.buckets
-        self.arena = LocalArena(
-            [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets],
-            [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets],
-        )
+        inputs = [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets]
+        self.sides = [LocalSide(inputs, [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets])]
 
     def exchange(
         self,
@@ -61,12 +61,12 @@ class LocalRank:
     ) -> None:
         """Do what the record asks for, now. ``timeout`` cannot act here. For ``fatal`` see Supervisor."""
         self.check()
-        assert self._rank is not None and self.arena is not None
+        assert self._rank is not None
         self._clock = time.monotonic()
         try:
             if kind == Kind.STEP:
-                outputs = self._rank.run(bucket, self.arena.inputs[bucket])
-                self.arena.outputs[bucket] = outputs
+                side = self.sides[0]
+                side.outputs[bucket] = self._rank.run(bucket, side.inputs[bucket])
             elif kind == Kind.RESET:
                 self._rank.reset_states()
             elif kind == Kind.PREPARE_WEIGHTS:
@@ -87,6 +87,13 @@ class LocalRank:
             self._failed(failure, fatal)
             raise failure from error
         self._steps += 1
+
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> None:
+        """As :meth:`exchange`: there is nobody who would do it meanwhile."""
+        self.exchange(kind, bucket)
+
+    def finish(self, exchange: None, timeout: float | None = None) -> None:
+        """What was begun is done."""
 
     def _failed(self, error: BaseException, fatal: bool) -> None:
         if fatal and self.artifact.manifest.states:
@@ -112,7 +119,7 @@ class LocalRank:
         if self._rank is not None:
             self._rank.close()
             self._rank = None
-        self.arena = None
+        self.sides = []
 
 
 def _zeros(spec: TensorSpec) -> Tensor:

@@ -25,7 +25,7 @@ from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec
-from nxd_infer.trace.rank_model import RankModel, Ranks, takes_arrays
+from nxd_infer.trace.rank_model import PendingStep, RankModel, Ranks, takes_arrays
 from nxd_infer.trace.router import Route, Router, cut, fill, lawful
 
 __all__ = [
@@ -120,6 +120,15 @@ class TensorParallelModel(nn.Module, RankModel):
         outputs = self._run(self._router.exact(index, inputs), timeout)
         return {spec.name: output for spec, output in zip(self.buckets[index].outputs, outputs, strict=True)}
 
+    def begin_bucket(self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None) -> PendingStep:
+        """As :meth:`RankModel.begin_bucket`; InputMismatchError where ``arrays`` is False."""
+        if not self.arrays:
+            raise InputMismatchError(
+                "a step can be begun ahead where ranks are processes (in_process=False) that take arrays: "
+                "call run_bucket"
+            )
+        return RankModel.begin_bucket(self, name, inputs, timeout=timeout)
+
     def warmup(self) -> dict[str, float]:
         """Run every bucket once on its defaults or zeros, then reset the states; seconds by bucket name.
 
@@ -136,15 +145,15 @@ class TensorParallelModel(nn.Module, RankModel):
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
-        with self._turn():
+        with self._turn:
             ranks = self._started()
-            ranks.settle()
-            views = ranks.arena.inputs[route.bucket]
-            for spec, view in zip(bucket.inputs, views, strict=True):
+            number, side = self._free_side(ranks)
+            for spec, view in zip(bucket.inputs, side.inputs[route.bucket], strict=True):
                 fill(view, spec, route.inputs.get(spec.name))
-            ranks.exchange(Kind.STEP, route.bucket, timeout=timeout)
+            side.last = ranks.begin(Kind.STEP, route.bucket, number)
+            ranks.finish(side.last, timeout)
             # Copies, made while the lock is held: the next call overwrites the arena.
-            return [output.clone() for output in cut(bucket, route.inputs, ranks.arena.outputs[route.bucket])]
+            return [output.clone() for output in cut(bucket, route.inputs, side.outputs[route.bucket])]
 
     # --- what a model of processes cannot do ---
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from nxd_infer.comm.process import process_state
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError
+from nxd_infer.trace.arena import Arena, arena_layout, create_arena
 from nxd_infer.trace.artifact import LoadedArtifact
-from nxd_infer.trace.channel import Arena, Channel, arena_layout, create_arena
+from nxd_infer.trace.channel import Channel
 from nxd_infer.trace.cores import choose_cores, release_cores
 from nxd_infer.trace.worker import WorkerConfig
 

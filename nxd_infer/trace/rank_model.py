@@ -7,17 +7,16 @@ program wants: tensors, routing, and degree 1 in its own process.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
+from nxd_infer.trace.arena import InputBlock, Side
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.cores import check_degree, default_threads
@@ -25,6 +24,7 @@ from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.manifest import BucketSpec, Manifest
 from nxd_infer.trace.supervisor import Supervisor
 from nxd_infer.trace.swaps import WeightSwaps
+from nxd_infer.trace.turns import Turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,10 @@ _Model = TypeVar("_Model", bound="RankModel")
 class Ranks(Protocol):
     """Where the graphs run: processes (:class:`Supervisor`) or, at degree 1, this one (:class:`LocalRank`)."""
 
-    arena: Any
+    @property
+    def sides(self) -> Sequence[Any]:
+        """Places for a step's inputs and outputs."""
+        ...
 
     def start(self) -> None: ...
     def exchange(
@@ -50,7 +53,9 @@ class Ranks(Protocol):
         timeout: float | None = None,
         fds: list[int] | None = None,
         fatal: bool = True,
-    ) -> None: ...
+    ) -> Any: ...
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> Any: ...
+    def finish(self, exchange: Any, timeout: float | None = None) -> Any: ...
     def settle(self) -> None: ...
     def check(self) -> None: ...
     def health(self) -> list[RankHealth]: ...
@@ -92,10 +97,7 @@ class RankModel:
         self._before_load = before_load
         self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
         self._checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
-        self._owner = os.getpid()
-        self._lock = threading.RLock()
-        self._busy = False
-        """Whether the thread that holds the lock is inside a call."""
+        self._turn = Turns()
         self._ranks: Ranks | None = None
         self._closed = False
         self._finalizer: weakref.finalize | None = None
@@ -126,21 +128,23 @@ class RankModel:
 
     def start(self: _Model) -> _Model:
         """Start the ranks unless they run; returns the model. Raises what kept a rank from starting."""
-        with self._turn():
+        with self._turn:
             self._started()
         return self
 
     def close(self) -> None:
         """End the ranks. Calls afterwards raise ModelClosedError; ``restart`` starts them again."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._turn.owner:
             return
         self._closed = True
         ranks = self._ranks
         if ranks is None:
             return  # or about to start: that looks again once they run
         if self.in_process:
-            with self._lock:  # a graph that runs here keeps its memory until it returns
-                if not self._busy:  # else a signal handler closes amid a call, which ends the rank as it returns
+            with self._turn.lock:  # a graph that runs here keeps its memory until it returns
+                if self._turn.busy:  # a signal handler closes amid a call
+                    self._turn.at_end = ranks.close
+                else:
                     ranks.close()
         else:
             ranks.close()  # without the lock: it must end a call that is stuck
@@ -148,30 +152,11 @@ class RankModel:
     def restart(self: _Model) -> _Model:
         """Start the ranks anew, whatever state they are in. States begin as traced; updated weights are kept."""
         self.close()
-        with self._turn():
+        with self._turn:
             self._ranks = None
             self._closed = False
             self._started()
         return self
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One caller at a time. Who would wait for itself, or for a thread that a fork left behind, is refused."""
-        if os.getpid() != self._owner:
-            raise ModelClosedError(
-                f"the ranks of this model belong to process {self._owner}; "
-                "a forked process must load the artifact itself"
-            )
-        with self._lock:
-            if self._busy:
-                raise ModelClosedError("the model was used by a signal handler in the middle of one of its calls")
-            try:
-                self._busy = True
-                yield
-            finally:
-                self._busy = False
-                if self._closed and self.in_process and self._ranks is not None:
-                    self._ranks.close()
 
     def __enter__(self: _Model) -> _Model:
         return self.start()
@@ -218,23 +203,56 @@ class RankModel:
     ) -> dict[str, np.ndarray]:
         """Run bucket ``name`` with arrays of exactly its shapes. Outputs by name.
 
-        Inputs with a default may be left out. ``timeout`` overrides ``call_timeout`` for this call.
+        Inputs with a default may be left out; an :class:`InputBlock` of the bucket costs least. ``timeout`` overrides
+        ``call_timeout`` for this call.
         """
         index = self._bucket_index(name, timeout)
+        self._check_arrays(index, inputs)
+        with self._turn:
+            return self._begin(index, inputs, timeout)._take(copy=True)
+
+    def begin_bucket(self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None) -> PendingStep:
+        """As :meth:`run_bucket`, without waiting for the outputs: ``result()`` of what is returned does.
+
+        The ranks do steps in the order in which they were begun. At most two may be begun and not taken; RuntimeError
+        otherwise. ``inputs`` may be changed as soon as this returns.
+        """
+        index = self._bucket_index(name, timeout)
+        self._check_arrays(index, inputs)
+        with self._turn:
+            return self._begin(index, inputs, timeout)
+
+    def _check_arrays(self, index: int, inputs: Mapping[str, np.ndarray]) -> None:
         bucket = self.buckets[index]
+        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
+            inputs.check()
+            return
         if index not in self._checks:
             self._checks[index] = array_check(bucket)
         self._checks[index](inputs)
-        with self._turn():
-            ranks = self._started()
-            ranks.settle()
-            for spec, view in zip(bucket.inputs, ranks.arena.input_arrays[index], strict=True):
+
+    def _begin(self, index: int, inputs: Mapping[str, np.ndarray], timeout: float | None) -> PendingStep:
+        ranks = self._started()
+        number, side = self._free_side(ranks)
+        bucket = self.buckets[index]
+        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
+            side.input_bytes[index][:] = inputs.memory
+        else:
+            for spec, view in zip(bucket.inputs, side.input_arrays[index], strict=True):
                 array = inputs.get(spec.name)
                 view[...] = spec.default if array is None else array
-            ranks.exchange(Kind.STEP, index, timeout=timeout)
-            # Copies, made while the lock is held: the next call overwrites the arena.
-            outputs = zip(bucket.outputs, ranks.arena.output_arrays[index], strict=True)
-            return {spec.name: array.copy() for spec, array in outputs}
+        side.last = ranks.begin(Kind.STEP, index, number)
+        return PendingStep(ranks, self._turn, side, side.output_arrays[index], timeout)
+
+    @staticmethod
+    def _free_side(ranks: Ranks) -> tuple[int, Any]:
+        """A place for the next step's inputs and outputs."""
+        for number, side in enumerate(ranks.sides):
+            if not side.taken:
+                if side.last is not None:
+                    ranks.finish(side.last)  # whoever waited for it was interrupted
+                return number, side
+        raise RuntimeError("two steps were begun already: take the result of one of them first")
 
     def _bucket_index(self, name: str, timeout: float | None) -> int:
         if timeout is not None:
@@ -246,7 +264,7 @@ class RankModel:
 
     def reset_states(self) -> None:
         """Put every state of every rank back to its traced value."""
-        with self._turn():
+        with self._turn:
             if self._ranks is not None:
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
@@ -277,7 +295,7 @@ class RankModel:
         from nxd_infer.trace.weights import NewWeights
 
         new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
-        with self._turn():
+        with self._turn:
             self._swaps.swap(self._started(), new)
 
     def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> None:
@@ -299,13 +317,51 @@ class RankModel:
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
-        with self._turn():
+        with self._turn:
             return self._swaps.tensors(rank)
 
     def health(self) -> list[RankHealth]:
         """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
         ranks = self._ranks
         return ranks.health() if ranks is not None else []
+
+
+class PendingStep:
+    """A step that was handed to the ranks."""
+
+    def __init__(self, ranks: Ranks, turn: Turns, side: Side, outputs: dict[str, np.ndarray], timeout: float | None):
+        self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
+        self._outputs, self._timeout = outputs, timeout
+        side.taken = True
+
+    @property
+    def seconds(self) -> float:
+        """How long the slowest rank worked on it, once it is over."""
+        return self._exchange.seconds
+
+    def result(self, copy: bool = True) -> dict[str, np.ndarray]:
+        """Wait for the step, at most the call's timeout; outputs by name. Once only. Without ``copy`` they hold until
+        the next step is begun.
+
+        Raises what ``run_bucket`` raises when ranks fail, in this step or in one that was begun before it.
+        """
+        with self._turn:
+            return self._take(copy)
+
+    def _take(self, copy: bool) -> dict[str, np.ndarray]:
+        """As :meth:`result`, for a caller whose turn it is."""
+        try:
+            self._ranks.finish(self._exchange, self._timeout)
+            return {name: array.copy() for name, array in self._outputs.items()} if copy else self._outputs
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Nobody takes the outputs. Harmless after :meth:`result`."""
+        if self._side.last is self._exchange:
+            self._side.taken = False
+
+    __del__ = _drop
 
 
 def check_seconds(name: str, value: Any) -> None:

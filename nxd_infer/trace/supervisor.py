@@ -11,12 +11,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.trace.arena import Arena, Side
 from nxd_infer.trace.artifact import LoadedArtifact
-from nxd_infer.trace.channel import Arena, ChannelClosed, Kind, Request, wait_readable
+from nxd_infer.trace.channel import Answers, ChannelClosed, Kind, Request
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.processes import RankProcesses
 
@@ -24,6 +26,24 @@ _GRACE = 0.5
 """Seconds to wait, after one rank's error, for the end of another rank that may have caused it."""
 
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+@dataclass
+class Exchange:
+    """A record that every rank was sent, and what has come back."""
+
+    kind: Kind
+    sequence: int
+    waiting: set[int]
+    """Ranks that have not answered yet."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Tracebacks of the ranks that raised."""
+    nanoseconds: int = 0
+    """What the slowest rank worked on it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.nanoseconds / 1e9
 
 
 class Supervisor:
@@ -55,14 +75,19 @@ class Supervisor:
         )
         self._owner = os.getpid()
         self._sequence = 0
-        self._waiting: set[int] = set()
-        """Ranks that have not yet answered the exchange numbered ``_sequence``."""
+        self._open: dict[int, Exchange] = {}
+        """Exchanges that nobody has finished yet, by number, in order."""
+        self._answers = Answers([])
         self._mutex = threading.RLock()
         self._closing = False
 
     @property
     def arena(self) -> Arena | None:
         return self._processes.arena
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        return self.arena.sides if self.arena is not None else ()
 
     def start(self) -> None:
         """Start every rank and wait until all have loaded their graphs.
@@ -73,6 +98,7 @@ class Supervisor:
         _live.add(self)
         try:
             self._processes.start()
+            self._answers = Answers(self._processes.channels)
             if self._before_load is not None:
                 self._before_load()
             self.exchange(Kind.START, timeout=self.start_timeout)
@@ -83,7 +109,7 @@ class Supervisor:
             self.close()
             raise
 
-    # --- one exchange with all ranks ---
+    # --- exchanges with all ranks ---
 
     def exchange(
         self,
@@ -93,35 +119,49 @@ class Supervisor:
         timeout: float | None = None,
         fds: list[int] | None = None,
         fatal: bool = True,
-    ) -> None:
-        """Send one record to every rank and wait for all answers; ``fds`` holds one descriptor a rank.
+    ) -> Exchange:
+        """Send one record to every rank, alone, and wait for all answers: ``settle``, ``begin`` and ``finish``."""
+        self.settle(timeout)
+        return self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
 
-        The wait lasts at most ``timeout`` (default: call_timeout) seconds and leaves the interpreter to other threads.
-        With ``fatal`` False a rank that raises leaves the ranks running.
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, fds: list[int] | None = None) -> Exchange:
+        """Send one record to every rank; ``fds`` holds one descriptor a rank. Ranks do what they are sent in order.
 
-        Raises RankFailedError, RankDiedError, RankTimeoutError (the ranks have been ended then), ModelClosedError.
+        Raises RankDiedError or ModelClosedError; the ranks have been ended then.
         """
-        seconds = self.call_timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        self.settle(deadline, seconds)
+        self.check()
         self._sequence += 1
-        self._waiting = set(range(self.degree))
+        exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)))
+        request = Request(kind, bucket, self._sequence, side)
         rank = 0
         try:
             for rank, channel in enumerate(self._processes.channels):
-                channel.send_request(Request(kind, bucket, self._sequence), (fds[rank],) if fds else ())
+                channel.send_request(request, (fds[rank],) if fds else ())
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
             raise self.fail(ModelClosedError(f"a call was interrupted: {error!r}")) from error
-        self._collect(deadline, seconds, kind.name.lower().replace("_", " "), fatal)
+        return exchange
 
-    def settle(self, deadline: float | None = None, seconds: float | None = None) -> None:
-        """Wait out an exchange whose caller was interrupted, so that the arena is free."""
+    def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> Exchange:
+        """Wait until every rank has done ``exchange``, and what was begun before it. Harmless the second time.
+
+        Each wait lasts at most ``timeout`` (default: call_timeout) seconds and leaves the interpreter to other threads.
+        With ``fatal`` False a rank that raises leaves the ranks running.
+
+        Raises RankFailedError, RankDiedError, RankTimeoutError (the ranks have been ended then), ModelClosedError.
+        """
         self.check()
-        if self._waiting:
-            seconds = self.call_timeout if seconds is None else seconds
-            self._collect(deadline or time.monotonic() + seconds, seconds, "interrupted call")
+        while exchange.sequence in self._open:
+            first = next(iter(self._open.values()))
+            self._collect(first, self.call_timeout if timeout is None else timeout, fatal or first is not exchange)
+        return exchange
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait out whatever was begun, so that the ranks are idle and the arena is free."""
+        self.check()
+        while self._open:
+            self.finish(next(iter(self._open.values())), timeout)
 
     def check(self) -> None:
         """Raise ModelClosedError unless the ranks are there to be called."""
@@ -138,32 +178,37 @@ class Supervisor:
         if self._closing:
             raise ModelClosedError("the model was closed; call restart() to start its ranks again")
 
-    def _collect(self, deadline: float, seconds: float, what: str, fatal: bool = True) -> None:
-        """Read answers until none is missing. The first error, end or lapse of time ends all ranks and is raised."""
-        failures: dict[int, str] = {}
-        channels = self._processes.channels
-        while self._waiting:
+    def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
+        """Read answers until none to ``exchange`` is missing. The first error, end or lapse of time ends all ranks and
+        is raised."""
+        deadline = time.monotonic() + seconds
+        while exchange.waiting:
             left = deadline - time.monotonic()
-            by_fd = {channels[rank].fileno(): rank for rank in self._waiting}
-            hurried = fatal and bool(failures)  # the others may wait for the one that failed
-            readable = wait_readable(list(by_fd), min(left, _GRACE) if hurried else left)
-            if not readable and hurried:
+            hurried = fatal and bool(exchange.failures)  # the others may wait for the one that failed
+            ready = self._answers.wait(min(left, _GRACE) if hurried else left)
+            if not ready and hurried:
                 break
-            if not readable and time.monotonic() >= deadline:
-                raise self._late(seconds, what)
-            for fd in readable:
-                rank = by_fd[fd]
-                try:
-                    answer = channels[rank].receive_response()
-                except ChannelClosed:
-                    self._lost(rank)
-                if answer.sequence == self._sequence:
-                    self._waiting.discard(rank)
-                    if not answer.ok:
-                        failures[rank] = answer.text
-        if failures:
-            error = _raised(failures, self.degree, what)
+            if not ready and time.monotonic() >= deadline:
+                raise self._late(exchange, seconds)
+            for rank in ready:
+                self._take_answer(rank)
+        self._open.pop(exchange.sequence, None)
+        if exchange.failures:
+            error = _raised(exchange.failures, self.degree, exchange.kind.words)
             raise self.fail(error) if fatal else error
+
+    def _take_answer(self, rank: int) -> None:
+        try:
+            answer = self._processes.channels[rank].receive_response()
+        except ChannelClosed:
+            self._lost(rank)
+        exchange = self._open.get(answer.sequence)
+        if exchange is None:
+            return
+        exchange.waiting.discard(rank)
+        exchange.nanoseconds = max(exchange.nanoseconds, answer.nanoseconds)
+        if not answer.ok:
+            exchange.failures[rank] = answer.text
 
     def _lost(self, rank: int) -> NoReturn:
         """A rank's end of the channel is gone: wait for its exit status, then end all and raise."""
@@ -172,10 +217,10 @@ class Supervisor:
         self._processes.ended.wait(5.0)  # the following thread reports the first end, which ends the others
         raise self.fail(RankDiedError(f"rank {rank} of {self.degree} closed its channel and did not end", rank))
 
-    def _late(self, seconds: float, what: str) -> NxdError:
+    def _late(self, exchange: Exchange, seconds: float) -> NxdError:
         """The time is over: say who is missing and what it was doing, and end all ranks."""
-        states = {rank: self._processes.state(rank) for rank in self._waiting}
-        passed = {rank: self._processes.collectives(rank) for rank in self._waiting}
+        states = {rank: self._processes.state(rank) for rank in exchange.waiting}
+        passed = {rank: self._processes.collectives(rank) for rank in exchange.waiting}
         stopped = [rank for rank in sorted(states) if states[rank] == "stopped"]
         rank = stopped[0] if stopped else min(passed, key=lambda r: (passed[r], r))
         details = "; ".join(
@@ -184,7 +229,7 @@ class Supervisor:
             for r in sorted(states)
         )
         text = (
-            f"rank {rank} of {self.degree} did not finish its {what} within {seconds:g} s ({details}); "
+            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s ({details}); "
             "all ranks have been ended: raise call_timeout if the work is that long, or call restart()"
         )
         return self.fail(RankTimeoutError(text + self._processes.tail(rank), rank))

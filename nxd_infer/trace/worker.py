@@ -15,13 +15,19 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nxd_infer.comm import Collectives
     from nxd_infer.context import ParallelContext
+    from nxd_infer.trace.arena import Arena
+    from nxd_infer.trace.channel import Kind
+    from nxd_infer.trace.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
     import torch
 
-    from nxd_infer.trace.channel import Arena, Channel, Kind
+    from nxd_infer.trace.arena import Arena
+    from nxd_infer.trace.channel import Channel, Kind
 
     torch.set_num_threads(config.threads)
     channel = Channel.from_fd(config.socket)
@@ -84,6 +91,7 @@ def main(arguments: list[str]) -> int:
     gc.freeze()
     gc.enable()
     channel.send_response(request, time.monotonic_ns() - started)
+    steps = _Steps(rank, arena)
     while (message := channel.receive_request()) is not None:
         request, fds = message
         if request.kind == Kind.STOP:
@@ -92,7 +100,10 @@ def main(arguments: list[str]) -> int:
         error = None
         arena.begin(config.rank, started)
         try:
-            _serve(request, fds, rank, arena)
+            if request.kind == Kind.STEP:
+                steps.run(request.side, request.bucket)
+            else:
+                _serve(request.kind, fds, rank)
         except BaseException:
             error = traceback.format_exc()
         arena.finish(config.rank)
@@ -100,29 +111,42 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(request: Any, fds: list[int], rank: Any, arena: Any) -> None:
+class _Steps:
+    """Runs steps over the arena: from a side's inputs to its outputs, which rank 0 writes."""
+
+    def __init__(self, rank: Rank, arena: Arena):
+        self._rank, self._arena = rank, arena
+        self._bound: dict[tuple[int, int], Callable[[], list[Tensor]]] = {}
+
+    def run(self, side: int, bucket: int) -> None:
+        run = self._bound.get((side, bucket))
+        if run is None:
+            run = self._bound[side, bucket] = self._rank.bind(bucket, self._arena.sides[side].inputs[bucket])
+        outputs = run()
+        if self._rank.rank == 0:
+            for view, output in zip(self._arena.sides[side].outputs[bucket], outputs, strict=True):
+                view.copy_(output)
+
+
+def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
+    """Anything but a step."""
     from nxd_infer.trace.channel import Kind
 
-    if request.kind == Kind.STEP:
-        outputs = rank.run(request.bucket, arena.inputs[request.bucket])
-        if rank.rank == 0:
-            for view, output in zip(arena.outputs[request.bucket], outputs, strict=True):
-                view.copy_(output)
-    elif request.kind == Kind.RESET:
+    if kind == Kind.RESET:
         rank.reset_states()
-    elif request.kind == Kind.PREPARE_WEIGHTS:
+    elif kind == Kind.PREPARE_WEIGHTS:
         try:
             rank.prepare_weights(Path(f"/proc/self/fd/{fds[0]}"))
         finally:
             for fd in fds:
                 os.close(fd)
-    elif request.kind == Kind.COMMIT_WEIGHTS:
+    elif kind == Kind.COMMIT_WEIGHTS:
         rank.commit_weights()
-    elif request.kind == Kind.ABORT_WEIGHTS:
+    elif kind == Kind.ABORT_WEIGHTS:
         rank.abort_weights()
 
 
-def load_rank(config: WorkerConfig) -> Any:
+def load_rank(config: WorkerConfig) -> Rank:
     """This process's rank: its context and transport, then its weights, states and graphs."""
     from nxd_infer.context import make_context, set_default_context
     from nxd_infer.trace.artifact import load_artifact

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxd_infer.trace.artifact import LoadedArtifact
-    from nxd_infer.trace.rank_model import RankModel
+    from nxd_infer.trace.rank_model import PendingStep, RankModel
 
 SLOW_FACTOR = 10.0
 """A step may take this many times the slowest one measured, and at least ``call_timeout``."""
@@ -34,18 +34,42 @@ class BoundedModel:
 
     def run_bucket(self, name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """As :meth:`RankModel.run_bucket`, with the bound of this moment."""
-        known = name in self._seen
-        limit = max(self._call_timeout, SLOW_FACTOR * self._slowest) if known else self._start_timeout
         begin = time.monotonic()
-        outputs = self._model.run_bucket(name, inputs, timeout=limit)
-        if known:
-            self._slowest = max(self._slowest, time.monotonic() - begin)
-        self._seen.add(name)
+        outputs = self._model.run_bucket(name, inputs, timeout=self._limit(name))
+        self._learn(name, time.monotonic() - begin)
         return outputs
+
+    def begin_bucket(self, name: str, inputs: Mapping[str, Any]) -> BoundedStep:
+        """As :meth:`RankModel.begin_bucket`, with the bound of this moment."""
+        return BoundedStep(self._model.begin_bucket(name, inputs, timeout=self._limit(name)), name, self)
+
+    def _limit(self, name: str) -> float:
+        return max(self._call_timeout, SLOW_FACTOR * self._slowest) if name in self._seen else self._start_timeout
+
+    def _learn(self, name: str, seconds: float) -> None:
+        if name in self._seen:
+            self._slowest = max(self._slowest, seconds)
+        self._seen.add(name)
 
     def restart(self) -> None:
         self._seen.clear()
         self._model.restart()
+
+
+class BoundedStep:
+    """A step that a :class:`BoundedModel` has begun."""
+
+    def __init__(self, pending: PendingStep, name: str, model: BoundedModel):
+        self._pending, self._name, self._model = pending, name, model
+
+    def result(self, copy: bool = True) -> dict[str, Any]:
+        outputs = self._pending.result(copy)
+        self._model._learn(self._name, self.seconds)
+        return outputs
+
+    @property
+    def seconds(self) -> float:
+        return self._pending.seconds
 
 
 def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: Any) -> RankModel:

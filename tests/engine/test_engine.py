@@ -24,6 +24,8 @@ from nxd_server.errors import (
 )
 from tests.engine.toy_model import EOS, TOP, VOCAB, Listener, ToyModel, naive_generate
 
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
@@ -628,8 +630,28 @@ def test_events_carry_times_in_order(engines):
     assert timings.arrived <= timings.admitted <= timings.first_token <= timings.finished
 
 
+def test_a_step_is_begun_while_the_one_before_it_runs(engines):
+    """Where its tokens may be unknown. An answer whose length is known takes no step more; what a step gave for a
+    choice that had stopped by then is nobody's."""
+    model = ToyModel(ahead=True)
+    engine = engines(model)
+    assert ask(engine, [1, 2, 3]).tokens[0] == naive_generate([1, 2, 3], max_tokens=12, ignore_eos=True)
+    assert model.most_begun == 2 and len(model.steps) == 12
+    until_stopped = naive_generate([4, 2], max_tokens=50)
+    assert ask(engine, [4, 2], SamplingParams(max_tokens=50, temperature=0)).tokens[0] == until_stopped
+    wait_until(lambda: len(model.steps) == 12 + len(until_stopped) + 1)
+    stats = engine.stats()
+    assert until_stopped[-1] in EOS and stats.generated_tokens == 12 + len(until_stopped)
+    wait_until(lambda: sum(engine.stats().bucket_steps.values()) == len(model.steps))
+    assert sum(engine.stats().useful_tokens.values()) == 3 + 11 + 2 + len(until_stopped) - 1
+    for bucket in (other := ToyModel(ahead=True)).buckets:
+        bucket.inputs[0].minimum = 0  # no token may be unknown
+    assert ask(engines(other), [1, 2, 3]).tokens[0] == naive_generate([1, 2, 3], max_tokens=12, ignore_eos=True)
+    assert other.most_begun == 1
+
+
 def test_the_tensors_of_a_step_have_the_manifests_dtypes():
-    model = ToyModel()
+    model = ToyModel(ahead=False)
     inputs = Engine(model)._inputs["decode_b4"].tensors
     for spec in model.manifest.bucket("decode_b4").inputs:
         assert inputs[spec.name].dtype == spec.torch_dtype and list(inputs[spec.name].shape) == spec.shape

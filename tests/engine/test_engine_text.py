@@ -13,6 +13,8 @@ from nxd_server.text.detokenize import _byte_of_char
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
 
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
 
 def make_tokenizer():
     """One token a byte: letters, and the bytes of a few longer characters in pieces."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.scheduler import Scheduler
+from nxd_server.engine.scheduler import UNKNOWN, Scheduler, Step
 from nxd_server.engine.sequence import Sequence
 from nxd_server.engine.slots import SlotPool
 
@@ -32,7 +32,13 @@ def sequence(identity, prompt=4, new=4):
 
 
 arrivals = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(1, 50), st.integers(1, 12), st.one_of(st.none(), st.integers(0, 60))),
+    st.tuples(
+        st.integers(0, 60),
+        st.integers(1, 50),
+        st.integers(1, 12),
+        st.one_of(st.none(), st.integers(0, 60)),
+        st.integers(1, 24),
+    ),
     min_size=1,
     max_size=14,
 )
@@ -46,10 +52,12 @@ arrivals = st.lists(
     lengths=st.sampled_from([(8, 16), (8,), (), (4, 8, 16, 32)]),
     ratio=st.sampled_from([0.5, 4.0, 1e6]),
     mixes=st.booleans(),
+    depth=st.sampled_from([1, 2]),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, batches, lengths, ratio, mixes):
-    """Arrivals are (time, prompt length, new tokens, time of cancellation)."""
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, batches, lengths, ratio, mixes, depth):
+    """Arrivals are (time, prompt length, new tokens at most, time of cancellation, tokens until it stops by itself).
+    With a ``depth`` of 2 a step is planned before the tokens of the one before it are known."""
     subject = scheduler(slots, batches, lengths, ratio=ratio, mixes=mixes)
     waiting = dict(enumerate(arrivals))
     live: dict[int, Sequence] = {}
@@ -57,9 +65,24 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
     prefills_since_decode: dict[int, int] = {}
     last_prefill, decode_seconds = None, 0.0
     order: list[int] = []
+    under_way: list[Step] = []
+
+    def land(step):
+        subject.complete(step, subject.costs[step.graph.name])
+        for row in step.rows:
+            item = row.sequence
+            if row.samples and item.id in live:
+                item.output.append(7)
+                assert len(item.output) <= item.max_new_tokens, "a token that nobody wants"
+                if len(item.output) in (item.max_new_tokens, arrivals[item.id][4]):
+                    subject.remove(item)
+                    assert item.id not in finished
+                    finished[item.id] = "done"
+                    del live[item.id]
+
     for clock in range(5000):
         for identity in [key for key, arrival in waiting.items() if arrival[0] <= clock]:
-            _, prompt, new, _ = waiting.pop(identity)
+            _, prompt, new, _, _ = waiting.pop(identity)
             live[identity] = sequence(identity, prompt, new)
             subject.add(live[identity])
         for identity, item in list(live.items()):
@@ -71,8 +94,11 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
         order += [item.id for item in subject.admit()]
         held = [item.slot for item in live.values() if item.slot is not None]
         assert len(set(held)) == len(held) == subject.slots.used <= slots
-        step = subject.next_step()
+        step = subject.next_step() if len(under_way) < depth else None
         if step is None:
+            if under_way:
+                land(under_way.pop(0))
+                continue
             assert not live
             if not waiting:
                 break
@@ -81,7 +107,7 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
         prompts = [row for row in step.rows if row.sequence.remaining]
         assert len({row.sequence.slot for row in step.rows}) == len(step.rows) or (mixes and step.kind == "mixed")
         assert (step.kind == "mixed") == (bool(prompts) and len(prompts) < len(step.rows))
-        decoding = {item.id for item in live.values() if item.slot is not None and not item.remaining}
+        decoding = {item.id for item in live.values() if item.slot is not None and not item.remaining and item.goes_on}
         seconds = subject.costs[step.graph.name]
         if step.kind == "prefill":
             if decoding and last_prefill is not None:
@@ -101,16 +127,11 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
             fed[row.sequence.id] += row.length
             if step.kind != "prefill":
                 prefills_since_decode[row.sequence.id] = 0
-        subject.complete(step, seconds)
-        for row in step.rows:
-            if row.samples:
-                item = row.sequence
-                item.output.append(7)
-                if len(item.output) == item.max_new_tokens:
-                    subject.remove(item)
-                    assert item.id not in finished
-                    finished[item.id] = "done"
-                    del live[item.id]
+            # The token that is fed is known, or the last one that a step under way gives.
+            assert row.tokens() == [UNKNOWN] or len(row.tokens()) == row.length
+            assert row.tokens() != [UNKNOWN] or (under_way and row.start + 1 > len(row.sequence.output))
+        subject.begin(step)
+        under_way.append(step)
     assert set(finished) == set(range(len(arrivals)))
     assert subject.slots.free == slots and not subject.busy and subject.live_tokens == 0
     expected = sorted(order, key=lambda identity: (max(arrivals[identity][0], 0), identity))
@@ -139,6 +160,7 @@ def test_a_prompt_goes_in_pieces_and_a_length_equal_to_a_bucket_runs_in_it(promp
     while (step := subject.next_step()).kind == "prefill":
         taken.append(step.graph.name)
         assert len(step.rows) == 1
+        subject.begin(step)
         subject.complete(step, 1.0)
     assert taken == pieces
 
@@ -161,6 +183,7 @@ def decoding(subject, count):
     subject.admit()
     while any(item.remaining for item in items):
         step = subject.next_step()
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
     return items
 
@@ -181,6 +204,7 @@ def test_a_piece_beside_streams_is_short_enough_to_keep_them_going():
     while any(other.remaining for other in others):
         step = subject.next_step()
         seconds = subject.costs[step.graph.name]
+        subject.begin(step)
         subject.complete(step, seconds)
         since += seconds
         if step.kind == "decode":
@@ -206,6 +230,7 @@ def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
         step = subject.next_step()
         late = [(row.sequence.id, row.start, row.samples) for row in step.rows if row.sequence.id > 7]
         seen.append((step.kind, late))
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
     assert seen[0] == ("mixed", [(8, 0, False), (8, 1, False)])  # the piece of a prompt before has to be paid for
     assert seen[1] == ("prefill", [(8, 2, True), (9, 0, False)])
@@ -229,6 +254,7 @@ def test_a_prompt_goes_on_where_the_graphs_that_leave_rows_for_it_are_slow(strea
     subject.admit()
     for _ in range(20):  # prefill's debt is paid by then
         step = subject.next_step()
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
     assert late.remaining == 0
 
@@ -257,6 +283,7 @@ def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a
     longest = since = 0.0
     while late.remaining:
         step = subject.next_step()
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
         since += subject.costs[step.graph.name]
         if any(row.sequence.id == 0 for row in step.rows):
@@ -280,6 +307,7 @@ def test_a_burst_of_prompts_keeps_to_the_bound_and_answers_are_complete_sooner()
         while subject.running > 1:
             step = subject.next_step()
             seconds = subject.costs[step.graph.name]
+            subject.begin(step)
             subject.complete(step, seconds)
             total, since = total + seconds, since + seconds
             for row in step.rows:
@@ -322,6 +350,7 @@ def test_a_decode_step_takes_the_graph_with_the_most_rows_per_second(rows, secon
     decoding(subject, rows)
     for _ in range(20):  # prefill's debt is paid by now
         step = subject.next_step()
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
     assert step.kind == "decode" and step.graph.name == graph
 
@@ -333,6 +362,7 @@ def test_rows_beyond_the_largest_graph_take_turns():
         item.computed = 4
     for _ in range(50):
         step = subject.next_step()
+        subject.begin(step)
         subject.complete(step, subject.costs[step.graph.name])
     advanced = [item.computed for item in items]
     assert max(advanced) - min(advanced) <= 1
@@ -344,10 +374,11 @@ def test_a_removed_row_in_a_running_step_is_skipped_and_its_slot_is_free():
     subject.add(item)
     subject.admit()
     step = subject.next_step()
+    subject.begin(step)
     subject.remove(item)
     subject.remove(item)
     subject.complete(step, 0.1)
-    assert subject.slots.free == 1 and subject.next_step() is None and item.computed == 0
+    assert subject.slots.free == 1 and subject.next_step() is None and subject.live_tokens == 0
 
 
 def test_costs_follow_measurements_and_one_outlier_changes_little():

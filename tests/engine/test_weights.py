@@ -19,6 +19,8 @@ from nxd_server.errors import EngineUnavailableError, WeightsBusyError
 from tests.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
 from tests.engine.toy_oneshot import ToyOneShot, expected
 
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 

@@ -78,15 +78,36 @@ class ToyWeights:
         self.closed = True
 
 
+class ToyStep:
+    """A step that a ToyModel was given ahead."""
+
+    def __init__(self, model, name, inputs):
+        self.model, self.name, self.inputs, self.seconds = model, name, inputs, 0.0
+
+    def result(self, copy=True):
+        assert self.model.begun.pop(0) is self, "results are taken in order"
+        started = time.monotonic()
+        outputs = self.model._run(self.name, self.inputs)
+        self.seconds = time.monotonic() - started
+        return outputs
+
+
 class ToyModel:
     """In-process stand-in for a TensorParallelModel. ``fail`` (a callable) may raise in place of a step, and
     ``fail_update`` in place of new weights, which are a number or a file that holds one. With ``prompt_rows``, a graph
-    has so many rows more than slots, and rows of one token may share a slot."""
+    has so many rows more than slots, and rows of one token may share a slot. With ``ahead``, it takes arrays, and a
+    second step before the first one's result is taken."""
+
+    ahead = False
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
-        prompt_rows=0,
+        prompt_rows=0, ahead=None,
     ):  # fmt: skip
+        ahead = self.ahead if ahead is None else ahead
+        self.arrays = ahead
+        self.begun: list[ToyStep] = []
+        self.most_begun = 0
         self.slots, self.max_len, self.delay = slots, max_len, delay
         shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
         if prompt_rows:
@@ -95,7 +116,7 @@ class ToyModel:
             backend="toy",
             tp_degree=1,
             graphs={},
-            buckets=[_bucket(name, b, s, omit) for name, (b, s) in shapes.items()],
+            buckets=[_bucket(name, b, s, omit, ahead) for name, (b, s) in shapes.items()],
             metadata={
                 "task": "generate", "model_type": "toy", "vocab_size": VOCAB, "max_len": max_len, "slots": slots,
                 "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
@@ -116,8 +137,26 @@ class ToyModel:
 
     def _forget(self):
         self.cache = np.full((self.slots + 1, self.max_len), -1, np.int64)
+        self.last = np.full(self.slots + 1, -1, np.int64)
+        self.begun.clear()
+
+    def begin_bucket(self, name, inputs):
+        """The step runs when its result is taken, with the inputs of now."""
+        inputs.check()
+        step = ToyStep(self, name, {key: array.copy() for key, array in inputs.items()})
+        self.begun.append(step)
+        self.most_begun = max(self.most_begun, len(self.begun))
+        assert len(self.begun) <= 2
+        return step
 
     def run_bucket(self, name, inputs):
+        assert not self.begun, "steps run in the order in which they were begun"
+        if self.arrays:
+            step = self.begin_bucket(name, inputs)
+            return step.result()
+        return self._run(name, inputs)
+
+    def _run(self, name, inputs):
         if self.dead:
             raise ModelClosedError("the toy is dead")
         assert self.running.acquire(blocking=False), "two steps at the same time"
@@ -132,7 +171,7 @@ class ToyModel:
     def _step(self, bucket, inputs):
         arrays = {}
         for spec in bucket.inputs:
-            tensor = inputs[spec.name]
+            tensor = torch.from_numpy(inputs[spec.name]) if self.arrays else inputs[spec.name]
             assert list(tensor.shape) == spec.shape and tensor.dtype == spec.torch_dtype, spec.name
             arrays[spec.name] = tensor.numpy()
         batch, size = arrays["tokens"].shape
@@ -148,6 +187,10 @@ class ToyModel:
             start, length = int(arrays["start"][row]), int(arrays["length"][row])
             assert 1 <= length <= size and start >= 0 and start + length <= self.max_len
             assert slot == self.slots or arrays["prompt_length"][row] > 0
+            if arrays["tokens"][row, 0] == -1:
+                assert self.arrays and size == 1
+                arrays["tokens"][row, 0] = self.last[slot]
+            assert (arrays["tokens"][row] >= 0).all()
             self.cache[slot, start : start + length] = arrays["tokens"][row, :length]
             self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
         for row, slot in enumerate(slots):
@@ -157,8 +200,10 @@ class ToyModel:
             logs = raw - np.log(np.exp(raw).sum())
             order = np.argsort(-logs)[:TOP].copy()
             token[row, 0], logprob[row, 0] = chosen, float(logs[chosen])
+            self.last[slot] = chosen
             top_ids[row, 0], top[row, 0] = torch.from_numpy(order), torch.from_numpy(logs[order])
-        return {"token": token, "logprob": logprob, "top_ids": top_ids, "top_logprobs": top}
+        outputs = {"token": token, "logprob": logprob, "top_ids": top_ids, "top_logprobs": top}
+        return {name: tensor.numpy() for name, tensor in outputs.items()} if self.arrays else outputs
 
     def _sample(self, raw, arrays, row, position):
         logits = raw
@@ -199,7 +244,7 @@ class ToyModel:
         self.dead = True
 
 
-def _bucket(name, batch, size, omit):
+def _bucket(name, batch, size, omit, ahead):
     i64, i32, f32 = torch.int64, torch.int32, torch.float32
     mask = (VOCAB + 31) // 32
     required = {
@@ -215,6 +260,7 @@ def _bucket(name, batch, size, omit):
         "repetition_penalty": (1, f32, batch), "prompt_length": (-1, i64, batch),
     }  # fmt: skip
     inputs = [InputSpec.of(key, torch.empty(shape, dtype=dtype)) for key, (dtype, *shape) in required.items()]
+    inputs[0].minimum = -1 if ahead else None
     inputs += [
         InputSpec.of(key, torch.empty(shape, dtype=dtype), default=default)
         for key, (default, dtype, *shape) in optional.items()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer.errors import RankDiedError
+from nxd_infer.errors import InputRangeError, RankDiedError
 from nxd_infer.trace import cores
+from nxd_infer.trace.arena import ALIGNMENT, SIDES, Arena, InputBlock, arena_layout, create_arena
 from nxd_infer.trace.artifact import load_artifact, parallel_model_load
-from nxd_infer.trace.channel import ALIGNMENT, Arena, Channel, ChannelClosed, Kind, Request, arena_layout, create_arena
+from nxd_infer.trace.channel import Channel, ChannelClosed, Kind, Request
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
+from nxd_infer.trace.rank_model import array_check
 from tests.trace import toy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]
@@ -54,9 +57,11 @@ def test_tensors_keep_apart_and_arrive(manifest):
             ours.begin(rank, rank + 1)
             ours.finish(rank)
         for index, bucket in enumerate(manifest.buckets):
-            pairs = [*zip(ours.inputs[index], theirs.inputs[index], strict=True)]
-            pairs += [*zip(ours.outputs[index], theirs.outputs[index], strict=True)]
-            assert len(pairs) == len(bucket.inputs) + len(bucket.outputs)
+            pairs = []
+            for mine, other in zip(ours.sides, theirs.sides, strict=True):
+                pairs += [*zip(mine.inputs[index], other.inputs[index], strict=True)]
+                pairs += [*zip(mine.outputs[index], other.outputs[index], strict=True)]
+            assert len(pairs) == SIDES * (len(bucket.inputs) + len(bucket.outputs))
             for number, (mine, _) in enumerate(pairs):
                 mine.fill_(number % 2 if mine.dtype == torch.bool else number + 1)
                 if mine.numel():
@@ -68,6 +73,50 @@ def test_tensors_keep_apart_and_arrive(manifest):
         ]
     finally:
         os.close(fd)
+
+
+@st.composite
+def limited_inputs(draw):
+    """Inputs with limits, and an array for each that may lie beyond them."""
+    specs, arrays = [], {}
+    for number in range(draw(st.integers(1, 5))):
+        dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool]))
+        minimum, maximum = draw(st.sampled_from([(None, None), (-1, 7), (0, None), (None, 5)]))
+        name = f"i{number}"
+        spec = InputSpec.of(name, torch.zeros(draw(shapes), dtype=dtype), default=draw(st.sampled_from([None, 1])))
+        specs.append(spec.model_copy(update={"minimum": minimum, "maximum": maximum}))
+        seed = draw(st.integers(0, 2**32 - 1))
+        values = np.random.default_rng(seed).integers(-2 if draw(st.booleans()) else 0, 9, spec.shape)
+        arrays[name] = np.asarray(values).astype(spec.dtype)
+    return BucketSpec(name="b", inputs=specs, outputs=[], graphs=["g"]), arrays
+
+
+@pytest.mark.check
+@settings(max_examples=150, deadline=None)
+@given(limited_inputs())
+def test_a_block_of_inputs_is_refused_where_single_arrays_are(case):
+    """A block is checked in one pass over its memory; it lies as the arena does, and begins with the defaults."""
+    bucket, arrays = case
+    block = InputBlock(bucket)
+    assert list(block) == [spec.name for spec in bucket.inputs] and len(block) == len(bucket.inputs)
+    for spec in bucket.inputs:
+        assert (block[spec.name] == (spec.default or 0)).all()
+    for name, array in arrays.items():
+        block[name][...] = array
+    fd = create_arena(arena_layout(manifest := Manifest(backend="eager", tp_degree=1, buckets=[bucket], graphs={})))
+    side = Arena(fd, manifest, writable_inputs=True).sides[1]
+    os.close(fd)
+    side.input_bytes[0][:] = block.memory
+    for spec, found in zip(bucket.inputs, side.input_arrays[0], strict=True):
+        assert (found == arrays[spec.name]).all()
+    texts = []
+    for check in (block.check, lambda: array_check(bucket)(arrays)):
+        try:
+            check()
+            texts.append("")
+        except InputRangeError as error:
+            texts.append(str(error).split(" holds the value ")[0])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.check

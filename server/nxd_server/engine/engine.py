@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from typing import Any
 
@@ -16,15 +17,16 @@ from nxd_server.engine.adapters import Adapters
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.deadlines import Deadlines
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
-from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of
+from nxd_server.engine.flights import Flights
+from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of, takes_unknown
 from nxd_server.engine.outputs import StepOutputs
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
-from nxd_server.engine.scheduler import Row, Scheduler, Step
+from nxd_server.engine.scheduler import Scheduler, Step
 from nxd_server.engine.sequence import derive_seed
 from nxd_server.engine.speculation import Speculation, split_graphs
 from nxd_server.engine.weights import WholeRequest
-from nxd_server.engine.worker import FATAL, ModelWorker
+from nxd_server.engine.worker import ModelWorker
 from nxd_server.errors import DeadlineExceededError, GenerationError, QueueFullError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -50,9 +52,9 @@ class Engine(ModelWorker):
         on_state: Any = None,
     ):
         """``model`` is a TensorParallelModel or a RankModel (or anything with its ``run_bucket``, ``manifest``,
-        ``restart`` and ``health``). Without a tokenizer, events carry no text and stop strings are refused.
-        ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens to guess
-        ahead.
+        ``restart`` and ``health``, and ``begin_bucket`` where its ``arrays`` is true). Without a tokenizer, events
+        carry no text and stop strings are refused. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on
+        prefill; ``speculate``: tokens to guess ahead.
 
         Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -97,6 +99,9 @@ class Engine(ModelWorker):
             mixes=bool(meta.get("rows_share_slots")),
         )
         self._speculation = Speculation(verifying, speculate, self.costs)
+        single = min(length for _, length in shapes.values()) == 1
+        ahead = arrays and single and not self._speculation.active and all(map(takes_unknown, manifest.buckets))
+        self._flights = Flights(self.steps, self._inputs, 2 if ahead else 1, self._refuse)
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
         self._deadlines = Deadlines()
@@ -228,10 +233,13 @@ class Engine(ModelWorker):
             with self._wake:
                 self._waiting_tokens -= len(choice.prompt)
             self._prompt_tokens += len(choice.prompt)
-        step = scheduler.next_step()
-        if step is None:
+        while not self._flights.full and (step := scheduler.next_step()) is not None:
+            launched = self._flights.launch(self._speculation.put(step))
+            if launched is not None:
+                scheduler.begin(launched)
+        if not self._flights:
             return False
-        self._run_step(self._speculation.put(step))
+        self._land()
         return True
 
     def _take_news(self) -> None:
@@ -255,38 +263,15 @@ class Engine(ModelWorker):
                     )
                     self._fail(choice, error, "deadline")
 
-    def _run_step(self, step: Step[Choice]) -> None:
-        inputs = self._inputs[step.graph.name]
-        rows: list[Row[Choice]] = []
-        for row in step.rows:
-            try:
-                inputs.put(len(rows), row, row.sequence.sampler)
-            except Exception as error:  # one request's values must not stop the others' step
-                log.exception("a request's inputs could not be built")
-                self._fail(row.sequence, _failure(error))
-                continue
-            rows.append(row)
-        for index in range(len(rows), inputs.batch):
-            inputs.clear(index)
-        if not rows:
+    def _land(self) -> None:
+        """Wait for the step that was launched first, and take its tokens."""
+        landed = self._flights.land()
+        if landed is None:
             return
-        useful = sum(row.length for row in rows)
-        try:
-            outputs, seconds = self.steps.execute(
-                step.graph.name, inputs.tensors, useful, step.graph.batch * step.graph.length - useful
-            )
-        except FATAL:
-            raise
-        except Exception as error:  # the graph refused these rows; the ranks and the other requests live on
-            log.exception("a step of %s failed", step.graph.name)
-            for row in rows:
-                self._fail(row.sequence, _failure(error))
-            return
-        gave = StepOutputs(outputs, step.graph.batch)
-        rows = [self._speculation.settle(row, tokens) for row, tokens in zip(rows, gave.tokens, strict=False)]
-        step = Step(step.kind, step.graph, tuple(rows))
+        step, gave, seconds = landed
         self._scheduler.complete(step, seconds)
-        self._take_tokens(step, gave)
+        rows = [self._speculation.settle(row, tokens) for row, tokens in zip(step.rows, gave.tokens, strict=False)]
+        self._take_tokens(Step(step.kind, step.graph, tuple(rows)), gave)
         self._live_tokens = self._scheduler.live_tokens
 
     def _take_tokens(self, step: Step[Choice], gave: StepOutputs) -> None:
@@ -341,6 +326,9 @@ class Engine(ModelWorker):
     def _fail(self, choice: Choice, error: Exception, outcome: str = "error") -> None:
         self._end(choice, outcome, lambda usage, times: ErrorEvent(choice.index, error, usage, times))
 
+    def _refuse(self, choice: Choice, error: Exception) -> None:
+        self._fail(choice, _failure(error))
+
     def _end(self, choice: Choice, outcome: str, event: Any) -> None:
         """Free the slot, count, and only then tell the caller: whoever sees the end sees the slot free."""
         if choice.ended:
@@ -379,10 +367,14 @@ class Engine(ModelWorker):
         for choice in choices:
             self._fail(choice, error)
 
+    def _forget_steps(self) -> None:
+        super()._forget_steps()
+        self._flights.forget()
+
     def _bucket_names(self) -> list[str]:
         return [graph.name for graph in self._graphs]  # those that verify guesses only where there are any
 
-    def _padding_inputs(self, bucket: str) -> dict[str, Any]:
+    def _padding_inputs(self, bucket: str) -> Mapping[str, Any]:
         inputs = self._inputs[bucket]
         for index in range(inputs.batch):
             inputs.clear(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.trace.arena import InputBlock
 from nxd_infer.trace.manifest import BucketSpec
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.scheduler import Row
+from nxd_server.engine.scheduler import UNKNOWN, Row
 from nxd_server.errors import RequestError
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
@@ -106,14 +108,21 @@ class StepInputs:
     """The input buffers of one bucket. Padding rows point at the scratch block, at position 0, with one token."""
 
     def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool):
-        """``arrays``: the model takes these; else torch's tensors over the same memory."""
+        """``arrays``: the model takes them (:class:`InputBlock`); else torch's tensors over the same memory."""
         self._scratch = scratch
-        self._arrays: dict[str, np.ndarray] = {}
-        for spec in bucket.inputs:
-            if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS:  # any other has a default, see check_buckets
-                default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
-                self._arrays[spec.name] = np.full(spec.shape, default, dtype=spec.dtype)
-        self.tensors: dict[str, Any] = self._arrays if arrays else _as_tensors(self._arrays)
+        # Any input that is neither has a default, see check_buckets.
+        known = [spec for spec in bucket.inputs if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS]
+        self._arrays: Mapping[str, np.ndarray]
+        self.tensors: Mapping[str, Any]
+        """What the model takes."""
+        if arrays:
+            self.tensors = self._arrays = InputBlock(bucket)
+        else:
+            self._arrays = {spec.name: np.empty(spec.shape, spec.dtype) for spec in known}
+            self.tensors = _as_tensors(self._arrays)
+        for spec in known:
+            default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
+            self._arrays[spec.name][...] = default
         self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in SAMPLER_DEFAULTS}
         self.batch = self._arrays["tokens"].shape[0]
         self._owners: list[tuple[int, bool] | None] = [None] * self.batch
@@ -137,11 +146,13 @@ class StepInputs:
         sequence, arrays = row.sequence, self._arrays
         tokens = arrays["tokens"][index]
         tokens[: row.length] = row.tokens()
-        tokens[row.length :] = 0
+        if row.length < len(tokens):
+            tokens[row.length :] = 0
         arrays["start"][index] = row.start
         arrays["length"][index] = row.length
         arrays["block_table"][index] = sequence.slot
-        banned = bool(sampler.banned) and len(sequence.output) < sequence.params.min_tokens
+        output = row.start + row.length - len(sequence.prompt)  # the place of the token that the row gives
+        banned = bool(sampler.banned) and output < sequence.params.min_tokens
         if self._owners[index] == (sequence.id, banned):
             return
         self._owners[index] = (sequence.id, banned)
@@ -158,7 +169,13 @@ class StepInputs:
                 allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
-def _as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def takes_unknown(bucket: BucketSpec) -> bool:
+    """Whether a step of ``bucket`` may be begun before the tokens that it feeds are known."""
+    tokens = next(spec for spec in bucket.inputs if spec.name == "tokens")
+    return tokens.minimum is not None and tokens.minimum <= UNKNOWN
+
+
+def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

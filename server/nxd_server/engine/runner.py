@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nxd_infer.errors import RankError
+from nxd_infer.trace.arena import InputBlock
 from nxd_server.engine.costs import StepCosts
 
 WARM_SECONDS = 0.05
@@ -22,11 +23,21 @@ Tensors = Mapping[str, Any]
 """Torch's or NumPy's, as the model takes them."""
 
 
+@dataclass
+class Running:
+    """A step on behalf of requests that the ranks have, or (``pending`` is None) that runs when it is waited for."""
+
+    bucket: str
+    inputs: Tensors
+    pending: Any
+
+
 class StepRunner:
     """Runs the buckets of ``model`` and remembers what happened."""
 
     def __init__(self, model: Any):
         self.model = model
+        self._running: deque[Running] = deque()
         self.worked = False
         """Whether a step for requests has succeeded since the ranks were started."""
         self._started: float | None = None
@@ -59,13 +70,46 @@ class StepRunner:
 
     def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
         """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
-        outputs, seconds = self.timed(bucket, inputs)
+        return self.finish(self.begin(bucket, inputs), useful, padding)
+
+    def begin(self, bucket: str, inputs: Tensors) -> Running:
+        """Hand a step to the ranks, where they take it at once (an InputBlock), behind those that they have.
+
+        ``inputs`` may be changed then; otherwise they are read at :meth:`finish`.
+        """
+        pending = self.model.begin_bucket(bucket, inputs) if isinstance(inputs, InputBlock) else None
+        running = Running(bucket, inputs, pending)
+        self._running.append(running)
+        if len(self._running) == 1:
+            self._bucket, self._started = bucket, time.monotonic()
+        return running
+
+    def finish(self, running: Running, useful: int, padding: int) -> tuple[dict[str, Any], float]:
+        """As :meth:`execute`, of the step that was begun first. The outputs hold until the next one is begun."""
+        assert self._running[0] is running, "steps are finished in the order in which they were begun"
+        try:
+            if running.pending is None:
+                outputs, seconds = self.timed(running.bucket, running.inputs)
+            else:
+                outputs, seconds = running.pending.result(copy=False), running.pending.seconds
+        finally:
+            self._running.popleft()
+            self._started = None
+        self._last = time.monotonic()
+        if self._running:
+            self._bucket, self._started = self._running[0].bucket, self._last
         self.worked = True
+        bucket = running.bucket
         self.bucket_steps[bucket] += 1
         self.bucket_seconds[bucket] += seconds
         self.useful_tokens[bucket] += useful
         self.padding_tokens[bucket] += padding
         return outputs, seconds
+
+    def forget(self) -> None:
+        """The ranks are gone, and what they were given with them."""
+        self._running.clear()
+        self._started = None
 
     def measure(self, bucket: str, inputs: Tensors) -> float:
         """Seconds that ``bucket`` takes: the faster of two executions.

@@ -31,6 +31,9 @@ PLANNED = 0.85
 MAX_PIECES = 32
 """A piece is never split into more than about so many smaller ones."""
 
+UNKNOWN = -1
+"""Fed in place of a token that the step before gives; the graph knows it (``nxd_models.generation``)."""
+
 S = TypeVar("S", bound=Sequence)
 
 
@@ -50,7 +53,7 @@ class Row(Generic[S]):
     def tokens(self) -> list[int]:
         """What the row feeds."""
         if not self.draft:
-            return self.sequence.tokens(self.start, self.length)
+            return self.sequence.tokens(self.start, self.length) or [UNKNOWN]
         return [*self.sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
 
 
@@ -164,35 +167,45 @@ class Scheduler(Generic[S]):
         return admitted
 
     def next_step(self) -> Step[S] | None:
-        """The step to run now; None when nothing is admitted. Call :meth:`complete` when it has run."""
-        if not self._decoding:
-            return self._prefill_step() if self._prefilling else None
-        graph, prompts = self._plan()
-        if self._prefilling and not self._owed and self._debt <= 0 and not (prompts and not self._short_lengths()):
-            return self._prefill_step()
-        return self._decode_step(graph, prompts)
+        """The step to run now; None when nothing is admitted, or all of it waits for the end of steps that were begun.
+        Call :meth:`begin` when the ranks have it."""
+        streams = self._streams()
+        if not streams:
+            return self._prefill_step(streams) if self._prefilling else None
+        graph, prompts = self._plan(len(streams))
+        due = not self._owed and self._debt <= 0
+        if self._prefilling and due and not (prompts and not self._short_lengths(len(streams))):
+            return self._prefill_step(streams)
+        return self._decode_step(graph, streams, prompts)
 
-    def complete(self, step: Step[S], seconds: float) -> None:
-        """Book what ``step`` has done and how long it took. Rows removed meanwhile are skipped."""
-        self.costs.observe(step.graph.name, seconds)
+    def begin(self, step: Step[S]) -> None:
+        """Book what ``step`` will have done. The next one, which the ranks do behind it, may be planned then."""
+        seconds = self.costs[step.graph.name]
         if step.kind == "prefill":
-            self._owed = set(self._decoding)
-            self._debt = seconds / self.prefill_ratio if self._decoding else 0.0
+            streams = self._streams()
+            self._owed = {sequence.id for sequence in streams}
+            self._debt = seconds / self.prefill_ratio if streams else 0.0
         else:
             self._debt -= seconds
         for row in step.rows:
             sequence = row.sequence
             self._owed.discard(sequence.id)
-            if sequence.slot is None:
-                continue
             sequence.computed = row.start + row.length
             if row.samples and sequence.id not in self._decoding:
                 self._prefilling.remove(sequence)
                 self._decoding[sequence.id] = sequence
 
-    def _prefill_step(self) -> Step[S]:
+    def complete(self, step: Step[S], seconds: float) -> None:
+        """``step``, which was begun, has run, in ``seconds``."""
+        self.costs.observe(step.graph.name, seconds)
+
+    def _streams(self) -> list[S]:
+        """What decodes and may want another token, those that have waited longest first."""
+        return [sequence for sequence in self._decoding.values() if sequence.goes_on]
+
+    def _prefill_step(self, streams: list[S]) -> Step[S]:
         head = self._prefilling[0]
-        length = self.piece(head.remaining)
+        length = self.piece(head.remaining, len(streams))
         candidates = [graph for graph in self.graphs if graph.length == length]
         rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
         graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))
@@ -205,9 +218,9 @@ class Scheduler(Generic[S]):
     def _decode_graph(self, count: int) -> Graph:
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
-    def _plan(self) -> tuple[Graph, list[Row[S]]]:
-        """The next decode step's graph, and tokens of prompts, a row each, for the rows that decoding leaves in it."""
-        count = len(self._decoding)
+    def _plan(self, count: int) -> tuple[Graph, list[Row[S]]]:
+        """The graph of the next step that decodes ``count`` rows, and tokens of prompts, a row each, for the rows that
+        these leave in it."""
         if self.mixes and self._prefilling:
             piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
             limit = max(self._bound(), piece)
@@ -223,8 +236,8 @@ class Scheduler(Generic[S]):
                 return graph, rows
         return self._decode_graph(count), []
 
-    def _decode_step(self, graph: Graph, prompts: list[Row[S]]) -> Step[S]:
-        chosen = list(self._decoding.values())[: graph.batch]
+    def _decode_step(self, graph: Graph, streams: list[S], prompts: list[Row[S]]) -> Step[S]:
+        chosen = streams[: graph.batch]
         for sequence in chosen:  # the dictionary is in the order of turns
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
         # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
@@ -234,10 +247,12 @@ class Scheduler(Generic[S]):
 
     # --- pieces of prompts ------------------------------------------------------------------------------
 
-    def piece(self, remaining: int) -> int:
-        """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go."""
+    def piece(self, remaining: int, streams: int | None = None) -> int:
+        """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go, beside ``streams``
+        that decode (None: as many as do)."""
+        streams = len(self._streams()) if streams is None else streams
         # At least the shortest piece: a prompt has to go on.
-        lengths = (self._short_lengths() or self._lengths[:2]) if self._decoding else self._lengths
+        lengths = (self._short_lengths(streams) or self._lengths[:2]) if streams else self._lengths
         largest = lengths[-1]
         if remaining >= largest:
             return largest
@@ -248,10 +263,10 @@ class Scheduler(Generic[S]):
         cost, first = self._cover(remaining, smaller, {})
         return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
 
-    def _short_lengths(self) -> list[int]:
+    def _short_lengths(self, streams: int) -> list[int]:
         """Those of pieces that hold up what decodes for no longer than ``stall_ratio`` allows, if any."""
-        graph, prompts = self._plan()
-        behind = graph if prompts else self._decode_graph(len(self._decoding) + 1)  # a prompt may end
+        graph, prompts = self._plan(streams)
+        behind = graph if prompts else self._decode_graph(streams + 1)  # a prompt may end
         room = self._bound() - self.costs[behind.name]
         short = sum(self._cost_of(length) <= room for length in self._lengths)
         return self._lengths[:short] if short > 1 else []

@@ -26,6 +26,11 @@ class Sequence:
         """Prompt tokens that are not in the cache yet; 0 while decoding."""
         return max(0, len(self.prompt) - self.computed)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token may be wanted behind those that steps which were begun will give."""
+        return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
+
     def tokens(self, start: int, length: int) -> list[int]:
         """The tokens at positions ``start`` to ``start + length - 1`` of prompt and output together."""
         prompt = len(self.prompt)

@@ -44,6 +44,7 @@ class Speculation:
     def __init__(self, graphs: Iterable[Graph], tokens: int, costs: StepCosts):
         """``graphs`` verify, each at its batch size; ``tokens`` are guessed for a row at most."""
         self._graphs = {graph.batch: graph for graph in graphs}
+        self.active = bool(self._graphs)
         self._tokens = tokens
         self._costs = costs
         self._passed = 0
@@ -89,6 +90,7 @@ class Speculation:
         if row.length == 1:
             return row
         self.accepted += right
+        row.sequence.computed = row.start + 1 + right  # what the cache holds of wrong guesses is written over
         return replace(row, length=1 + right)
 
 

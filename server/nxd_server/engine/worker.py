@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankFailedError
@@ -85,7 +85,7 @@ class ModelWorker(Admission, ABC):
         """Do at most one step. False when there was nothing to do."""
 
     @abstractmethod
-    def _padding_inputs(self, bucket: str) -> dict[str, Any] | None:
+    def _padding_inputs(self, bucket: str) -> Mapping[str, Any] | None:
         """Inputs that run ``bucket`` on behalf of nobody; None when that is not possible."""
 
     @abstractmethod
@@ -356,6 +356,7 @@ class ModelWorker(Admission, ABC):
         """
         log.error("the ranks failed: %s", error)
         forget_frames(error)
+        self._forget_steps()
         self._error = error
         now = time.monotonic()
         recent = [moment for moment in self._restarts if now - moment < self._restart_window]
@@ -384,8 +385,13 @@ class ModelWorker(Admission, ABC):
         """What becomes of the requests when the ranks are about to be started again."""
         self._fail_all(_failed(error))
 
+    def _forget_steps(self) -> None:
+        """Whatever the ranks were given is gone with them."""
+        self.steps.forget()
+
     def _give_up(self, error: BaseException) -> None:
         self._error = error
+        self._forget_steps()
         self._set_state("failed")
         self.gate.abandon("failed")
         self._fail_all(_failed(error))

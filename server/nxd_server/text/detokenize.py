@@ -34,6 +34,7 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
+@functools.lru_cache(1 << 16)
 def byte_level_bytes(piece: str) -> bytes:
     """The bytes of one byte-level token; a token outside that alphabet (an added one) stands for its own text."""
     table = _byte_of_char()
