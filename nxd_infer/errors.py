@@ -108,6 +108,10 @@ class ModelClosedError(NxdError, RuntimeError):
     """A call on a model whose ranks have been stopped."""
 
 
+class StepsPendingError(NxdError, RuntimeError):
+    """As many steps were begun as can be, and their results not taken; or a result was asked for that is gone."""
+
+
 # --- tracing, artifacts, calls ------------------------------------------------------------------------
 
 

@@ -83,17 +83,24 @@ def collectives_of_package(files: Any, ops: Sequence[str]) -> list[str] | None:
             name = name.split(".")[0] if namespace.startswith("nxd") else ""
             constants = _constants(node.get("node", node).get("inputs", []))
         else:
-            constants = [text or number for text, number in _CONSTANT.findall(arguments)]
+            constants = [text or number for text, number in _CONSTANT.findall(_without_calls(arguments))]
         if name in COLLECTIVES:
             calls.append(f"{name}({', '.join(constants)})")
     return calls
+
+
+def _without_calls(arguments: str) -> str:
+    """``arguments`` without those of calls among them: a view of a tensor has numbers too."""
+    while (shorter := re.sub(r"\([^()]*\)", "", arguments)) != arguments:
+        arguments = shorter
+    return arguments
 
 
 _CALL = re.compile(
     r"\bAOTI_TORCH_ERROR_CODE_CHECK\((?:aoti_torch_proxy_executor_call_function\(proxy_executor, (\d+)\b"
     r"|aoti_torch_cpu_(\w+)\((.*))"
 )
-_CONSTANT = re.compile(r'(?<=, )(?:"([^"]*)"|(-?\d+)L)(?=[,)])')
+_CONSTANT = re.compile(r'(?<=, )(?:"([^"]*)"|(-?\d+)L)(?=[,)]|$)')
 
 
 def _constants(inputs: Iterable[Any]) -> list[str]:

@@ -382,23 +382,17 @@ NXD_IMPL(CompositeExplicitAutograd, m) {
   m.impl("comm_step", TORCH_BOX(&nxd::comm_step));
 }
 
-namespace {
-
-AOTITorchError gave(nxd::Tensor result, AtenTensorHandle* out) {
-  *out = result.release();
+NXD_SHIM(all_reduce)(AtenTensorHandle x, const char* axis, const char* op, int64_t degree, AtenTensorHandle* out) {
+  *out = nxd::all_reduce(nxd::Tensor::borrow(x), axis, op, degree).release();
   return 0;
 }
 
-} // namespace
-
-NXD_SHIM(all_reduce)(AtenTensorHandle x, const char* axis, const char* op, int64_t degree, AtenTensorHandle* out) {
-  return gave(nxd::all_reduce(nxd::Tensor::borrow(x), axis, op, degree), out);
-}
-
 NXD_SHIM(all_gather)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
-  return gave(nxd::all_gather(nxd::Tensor::borrow(x), axis, dim, degree), out);
+  *out = nxd::all_gather(nxd::Tensor::borrow(x), axis, dim, degree).release();
+  return 0;
 }
 
 NXD_SHIM(reduce_scatter)(AtenTensorHandle x, const char* axis, int64_t dim, int64_t degree, AtenTensorHandle* out) {
-  return gave(nxd::reduce_scatter(nxd::Tensor::borrow(x), axis, dim, degree), out);
+  *out = nxd::reduce_scatter(nxd::Tensor::borrow(x), axis, dim, degree).release();
+  return 0;
 }

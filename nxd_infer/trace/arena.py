@@ -212,8 +212,9 @@ class InputBlock(Mapping[str, "np.ndarray"]):
                 self[spec.name][...] = spec.default
             if spec.dtype == "int64":
                 words = slice(place // 8, (place + spec.nbytes) // 8)
-                self._low[words] = limits.min if spec.minimum is None else spec.minimum
-                self._high[words] = limits.max if spec.maximum is None else spec.maximum
+                low, high = spec.minimum, spec.maximum
+                self._low[words] = limits.min if low is None or low < limits.min else math.ceil(low)
+                self._high[words] = limits.max if high is None or high > limits.max else math.floor(high)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]

@@ -40,6 +40,7 @@ class LocalRank:
         self.sides: list[LocalSide] = []
         self._rank: Rank | None = None
         self._failure: BaseException | None = None
+        self._inside = self._closing = False
         self._steps = 0
         self._clock: float | None = None
 
@@ -63,6 +64,7 @@ class LocalRank:
         self.check()
         assert self._rank is not None
         self._clock = time.monotonic()
+        self._inside = True
         try:
             if kind == Kind.STEP:
                 side = self.sides[0]
@@ -86,6 +88,10 @@ class LocalRank:
             failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, text)
             self._failed(failure, fatal)
             raise failure from error
+        finally:
+            self._inside = False
+            if self._closing:
+                self.close()
         self._steps += 1
 
     def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> None:
@@ -116,6 +122,10 @@ class LocalRank:
         return [RankHealth(0, os.getpid(), alive, "running" if alive else "ended", self._steps, 0, 0.0, age)]
 
     def close(self) -> None:
+        """Free the graphs; by a signal handler amid a call, at its end."""
+        if self._inside:
+            self._closing = True
+            return
         if self._rank is not None:
             self._rank.close()
             self._rank = None

@@ -25,8 +25,9 @@ from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec
-from nxd_infer.trace.rank_model import PendingStep, RankModel, Ranks, takes_arrays
+from nxd_infer.trace.rank_model import RankModel, Ranks, takes_arrays
 from nxd_infer.trace.router import Route, Router, cut, fill, lawful
+from nxd_infer.trace.steps import PendingStep, free_side
 
 __all__ = [
     "RankHealth",
@@ -51,9 +52,9 @@ class TensorParallelModel(nn.Module, RankModel):
             degree 1 has a process, too.
 
     ``model(*tensors, **named)`` takes the inputs in the traced order, or by name, and returns what the traced module
-    returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError and BucketError (nothing has
-    run), RankFailedError, RankDiedError and RankTimeoutError (the ranks have been ended, states included; later calls
-    raise ModelClosedError until ``restart``).
+    returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError, BucketError and, where
+    ``begin_bucket`` has begun two steps, StepsPendingError (nothing has run), RankFailedError, RankDiedError and
+    RankTimeoutError (the ranks have been ended, states included; later calls raise ModelClosedError until ``restart``).
 
     The ranks start at the first call or with ``start()``, and end with ``close()``, the ``with`` block, the model or
     the process.
@@ -145,9 +146,9 @@ class TensorParallelModel(nn.Module, RankModel):
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
-        with self._turn:
+        with self._turn.take():
             ranks = self._started()
-            number, side = self._free_side(ranks)
+            number, side = free_side(ranks)
             for spec, view in zip(bucket.inputs, side.inputs[route.bucket], strict=True):
                 fill(view, spec, route.inputs.get(spec.name))
             side.last = ranks.begin(Kind.STEP, route.bucket, number)

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
-from nxd_infer.trace.arena import InputBlock, Side
+from nxd_infer.trace.arena import InputBlock
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.cores import check_degree, default_threads
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.manifest import BucketSpec, Manifest
+from nxd_infer.trace.steps import PendingStep, free_side
 from nxd_infer.trace.supervisor import Supervisor
 from nxd_infer.trace.swaps import WeightSwaps
 from nxd_infer.trace.turns import Turns
@@ -53,9 +54,9 @@ class Ranks(Protocol):
         timeout: float | None = None,
         fds: list[int] | None = None,
         fatal: bool = True,
-    ) -> Any: ...
+    ) -> None: ...
     def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> Any: ...
-    def finish(self, exchange: Any, timeout: float | None = None) -> Any: ...
+    def finish(self, exchange: Any, timeout: float | None = None) -> None: ...
     def settle(self) -> None: ...
     def check(self) -> None: ...
     def health(self) -> list[RankHealth]: ...
@@ -128,7 +129,7 @@ class RankModel:
 
     def start(self: _Model) -> _Model:
         """Start the ranks unless they run; returns the model. Raises what kept a rank from starting."""
-        with self._turn:
+        with self._turn.take():
             self._started()
         return self
 
@@ -142,17 +143,14 @@ class RankModel:
             return  # or about to start: that looks again once they run
         if self.in_process:
             with self._turn.lock:  # a graph that runs here keeps its memory until it returns
-                if self._turn.busy:  # a signal handler closes amid a call
-                    self._turn.at_end = ranks.close
-                else:
-                    ranks.close()
+                ranks.close()
         else:
             ranks.close()  # without the lock: it must end a call that is stuck
 
     def restart(self: _Model) -> _Model:
         """Start the ranks anew, whatever state they are in. States begin as traced; updated weights are kept."""
         self.close()
-        with self._turn:
+        with self._turn.take():
             self._ranks = None
             self._closed = False
             self._started()
@@ -208,18 +206,18 @@ class RankModel:
         """
         index = self._bucket_index(name, timeout)
         self._check_arrays(index, inputs)
-        with self._turn:
-            return self._begin(index, inputs, timeout)._take(copy=True)
+        with self._turn.take():
+            return self._begin(index, inputs, timeout).take(copy=True)
 
     def begin_bucket(self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None) -> PendingStep:
         """As :meth:`run_bucket`, without waiting for the outputs: ``result()`` of what is returned does.
 
-        The ranks do steps in the order in which they were begun. At most two may be begun and not taken; RuntimeError
-        otherwise. ``inputs`` may be changed as soon as this returns.
+        The ranks do steps in the order in which they were begun. At most two may be begun and not taken:
+        StepsPendingError, here and in calls. ``inputs`` may be changed as soon as this returns.
         """
         index = self._bucket_index(name, timeout)
         self._check_arrays(index, inputs)
-        with self._turn:
+        with self._turn.take():
             return self._begin(index, inputs, timeout)
 
     def _check_arrays(self, index: int, inputs: Mapping[str, np.ndarray]) -> None:
@@ -233,7 +231,7 @@ class RankModel:
 
     def _begin(self, index: int, inputs: Mapping[str, np.ndarray], timeout: float | None) -> PendingStep:
         ranks = self._started()
-        number, side = self._free_side(ranks)
+        number, side = free_side(ranks)
         bucket = self.buckets[index]
         if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
             side.input_bytes[index][:] = inputs.memory
@@ -243,16 +241,6 @@ class RankModel:
                 view[...] = spec.default if array is None else array
         side.last = ranks.begin(Kind.STEP, index, number)
         return PendingStep(ranks, self._turn, side, side.output_arrays[index], timeout)
-
-    @staticmethod
-    def _free_side(ranks: Ranks) -> tuple[int, Any]:
-        """A place for the next step's inputs and outputs."""
-        for number, side in enumerate(ranks.sides):
-            if not side.taken:
-                if side.last is not None:
-                    ranks.finish(side.last)  # whoever waited for it was interrupted
-                return number, side
-        raise RuntimeError("two steps were begun already: take the result of one of them first")
 
     def _bucket_index(self, name: str, timeout: float | None) -> int:
         if timeout is not None:
@@ -264,7 +252,7 @@ class RankModel:
 
     def reset_states(self) -> None:
         """Put every state of every rank back to its traced value."""
-        with self._turn:
+        with self._turn.take():
             if self._ranks is not None:
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
@@ -295,8 +283,10 @@ class RankModel:
         from nxd_infer.trace.weights import NewWeights
 
         new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
-        with self._turn:
-            self._swaps.swap(self._started(), new)
+        with self._turn.take():
+            ranks = self._started()
+            ranks.settle()  # a step that fails is not the weights' fault
+            self._swaps.swap(ranks, new)
 
     def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> None:
         """Put a LoRA adapter into ``slot`` (1 to the slots that were traced), between two calls; nothing is compiled.
@@ -317,51 +307,13 @@ class RankModel:
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
-        with self._turn:
+        with self._turn.take():
             return self._swaps.tensors(rank)
 
     def health(self) -> list[RankHealth]:
         """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
         ranks = self._ranks
         return ranks.health() if ranks is not None else []
-
-
-class PendingStep:
-    """A step that was handed to the ranks."""
-
-    def __init__(self, ranks: Ranks, turn: Turns, side: Side, outputs: dict[str, np.ndarray], timeout: float | None):
-        self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
-        self._outputs, self._timeout = outputs, timeout
-        side.taken = True
-
-    @property
-    def seconds(self) -> float:
-        """How long the slowest rank worked on it, once it is over."""
-        return self._exchange.seconds
-
-    def result(self, copy: bool = True) -> dict[str, np.ndarray]:
-        """Wait for the step, at most the call's timeout; outputs by name. Once only. Without ``copy`` they hold until
-        the next step is begun.
-
-        Raises what ``run_bucket`` raises when ranks fail, in this step or in one that was begun before it.
-        """
-        with self._turn:
-            return self._take(copy)
-
-    def _take(self, copy: bool) -> dict[str, np.ndarray]:
-        """As :meth:`result`, for a caller whose turn it is."""
-        try:
-            self._ranks.finish(self._exchange, self._timeout)
-            return {name: array.copy() for name, array in self._outputs.items()} if copy else self._outputs
-        finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        """Nobody takes the outputs. Harmless after :meth:`result`."""
-        if self._side.last is self._exchange:
-            self._side.taken = False
-
-    __del__ = _drop
 
 
 def check_seconds(name: str, value: Any) -> None:

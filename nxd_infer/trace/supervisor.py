@@ -119,10 +119,10 @@ class Supervisor:
         timeout: float | None = None,
         fds: list[int] | None = None,
         fatal: bool = True,
-    ) -> Exchange:
+    ) -> None:
         """Send one record to every rank, alone, and wait for all answers: ``settle``, ``begin`` and ``finish``."""
         self.settle(timeout)
-        return self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
+        self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
 
     def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, fds: list[int] | None = None) -> Exchange:
         """Send one record to every rank; ``fds`` holds one descriptor a rank. Ranks do what they are sent in order.
@@ -143,7 +143,7 @@ class Supervisor:
             raise self.fail(ModelClosedError(f"a call was interrupted: {error!r}")) from error
         return exchange
 
-    def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> Exchange:
+    def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
         """Wait until every rank has done ``exchange``, and what was begun before it. Harmless the second time.
 
         Each wait lasts at most ``timeout`` (default: call_timeout) seconds and leaves the interpreter to other threads.
@@ -155,7 +155,6 @@ class Supervisor:
         while exchange.sequence in self._open:
             first = next(iter(self._open.values()))
             self._collect(first, self.call_timeout if timeout is None else timeout, fatal or first is not exchange)
-        return exchange
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait out whatever was begun, so that the ranks are idle and the arena is free."""

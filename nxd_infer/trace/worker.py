@@ -117,8 +117,16 @@ class _Steps:
     def __init__(self, rank: Rank, arena: Arena):
         self._rank, self._arena = rank, arena
         self._bound: dict[tuple[int, int], Callable[[], list[Tensor]]] = {}
+        self._failed = False
 
     def run(self, side: int, bucket: int) -> None:
+        if self._failed:  # the others may still be in that step, and would take this one's collectives for its own
+            raise RuntimeError("an earlier step of this rank has raised")
+        self._failed = True
+        self._run(side, bucket)
+        self._failed = False
+
+    def _run(self, side: int, bucket: int) -> None:
         run = self._bound.get((side, bucket))
         if run is None:
             run = self._bound[side, bucket] = self._rank.bind(bucket, self._arena.sides[side].inputs[bucket])

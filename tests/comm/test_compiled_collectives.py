@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nxd_infer import native
+from nxd_infer.backends.compiled import collectives_of_package
 from nxd_infer.context import current_context
 from tests.ranks import run_ranks
 
@@ -89,3 +90,39 @@ def lose_a_peer(path: str) -> str:
 def test_a_lost_peer_ends_a_compiled_step_with_an_error_that_names_it(package):
     message, _ = run_ranks(lose_a_peer, 2, package, collectives="shm", comm_timeout=5, lost=(1,))
     assert "nxd: rank(s) [1] did not reach all_gather" in message
+
+
+class Views(torch.nn.Module):
+    """Collectives of views, whose offsets stand in the calls, and of a kind that has no C function."""
+
+    def __init__(self, ops):
+        super().__init__()
+        self.ops = ops
+
+    def forward(self, x):
+        ops = self.ops
+        y = x + 1
+        first = ops.all_reduce(y[2:], "tp", "max", 2)
+        second = ops.all_gather(y[:, 8:].t(), "dp", -1, 2)
+        return first, second, ops.broadcast(first, "tp", 1, 2), ops.reduce_scatter(y, "tp", 0, 2)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_collectives_of_compiled_code_are_read_from_its_calls(direct):
+    library = native.load()
+    options: dict[str, Any] = {"aot_inductor.package": True}
+    if direct:
+        options["aot_inductor.custom_ops_to_c_shims"] = native.shims([library])
+        options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
+    exported = torch.export.export(Views(getattr(torch.ops, library.namespace)), (torch.randn(4, 16),))
+    with native.linkable([library]):
+        files = torch._inductor.aot_compile(exported.module(), exported.example_inputs[0], options=options)
+    found = collectives_of_package(files, [library.hash])
+    assert found is not None and sorted(found) == [
+        "all_gather(dp, -1, 2)",
+        "all_reduce(tp, max, 2)",
+        "broadcast(tp, 1, 2)",
+        "reduce_scatter(tp, 0, 2)",
+    ]
+    assert found.index("all_reduce(tp, max, 2)") < found.index("broadcast(tp, 1, 2)")
+    assert collectives_of_package(files, []) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,26 @@ def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
     llm.load_adapter("y", adapters["y"])
     for name in ("x", "y"):
         llm.remove_adapter(name)
+
+
+def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held):
+    """Else the load would wait for them with its own limits, and the engine would seem to hang in one."""
+    begun, go = held
+    streaming = threading.Event()
+
+    def on_event(event):
+        streaming.set()
+        time.sleep(0.01)  # so that it streams until the load begins
+
+    stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
+    assert streaming.wait(30)
+    thread, results = loading(llm, "x", adapters["x"])
+    assert begun.wait(30) and not stream.done
+    assert llm.engine.health().step_running is None
+    go.set()
+    thread.join(30)
+    assert results == [1] and stream.wait(30)
+    llm.remove_adapter("x")
 
 
 def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):

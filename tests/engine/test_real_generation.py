@@ -92,6 +92,22 @@ def test_prompts_that_ride_in_rows_of_a_decode_step_change_no_answer(llm, traced
     assert rows > stats.generated_tokens, "no token of a prompt took a row"
 
 
+def test_an_engine_that_is_closed_amid_a_step_leaves_the_model_to_the_next(llm):
+    """The steps that it had begun are waited out; the next engine has both places of the arena again."""
+    want = llm.generate(prompt_of(9), GREEDY)[0].outputs[0].token_ids
+    for _ in range(3):
+        other = Engine(llm.model, llm.tokenizer)
+        other.start()
+        streaming = threading.Event()
+        other.submit(
+            prompt_of(3), GREEDY.replace(max_tokens=50, ignore_eos=True), lambda event, seen=streaming: seen.set()
+        )
+        assert streaming.wait(30)
+        other.close()
+        assert other.health().step_running is None
+        assert llm.generate(prompt_of(9), GREEDY)[0].outputs[0].token_ids == want
+
+
 @pytest.fixture(scope="module")
 def seeded_answers():
     """What each degree answered to the same seed."""

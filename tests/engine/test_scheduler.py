@@ -127,9 +127,11 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
             fed[row.sequence.id] += row.length
             if step.kind != "prefill":
                 prefills_since_decode[row.sequence.id] = 0
-            # The token that is fed is known, or the last one that a step under way gives.
-            assert row.tokens() == [UNKNOWN] or len(row.tokens()) == row.length
-            assert row.tokens() != [UNKNOWN] or (under_way and row.start + 1 > len(row.sequence.output))
+            if row.tokens() == [UNKNOWN]:  # the token behind all that are known, which the step under way gives
+                assert row.start == len(row.sequence.prompt) + len(row.sequence.output)
+                assert [it.samples for it in under_way[-1].rows if it.sequence is row.sequence][-1:] == [True]
+            else:
+                assert len(row.tokens()) == row.length and UNKNOWN not in row.tokens()
         subject.begin(step)
         under_way.append(step)
     assert set(finished) == set(range(len(arrivals)))

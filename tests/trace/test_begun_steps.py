@@ -19,6 +19,7 @@ from nxd_infer.errors import (
     RankDiedError,
     RankFailedError,
     RankTimeoutError,
+    StepsPendingError,
 )
 from nxd_infer.trace.arena import InputBlock
 from nxd_infer.trace.artifact import load_artifact
@@ -85,11 +86,13 @@ def test_a_third_is_refused_and_a_dropped_one_makes_room(model):
     first = model.begin_bucket("b2_s4", inputs(0))
     second = model.begin_bucket("b2_s4", inputs(1))
     for call in (model.begin_bucket, model.run_bucket):
-        with pytest.raises(RuntimeError, match="take the result of one of them first"):
+        with pytest.raises(StepsPendingError, match="take the result of one of them first"):
             call("b2_s4", inputs(2))
     del first
     assert model.run_bucket("b2_s4", inputs(2))["count"].item() == 3
     assert second.result()["count"].item() == 2
+    with pytest.raises(StepsPendingError, match="outputs were taken"):
+        second.result()
 
 
 def test_bad_inputs_begin_nothing(model):
@@ -146,7 +149,6 @@ def test_callers_in_other_threads_get_their_own_results(model):
 
 
 def test_a_step_that_raises_ends_the_one_behind_it(model):
-    """Rank 0 goes on to the next step, where no other rank comes; the caller hears of the first failure."""
     bad, good = model.begin_bucket("b2_s4", inputs(0, ids=99)), model.begin_bucket("b2_s4", inputs(1))
     started = time.monotonic()
     with pytest.raises(RankFailedError, match="raised during step"):
@@ -156,6 +158,19 @@ def test_a_step_that_raises_ends_the_one_behind_it(model):
     assert time.monotonic() - started < 5
     model.restart()
     assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("second", ["b2_s4", "b2_s8"])
+def test_a_rank_that_raised_goes_on_to_no_step_that_the_others_may_not_have_reached(tmp_path, rank, second):
+    """It would meet them in the first one's collective, and theirs would be the error that is told."""
+    path = toy.build(tmp_path / "artifact", shifts={rank: 50})
+    with RankModel(load_artifact(path), start_timeout=120, call_timeout=20) as model:
+        steps = [model.begin_bucket("b2_s4", inputs(0))]
+        x = np.zeros((2, 4 if second == "b2_s4" else 8, toy.HIDDEN), "f4")
+        steps.append(model.begin_bucket(second, {"x": x, "ids": np.full(2, -50)}))
+        with pytest.raises(RankFailedError, match=f"(?s)rank {rank} of 2 raised during step.*out of range"):
+            steps[0].result()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,7 +185,6 @@ def test_a_rank_that_dies_or_stops_with_two_steps_ends_both_in_time(model, rank)
     with pytest.raises(ModelClosedError):
         steps[1].result()
     model.restart()
-    model.call_timeout = 1.0
     os.kill(model.health()[rank].pid, signal.SIGSTOP)
     steps = [model.begin_bucket("b2_s4", inputs(number), timeout=1.0) for number in range(2)]
     with pytest.raises(RankTimeoutError, match=f"rank {rank} of 2 did not finish its step within 1 s"):
@@ -194,6 +208,8 @@ def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
             step.result()
     finally:
         signal.signal(signal.SIGALRM, before)
+    with pytest.raises(StepsPendingError, match="a wait for them was interrupted"):
+        step.result()
     threading.Timer(0.3, os.kill, (model.health()[0].pid, signal.SIGCONT)).start()
     for number in range(1, 4):
         result = model.run_bucket("b2_s4", inputs(number))

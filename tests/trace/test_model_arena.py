@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
@@ -81,7 +82,9 @@ def limited_inputs(draw):
     specs, arrays = [], {}
     for number in range(draw(st.integers(1, 5))):
         dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool]))
-        minimum, maximum = draw(st.sampled_from([(None, None), (-1, 7), (0, None), (None, 5)]))
+        minimum, maximum = draw(
+            st.sampled_from([(None, None), (-1, 7), (0, None), (None, 5), (0.5, 7.5), (-math.inf, 2.0**63)])
+        )
         name = f"i{number}"
         spec = InputSpec.of(name, torch.zeros(draw(shapes), dtype=dtype), default=draw(st.sampled_from([None, 1])))
         specs.append(spec.model_copy(update={"minimum": minimum, "maximum": maximum}))

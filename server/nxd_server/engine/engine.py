@@ -1,4 +1,4 @@
-"""Continuous batching for decoders: requests in, tokens out, one thread, one step at a time."""
+"""Continuous batching for decoders: requests in, tokens out, one thread, step after step."""
 
 from __future__ import annotations
 
@@ -366,6 +366,10 @@ class Engine(ModelWorker):
             self._deadlines.clear()
         for choice in choices:
             self._fail(choice, error)
+
+    def _finish_steps(self) -> None:
+        while self._flights:
+            self._land()
 
     def _forget_steps(self) -> None:
         super()._forget_steps()

@@ -52,9 +52,12 @@ class Row(Generic[S]):
 
     def tokens(self) -> list[int]:
         """What the row feeds."""
+        sequence = self.sequence
+        if self.length == 1 and self.start == len(sequence.prompt) + len(sequence.output):
+            return [UNKNOWN]
         if not self.draft:
-            return self.sequence.tokens(self.start, self.length) or [UNKNOWN]
-        return [*self.sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
+            return sequence.tokens(self.start, self.length)
+        return [*sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
 
 
 @dataclass(frozen=True)

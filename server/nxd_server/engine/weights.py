@@ -114,6 +114,11 @@ class WeightGate:
         change = self._change
         return change is not None and not change.begun and not (change.quiet and self._begun)
 
+    @property
+    def may_be_due(self) -> bool:
+        with self._lock:
+            return self.due
+
     def change(
         self, action: Callable[[], None], timeout: float, *, withdrawn: Callable[[], None], quiet: bool = True
     ) -> int:

@@ -82,7 +82,7 @@ class ModelWorker(Admission, ABC):
 
     @abstractmethod
     def _work(self) -> bool:
-        """Do at most one step. False when there was nothing to do."""
+        """Finish at most one step. False when there was nothing to do."""
 
     @abstractmethod
     def _padding_inputs(self, bucket: str) -> Mapping[str, Any] | None:
@@ -136,7 +136,7 @@ class ModelWorker(Admission, ABC):
         return done and self._state not in ("failed",)
 
     def close(self, timeout: float = 60.0) -> None:
-        """End the thread after the step in flight; what still runs fails. The model stays open: its owner closes it."""
+        """End the thread after the step that it waits for; what still runs fails. The model stays its owner's."""
         with self._wake:
             self._closing = True
             self.gate.abandon("closed")
@@ -287,6 +287,7 @@ class ModelWorker(Admission, ABC):
             log.exception("the engine's thread failed")
             self._give_up(error)
         else:
+            self._forget_steps()
             self.gate.abandon("closed")
             self._fail_all(EngineUnavailableError("the engine was closed before this request was finished", "closed"))
             self._set_state("closed")
@@ -308,6 +309,9 @@ class ModelWorker(Admission, ABC):
 
     def _change_weights(self) -> bool:
         """Make the change that is wanted, if nothing is left that it waits for. False when the engine is over."""
+        if not self.gate.may_be_due:
+            return True
+        self._finish_steps()
         change = self.gate.take_change()
         if change is None:
             return True
@@ -384,6 +388,10 @@ class ModelWorker(Admission, ABC):
     def _ranks_lost(self, error: BaseException) -> None:
         """What becomes of the requests when the ranks are about to be started again."""
         self._fail_all(_failed(error))
+
+    def _finish_steps(self) -> None:
+        """Wait for what the ranks have been given. A subclass that gives them steps ahead does."""
+        return
 
     def _forget_steps(self) -> None:
         """Whatever the ranks were given is gone with them."""
