@@ -11,7 +11,7 @@ namespace nxd {
 constexpr int64_t kKeys = 128;       // positions of the context in a chunk
 constexpr int64_t kRows = 64;        // rows of a tile
 constexpr int64_t kFewRows = 8;      // rows of a tile that is computed as decode's are
-constexpr int64_t kAhead = 32;       // a row of the cache is asked for when the one so many before it is read
+constexpr int64_t kAhead = 48;       // a row of the cache is asked for when the one so many before it is read
 constexpr int64_t kFewQueries = 16;  // a call of so many queries is cut into tiles of few rows
 
 // A tensor [.., .., .., D] whose last dimension is dense; strides in bytes.

@@ -79,10 +79,10 @@ struct Loops {
     }
   }
 
-  // Asks for a row of the cache that is read soon, into the first cache: a line that waits in the second one occupies
-  // the core's few places for misses once more.
+  // Asks for a row of the cache that is read soon, once, into the first cache alone: a line that waits in the second one
+  // occupies the core's few places for misses once more, and throws out what is read again.
   NXD_TARGET static NXD_INLINE void fetch(const char* row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 3);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 0);
   }
 
   // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. Behind `k` follow the

@@ -9,11 +9,13 @@ import time
 
 import pytest
 
+from nxd_infer.trace.rank_model import RankModel
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.errors import EngineFailedError, MaxTokensError, PromptTooLongError, RequestError
 from tests.engine.real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
+from tests.engine.toy_model import Listener
 
 LENGTHS = sorted({1, 2, *(bucket + more for bucket in PROMPT_BUCKETS for more in (-1, 0, 1)), 33, 48, 60, 63, 64})
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
@@ -92,11 +94,39 @@ def test_prompts_that_ride_in_rows_of_a_decode_step_change_no_answer(llm, traced
     assert rows > stats.generated_tokens, "no token of a prompt took a row"
 
 
-def test_an_engine_that_is_closed_amid_a_step_leaves_the_model_to_the_next(llm):
+@pytest.fixture(scope="module")
+def ranks(llm, traced):
+    """The same model, its ranks in processes at degree 1 too."""
+    with LLM(traced[llm.model.tp_degree][1], in_process=False) as ranks:
+        yield ranks
+
+
+def test_steps_begun_ahead_over_all_ranks_change_no_answer(llm, ranks, monkeypatch):
+    """As where the ranks leave a core. Without one, only a single rank's steps are begun ahead."""
+    params = [
+        GREEDY.replace(ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.9, seed=11, repetition_penalty=1.3),
+        SamplingParams(max_tokens=9, temperature=1.3, seed=12, frequency_penalty=0.5, min_tokens=4),
+    ]
+    prompts = [prompt_of(5), prompt_of(30), prompt_of(20)]
+    want = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    for spare in (0, 1):
+        monkeypatch.setattr(RankModel, "spare_cores", spare)
+        with Engine(ranks.model, ranks.tokenizer) as engine:
+            depth = engine._flights._depth
+            listeners = [Listener() for _ in prompts]
+            tickets = [engine.submit(*asked) for asked in zip(prompts, params, listeners, strict=True)]
+            assert all(ticket.wait(30) for ticket in tickets)
+        assert [listener.tokens[0] for listener in listeners] == want
+        assert depth == (2 if spare or ranks.model.tp_degree == 1 else 1)
+
+
+def test_an_engine_that_is_closed_amid_a_step_leaves_the_model_to_the_next(ranks, monkeypatch):
     """The steps that it had begun are waited out; the next engine has both places of the arena again."""
-    want = llm.generate(prompt_of(9), GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(RankModel, "spare_cores", 1)
+    want = ranks.generate(prompt_of(9), GREEDY)[0].outputs[0].token_ids
     for _ in range(3):
-        other = Engine(llm.model, llm.tokenizer)
+        other = Engine(ranks.model, ranks.tokenizer)
         other.start()
         streaming = threading.Event()
         other.submit(
@@ -105,7 +135,10 @@ def test_an_engine_that_is_closed_amid_a_step_leaves_the_model_to_the_next(llm):
         assert streaming.wait(30)
         other.close()
         assert other.health().step_running is None
-        assert llm.generate(prompt_of(9), GREEDY)[0].outputs[0].token_ids == want
+        with Engine(ranks.model, ranks.tokenizer) as engine:
+            listener = Listener()
+            assert engine.submit(prompt_of(9), GREEDY, listener).wait(30)
+        assert listener.tokens[0] == want
 
 
 @pytest.fixture(scope="module")

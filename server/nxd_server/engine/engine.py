@@ -17,8 +17,8 @@ from nxd_server.engine.adapters import Adapters
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.deadlines import Deadlines
 from nxd_server.engine.events import EngineStats, ErrorEvent, Event, FinishEvent, OnEvent, Timings, TokenEvent, Usage
-from nxd_server.engine.flights import Flights
-from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of, takes_unknown
+from nxd_server.engine.flights import Flights, steps_may_follow
+from nxd_server.engine.inputs import Sampler, StepInputs, check_buckets, sampler_of, tokens_input
 from nxd_server.engine.outputs import StepOutputs
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
@@ -86,7 +86,7 @@ class Engine(ModelWorker):
         self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
         arrays = getattr(model, "arrays", False)
         self._inputs = {bucket.name: StepInputs(bucket, self.slots, arrays) for bucket in manifest.buckets}
-        shapes = {bucket.name: _tokens_shape(bucket) for bucket in manifest.buckets}
+        shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         self._graphs = [*graphs, *verifying]
         self.costs = StepCosts(self._graphs)
@@ -99,8 +99,7 @@ class Engine(ModelWorker):
             mixes=bool(meta.get("rows_share_slots")),
         )
         self._speculation = Speculation(verifying, speculate, self.costs)
-        single = min(length for _, length in shapes.values()) == 1
-        ahead = arrays and single and not self._speculation.active and all(map(takes_unknown, manifest.buckets))
+        ahead = not self._speculation.active and steps_may_follow(model)
         self._flights = Flights(self.steps, self._inputs, 2 if ahead else 1, self._refuse)
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
@@ -383,11 +382,6 @@ class Engine(ModelWorker):
         for index in range(inputs.batch):
             inputs.clear(index)
         return inputs.tensors
-
-
-def _tokens_shape(bucket: Any) -> tuple[int, int]:
-    shape = next(spec.shape for spec in bucket.inputs if spec.name == "tokens")
-    return shape[0], shape[1]
 
 
 def _failure(error: Exception) -> GenerationError:

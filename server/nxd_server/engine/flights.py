@@ -9,15 +9,30 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from nxd_server.engine.inputs import StepInputs
+from nxd_server.engine.inputs import StepInputs, tokens_input
 from nxd_server.engine.outputs import StepOutputs
 from nxd_server.engine.request import Choice
 from nxd_server.engine.runner import Running, StepRunner
-from nxd_server.engine.scheduler import Row, Step
+from nxd_server.engine.scheduler import UNKNOWN, Row, Step
 from nxd_server.engine.worker import FATAL
 
 log = logging.getLogger("nxd_server.engine")
+
+
+def steps_may_follow(model: Any) -> bool:
+    """Whether a step is begun while the one before it runs.
+
+    The model must take arrays, in processes, and its graphs a token that is not known yet, in steps of one token. And
+    several ranks must leave a core: one that the engine took from a rank amid a step would keep all of them waiting
+    (2 % slower at tp 2 on two cores); between two steps they wait anyhow. A single rank gains all the same (3 to 5 %).
+    """
+    tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
+    unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
+    single = min(spec.shape[1] for spec in tokens) == 1
+    free = model.manifest.tp_degree == 1 or getattr(model, "spare_cores", 0) > 0
+    return bool(getattr(model, "arrays", False) and unknown and single and free)
 
 
 class Flights:

@@ -11,9 +11,9 @@ import numpy as np
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.trace.arena import InputBlock
-from nxd_infer.trace.manifest import BucketSpec
+from nxd_infer.trace.manifest import BucketSpec, InputSpec
 from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.scheduler import UNKNOWN, Row
+from nxd_server.engine.scheduler import Row
 from nxd_server.errors import RequestError
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
@@ -169,10 +169,9 @@ class StepInputs:
                 allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
-def takes_unknown(bucket: BucketSpec) -> bool:
-    """Whether a step of ``bucket`` may be begun before the tokens that it feeds are known."""
-    tokens = next(spec for spec in bucket.inputs if spec.name == "tokens")
-    return tokens.minimum is not None and tokens.minimum <= UNKNOWN
+def tokens_input(bucket: BucketSpec) -> InputSpec:
+    """The tokens of a step: ``[rows, tokens of a row]``."""
+    return next(spec for spec in bucket.inputs if spec.name == "tokens")
 
 
 def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
