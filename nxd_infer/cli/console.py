@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 
 console = Console(highlight=False)
+aside = Console(highlight=False, stderr=True)
+"""For what is no part of a command's answer: a redirected answer stays clean."""
 
 
 def size(count: float) -> str:
@@ -38,7 +40,7 @@ def memory() -> tuple[int, int]:
     return fields["MemTotal"], fields["MemAvailable"]
 
 
-def _progress() -> Progress:
+def _progress(on: Console) -> Progress:
     """A bar where the total is known, a spinner with elapsed time where it is not."""
     columns = (
         SpinnerColumn(),
@@ -48,20 +50,20 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     )
-    return Progress(*columns, console=console, transient=False)
+    return Progress(*columns, console=on, transient=False)
 
 
 @contextmanager
-def bar() -> Iterator[Progress]:
+def bar(on: Console = console) -> Iterator[Progress]:
     """A progress display: a bar where the total is known, a spinner with elapsed time where it is not."""
-    with _progress() as progress:
+    with _progress(on) as progress:
         yield progress
 
 
 @contextmanager
 def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Callable[[], None]]:
     """A bar that shows itself when the work takes longer than ``after`` seconds; call what it gives at each step."""
-    progress = _progress()
+    progress = _progress(console)
     task = progress.add_task(description, total=total, note="")
     timer = threading.Timer(after, progress.start)
     timer.daemon = True
@@ -76,9 +78,9 @@ def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Calla
 
 
 @contextmanager
-def spinner(description: str) -> Iterator[None]:
+def spinner(description: str, on: Console = console) -> Iterator[None]:
     """Show that something of unknown length goes on."""
-    with bar() as progress:
+    with bar(on) as progress:
         task = progress.add_task(description, total=None, note="")
         yield
         progress.update(task, total=1, completed=1)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import console, spinner
+from nxd_infer.cli.console import aside, console, spinner
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -14,7 +14,10 @@ DEFAULT_MAX_TOKENS = 64
 def run(
     artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | None, speculate: int, **sampling: Any
 ) -> None:
-    """Print each prompt's continuation, or one JSON object a prompt. ``max_tokens`` None: the default, if it fits."""
+    """Print each prompt's continuation, or one JSON object a prompt; anything else goes to the error stream.
+
+    ``max_tokens`` None: the default, if it fits.
+    """
     from nxd_server import LLM, RequestOutput
     from nxd_server.engine.engine import Engine
     from nxd_server.engine.params import SamplingParams
@@ -38,7 +41,7 @@ def run(
             }
             print(json.dumps(record, ensure_ascii=False))
         return
-    with spinner("loading and answering"), LLM(artifact, speculate=speculate) as llm:
+    with spinner("loading and answering", aside), LLM(artifact, speculate=speculate) as llm:
         outputs = answers(llm)
         assert isinstance(llm.engine, Engine)  # generate() has refused every other
         stats = llm.engine.stats()
@@ -46,9 +49,9 @@ def run(
         answer = output.outputs[0]
         console.print(output.prompt or "", style="bold", end="", markup=False)
         console.print(answer.text, markup=False)
-        console.print(
+        aside.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )
     if speculate:
         found = f"[speculation: {stats.accepted_tokens} of {stats.draft_tokens} guessed tokens were right]"
-        console.print(found, style="dim", markup=False)
+        aside.print(found, style="dim", markup=False)

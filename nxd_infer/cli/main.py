@@ -310,13 +310,16 @@ def doctor() -> None:
 def demo(
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Keep the model and the artifact here. Default: a temporary directory."),
+        typer.Option(
+            "--dir",
+            help="Keep everything here, in place of an earlier demo. Default: a temporary directory.",
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
     backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
 ) -> None:
-    """The main job end to end on this machine's CPU: fine-tune, trace, save, load, serve, ask."""
+    """The main job end to end on this machine's CPU: train, trace, save, load, serve, ask."""
     from nxd_infer.cli.demo.run import run
 
     run(directory, seconds, tp, backend.value)

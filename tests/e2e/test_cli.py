@@ -87,6 +87,21 @@ def test_generate_continues_each_prompt_the_same_way_twice(artifact):
     assert first.out == second.out
 
 
+def test_what_is_no_answer_goes_to_the_error_stream(artifact):
+    asked = ("generate", artifact, "--prompt", "def f", "--max-tokens", 4, "--temperature", 0)
+    plain, record = nxd_infer(*asked), json.loads(nxd_infer(*asked, "--json").out)
+    assert plain.out == f"def f{record['text']}\n"
+    assert "[4 tokens, finish reason length]" in plain.err
+
+
+def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_text("precious")
+    refused(nxd_infer("demo", "--dir", tmp_path, "--seconds", 1), "is left alone", "--dir")
+    assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact):
     """The artifact's longest prompt and answer are 64 tokens together."""
     done = nxd_infer("generate", artifact, "--prompt", "def f", "--max-tokens", 64, "--json")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.cli.console import console, duration, size, spinner, table
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
+from nxd_infer.errors import ArtifactError
 
 if TYPE_CHECKING:
     from nxd_infer.cli.demo.training import Trained
@@ -140,9 +141,22 @@ def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
     """Run the demo in ``directory`` (a temporary one by default) and print what happened."""
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        if directory is None:
+        if directory is not None:
+            check_directory(directory)
+        else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd-infer-demo-")))
         run_in(directory, seconds, tp, backend, start)
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a directory that holds something and is not of an earlier demo, before anything is written."""
+    from nxd_infer.cli.demo.training import TOKENS
+
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / TOKENS).exists():
+        raise ArtifactError(
+            f"{directory} holds files and is not the directory of an earlier demo, which would be replaced: it is left "
+            "alone. Give --dir a new directory"
+        )
 
 
 def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float) -> None:
