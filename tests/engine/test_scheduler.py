@@ -127,6 +127,8 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, b
             fed[row.sequence.id] += row.length
             if step.kind != "prefill":
                 prefills_since_decode[row.sequence.id] = 0
+            place = row.start + row.length - len(row.sequence.prompt)
+            assert place < row.sequence.max_new_tokens, "a step for a token that nobody wants"
             if row.tokens() == [UNKNOWN]:  # the token behind all that are known, which the step under way gives
                 assert row.start == len(row.sequence.prompt) + len(row.sequence.output)
                 assert [it.samples for it in under_way[-1].rows if it.sequence is row.sequence][-1:] == [True]

@@ -26,7 +26,7 @@ def steps_may_follow(model: Any) -> bool:
 
     The model must take arrays, in processes, and its graphs a token that is not known yet, in steps of one token. And
     several ranks must leave a core: one that the engine took from a rank amid a step would keep all of them waiting
-    (2 % slower at tp 2 on two cores); between two steps they wait anyhow. A single rank gains all the same (3 to 5 %).
+    (some 2 % slower at tp 2 on two cores); between two steps they wait anyhow. Readings: docs/benchmarks.md.
     """
     tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
     unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)

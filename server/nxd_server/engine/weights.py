@@ -116,6 +116,7 @@ class WeightGate:
 
     @property
     def may_be_due(self) -> bool:
+        """As :attr:`due`, without the lock; :meth:`take_change` decides."""
         with self._lock:
             return self.due
 
