@@ -2,6 +2,7 @@
 // shapes and meaning are those of nxd_infer/ops/attention.py.
 #include "attention.h"
 #include "cpu.h"
+#include "large_pages.h"
 #include "parallel.h"
 #include "registration.h"
 #include "scalar.h"
@@ -22,6 +23,7 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kWorkerBytes = 64 * 1024;        // of keys and values that are worth another thread
 constexpr int64_t kPartialBytes = 4 * 1024 * 1024; // of partial results at most
+constexpr int64_t kPageTurns = 64;                 // pages that are due about the same time become large in turn
 constexpr int64_t kTilesPerThread = 4;             // of equal length; with fewer, threads share the chunks of tiles
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: cache_attention: " + what); }
@@ -165,6 +167,34 @@ void write(const Attention& x, const Strided& from, ScalarType type, const Strid
   });
 }
 
+// Neighbours have different turns, and so have pages that are 64 or 4096 apart, as those of slots and layers are.
+int64_t turn_of(int64_t page) { return (page ^ page >> 6 ^ page >> 12) % kPageTurns; }
+
+// Asks for large pages where this call fills a block past their middle. A core that walks through small ones misses its
+// address cache every 4 KiB; but a large one is taken whole, so a context has to use it (where two blocks share a page,
+// one of them). Pages that filled together take turns over the quarter behind their middle: a step has time for a few,
+// not for those of all rows and layers.
+void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
+  if (cache.stride[0] < kLargePage / 2 || cache.stride[2] <= 0) return;  // small blocks share pages with others
+  const int64_t period = std::min(x.L, std::max<int64_t>(kLargePage / cache.stride[2], 1));  // positions in a page
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t end = x.start[b] + live(x, b);
+    for (int64_t first = x.start[b]; first < end; first = (first / x.L + 1) * x.L) {
+      const int64_t block = x.table[b * x.n + first / x.L];
+      const int64_t low = first % x.L, high = std::min(x.L, low + end - first);
+      for (int64_t page = low / period; page * period < high; page++) {
+        const int64_t middle = page * period + period / 2;
+        for (int64_t kh = 0; kh < x.KH && middle < x.L; kh++) {
+          const char* address = cache.at(block, kh, middle);
+          const int64_t wait = turn_of(large_page(address)) * (period / (4 * kPageTurns));
+          const int64_t due = std::min(middle + wait, x.L - 1);
+          if (low <= due && due < high) make_large_page(address);
+        }
+      }
+    }
+  }
+}
+
 // A few queries, as those of a draft that is verified, get the bits that each would get in a call of its own.
 int64_t tile_rows(const Attention& x) { return x.S <= kFewQueries && x.G <= kFewRows ? kFewRows : kRows; }
 
@@ -289,6 +319,8 @@ Tensor cache_attention(
   check_rows(x, B, N);
   write(x, strided(k), k.scalar_type(), x.k_cache, B);
   write(x, strided(v), v.scalar_type(), x.v_cache, B);
+  enlarge_pages(x, x.k_cache, B);
+  enlarge_pages(x, x.v_cache, B);
   for (int64_t b = 0; b < B; b++) {  // the results of padding
     for (int64_t s = live(x, b); s < S; s++) std::memset(x.out.at(b, s, 0), 0, x.out.stride[1]);
   }

@@ -161,8 +161,8 @@ class Side:
         return [{spec.name: array for spec, array in zip(specs, row, strict=True)} for specs, row in arrays]
 
     @cached_property
-    def input_bytes(self) -> Sequence[np.ndarray]:
-        """Each bucket's inputs as they lie, uint8."""
+    def input_bytes(self) -> Sequence[memoryview]:
+        """Each bucket's inputs as they lie."""
         return self._inputs.whole()
 
 
@@ -182,10 +182,8 @@ class _Region:
             for row, specs in zip(self.places, self.specs, strict=True)
         )
 
-    def whole(self) -> list[np.ndarray]:
-        import numpy as np
-
-        return [np.frombuffer(self.memory, np.uint8, _offsets(specs)[1], self.start) for specs in self.specs]
+    def whole(self) -> list[memoryview]:
+        return [memoryview(self.memory)[self.start :][: _offsets(specs)[1]] for specs in self.specs]
 
 
 class InputBlock(Mapping[str, "np.ndarray"]):
@@ -198,6 +196,7 @@ class InputBlock(Mapping[str, "np.ndarray"]):
         places, size = _offsets(list(bucket.inputs))
         self.bucket = bucket
         self.memory = np.zeros(size, np.uint8)
+        self.bytes = self.memory.data
         self._arrays = {
             spec.name: _array(self.memory, place, spec) for place, spec in zip(places, bucket.inputs, strict=True)
         }
