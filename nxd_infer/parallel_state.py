@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
 from nxd_infer.context import (
     AXES,
@@ -113,6 +113,8 @@ def initialize_model_parallel(
     ``shared_memory``: groups over gloo whose ranks are all on one host exchange through shared memory, in a fraction of
     the time, where the native operators are built: ``nxd_infer.native.load()`` builds them, as a trace does.
 
+    When the process ends, gloo's groups are destroyed, whoever made them.
+
     Raises ParallelConfigError for degrees that do not divide the world (none is ever clamped), and when called again
     without ``destroy_model_parallel()``. In a rank of ``parallel_model_trace``, which has done this, asking for the
     same degrees does nothing.
@@ -145,6 +147,7 @@ def initialize_model_parallel(
     if world == 1:
         set_default_context(ParallelContext(1, 0, layout))
         return None
+    leave_at_exit()
     context = ParallelContext(world, rank, layout, next(_keys))
     collectives = DistributedCollectives(context, _make_groups(layout, rank, timeout), timeout)
     collectives.exchange_identities(_transport_device())

@@ -49,6 +49,9 @@ class Request(NamedTuple):
     sequence: int
     side: int = 0
 
+    def record(self) -> bytes:
+        return _REQUEST.pack(_MAGIC, self.kind, self.side, self.bucket, self.sequence)
+
 
 class Response(NamedTuple):
     """``ok`` or the text of what went wrong; ``nanoseconds`` is how long the rank worked on it."""
@@ -91,10 +94,16 @@ class Channel:
     # --- the caller's end ---
 
     def send_request(self, request: Request, fds: tuple[int, ...] = ()) -> None:
-        data = _REQUEST.pack(_MAGIC, request.kind, request.side, request.bucket, request.sequence)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.send(request.record(), fds)
+
+    def send(self, record: bytes, fds: tuple[int, ...] = ()) -> None:
+        """As :meth:`send_request`, of a request's record: the same one goes to every rank."""
         try:
-            self.socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            if fds:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                self.socket.sendmsg([record], rights, socket.MSG_NOSIGNAL)
+            else:
+                self.socket.send(record, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed from error
 
@@ -110,7 +119,7 @@ class Channel:
         if magic != _MAGIC or size != _RESPONSE.size + length:
             raise ChannelClosed
         text = self._answer[_RESPONSE.size : size].decode("utf-8", "replace") if length else ""
-        return Response(bool(ok), kind, sequence, nanoseconds, text)
+        return Response(ok != 0, kind, sequence, nanoseconds, text)
 
     # --- the rank's end ---
 

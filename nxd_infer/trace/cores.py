@@ -13,7 +13,7 @@ import threading
 
 from nxd_infer.errors import ParallelConfigError
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may close a model while its thread is in here
 _used: collections.Counter[int] = collections.Counter()
 
 

@@ -121,14 +121,16 @@ class TensorParallelModel(nn.Module, RankModel):
         outputs = self._run(self._router.exact(index, inputs), timeout)
         return {spec.name: output for spec, output in zip(self.buckets[index].outputs, outputs, strict=True)}
 
-    def begin_bucket(self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None) -> PendingStep:
+    def begin_bucket(
+        self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
+    ) -> PendingStep:
         """As :meth:`RankModel.begin_bucket`; InputMismatchError where ``arrays`` is False."""
         if not self.arrays:
             raise InputMismatchError(
                 "a step can be begun ahead where ranks are processes (in_process=False) that take arrays: "
                 "call run_bucket"
             )
-        return RankModel.begin_bucket(self, name, inputs, timeout=timeout)
+        return RankModel.begin_bucket(self, name, inputs, timeout=timeout, checked=checked)
 
     def warmup(self) -> dict[str, float]:
         """Run every bucket once on its defaults or zeros, then reset the states; seconds by bucket name.

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from nxd_infer.trace.worker import WorkerConfig
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
 """The part of a collectives segment that holds the counters."""
+_BEGIN_SECONDS = 0.5
+"""How long a thread whose start was interrupted gets to begin."""
 
 
 class RankProcesses:
@@ -67,6 +70,8 @@ class RankProcesses:
         self._directory: str | None = None
         self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
         self._stopped = False
+        self._following: threading.Thread | None = None
+        self._begun = False  # no event: a signal handler may ask, and an event's lock cannot be taken twice
 
     def start(self) -> None:
         """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
@@ -74,6 +79,7 @@ class RankProcesses:
         errors: list[BaseException] = []
 
         def live() -> None:
+            self._begun = True
             try:
                 self._spawn()
             except BaseException as error:
@@ -84,15 +90,22 @@ class RankProcesses:
             self.ended.set()
             self._on_exit = _nothing  # no cycle keeps the channels and the shared memory open
 
-        threading.Thread(target=live, name="nxd-ranks", daemon=True).start()
+        self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
+        try:
+            self._following.start()
+        except RuntimeError:  # the system has no thread to give
+            self._following = None
+            raise
         spawned.wait()
         if errors:
             raise errors[0]
 
     def kill(self) -> None:
-        """End every rank and wait for its end; none starts afterwards.
+        """End every rank, and wait for its end and, five seconds at most, for the following thread's; no rank starts
+        afterwards.
 
-        SIGKILL: a rank in native code runs no handler of Python's.
+        SIGKILL: a rank in native code runs no handler of Python's. The thread may be the last holder of the arena: one
+        that gives back its tensors while the interpreter ends aborts the process (SIGABRT).
         """
         with self._mutex:
             self._stopped = True
@@ -110,6 +123,18 @@ class RankProcesses:
         release_cores(cores)
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
+        self._join()
+
+    def _join(self) -> None:
+        thread = self._following
+        if thread is None or thread.ident == threading.get_ident():
+            return
+        end = time.monotonic() + _BEGIN_SECONDS
+        while not self._begun and time.monotonic() < end:
+            time.sleep(0.001)
+        if self._begun:
+            thread.join(5.0)
+        self._following = None  # nobody waits twice
 
     # --- what the ranks are doing ---
 
@@ -147,7 +172,10 @@ class RankProcesses:
                 size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
                 self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
             with self._going():
-                directory = self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
+                # Without one where they meet in shared memory, nothing is left of a caller that is killed.
+                if self.degree > 1 and not libraries:
+                    self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
+                directory = self._directory or ""
                 cores = self._cores = choose_cores(self.degree, self.threads)
             for rank in range(self.degree):  # with what was made here: kill() takes the fields away at any moment
                 self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))

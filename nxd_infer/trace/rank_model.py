@@ -214,14 +214,18 @@ class RankModel:
         with self._turn.take():
             return self._begin(index, inputs, timeout).take(copy=True)
 
-    def begin_bucket(self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None) -> PendingStep:
+    def begin_bucket(
+        self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
+    ) -> PendingStep:
         """As :meth:`run_bucket`, without waiting for the outputs: ``result()`` of what is returned does.
 
         The ranks do steps in the order in which they were begun. At most two may be begun and not taken:
-        StepsPendingError, here and in calls. ``inputs`` may be changed as soon as this returns.
+        StepsPendingError, here and in calls. ``inputs`` may be changed as soon as this returns. ``checked``: whoever
+        filled the InputBlock has seen to it that every value is within its input's limits.
         """
         index = self._bucket_index(name, timeout)
-        self._check_arrays(index, inputs)
+        if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):
+            self._check_arrays(index, inputs)
         with self._turn.take():
             return self._begin(index, inputs, timeout)
 
@@ -239,7 +243,7 @@ class RankModel:
         number, side = free_side(ranks)
         bucket = self.buckets[index]
         if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
-            side.input_bytes[index][:] = inputs.memory
+            side.input_bytes[index][:] = inputs.bytes
         else:
             for spec, view in zip(bucket.inputs, side.input_arrays[index], strict=True):
                 array = inputs.get(spec.name)

@@ -28,7 +28,7 @@ _GRACE = 0.5
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(slots=True)
 class Exchange:
     """A record that every rank was sent, and what has come back."""
 
@@ -132,11 +132,11 @@ class Supervisor:
         self.check()
         self._sequence += 1
         exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)))
-        request = Request(kind, bucket, self._sequence, side)
+        record = Request(kind, bucket, self._sequence, side).record()
         rank = 0
         try:
             for rank, channel in enumerate(self._processes.channels):
-                channel.send_request(request, (fds[rank],) if fds else ())
+                channel.send(record, (fds[rank],) if fds else ())
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
@@ -180,17 +180,17 @@ class Supervisor:
     def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
         """Read answers until none to ``exchange`` is missing. The first error, end or lapse of time ends all ranks and
         is raised."""
-        deadline = time.monotonic() + seconds
+        deadline, left = time.monotonic() + seconds, seconds
         while exchange.waiting:
-            left = deadline - time.monotonic()
-            hurried = fatal and bool(exchange.failures)  # the others may wait for the one that failed
+            hurried = fatal and exchange.failures  # the others may wait for the one that failed
             ready = self._answers.wait(min(left, _GRACE) if hurried else left)
-            if not ready and hurried:
-                break
-            if not ready and time.monotonic() >= deadline:
-                raise self._late(exchange, seconds)
             for rank in ready:
                 self._take_answer(rank)
+            left = deadline - time.monotonic()
+            if not ready and hurried:
+                break
+            if not ready and left <= 0:
+                raise self._late(exchange, seconds)
         self._open.pop(exchange.sequence, None)
         if exchange.failures:
             error = _raised(exchange.failures, self.degree, exchange.kind.words)
@@ -205,7 +205,8 @@ class Supervisor:
         if exchange is None:
             return
         exchange.waiting.discard(rank)
-        exchange.nanoseconds = max(exchange.nanoseconds, answer.nanoseconds)
+        if answer.nanoseconds > exchange.nanoseconds:
+            exchange.nanoseconds = answer.nanoseconds
         if not answer.ok:
             exchange.failures[rank] = answer.text
 

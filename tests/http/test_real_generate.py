@@ -18,6 +18,7 @@ import pytest
 
 from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.http.http_servers import ServerProcess, events_of, is_error, wait_for
+from tests.processes import command_of, gone, parent_of
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 4
@@ -50,19 +51,8 @@ def rank_pids(server):
     return [rank["pid"] for rank in server.get("/health").json()["ranks"]]
 
 
-def command_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-
-
 def holds_torch(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def test_greedy_answers_are_those_of_the_plain_model(server, texts):
@@ -81,8 +71,7 @@ def test_the_ranks_are_children_that_say_who_they_are(server):
     assert len(pids) == 2
     for rank, pid in enumerate(pids):
         assert f"rank {rank}" in command_of(pid)
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        assert parent == server.process.pid
+        assert parent_of(pid) == server.process.pid
 
 
 def test_torch_is_in_the_ranks_alone(server, texts):

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.processes import gone
+
 MIB = 2**20
 GROWTH, SERVER_MIB, RANK_MIB = 0.05, 16, 12
 """Resident memory may grow by this share and so many MiB more, compared with the end of the first round."""
@@ -47,13 +49,6 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:
         return ""
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def marked(mark: str) -> list[int]:

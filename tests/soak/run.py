@@ -17,6 +17,7 @@ from tests import tiny_models
 from tests.adapter_files import write_adapter
 from tests.http.http_artifacts import trace_tiny
 from tests.http.http_servers import ServerProcess
+from tests.processes import gone
 from tests.soak import processes
 from tests.soak.clients import MALFORMED, all_of, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
@@ -251,7 +252,7 @@ class Run:
     def after_the_end(self, mark: str) -> None:
         """Nothing is left of it."""
         end = time.monotonic() + 10
-        while left := [pid for pid in self._pids if not processes.gone(pid)] + processes.marked(mark):
+        while left := [pid for pid in self._pids if not gone(pid)] + processes.marked(mark):
             if time.monotonic() > end:
                 raise Violation(f"processes {left} are left after the end")
             time.sleep(0.1)

@@ -102,6 +102,10 @@ def test_bad_inputs_begin_nothing(model):
         model.begin_bucket("b2_s4", {"x": np.zeros((1, 4, toy.HIDDEN), "f4")})
     with pytest.raises(InputMismatchError, match="bucket 'b2_s4' takes"):  # a block of another bucket
         model.begin_bucket("b2_s4", InputBlock(model.buckets[2]))
+    with pytest.raises(InputMismatchError):  # the word of whoever calls counts for a block of the bucket alone
+        model.begin_bucket("b2_s4", {"x": np.zeros((1, 4, toy.HIDDEN), "f4")}, checked=True)
+    with pytest.raises(InputMismatchError):
+        model.begin_bucket("b2_s4", InputBlock(model.buckets[2]), checked=True)
     assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
 
 
@@ -217,3 +221,17 @@ def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
         result = model.run_bucket("b2_s4", inputs(number))
         assert result["count"].item() == number + 2
         np.testing.assert_allclose(result["y"], expected(inputs(number)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_share_memory_need_no_directory_that_a_killed_caller_would_leave(
+    path, tmp_path, monkeypatch, shared
+):
+    """They need one where they find each other through a file, and it goes when they end."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if not shared:
+        monkeypatch.setattr("nxd_infer.trace.processes._libraries", lambda artifact: [])
+    with RankModel(load_artifact(path), start_timeout=120) as model:
+        assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
+        assert len(list(tmp_path.iterdir())) == (0 if shared else 1)
+    assert not list(tmp_path.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -27,38 +24,15 @@ from nxd_infer.errors import (
 )
 from nxd_infer.trace import swaps
 from nxd_infer.trace.artifact import parallel_model_load
-from nxd_infer.trace.channel import Channel
 from nxd_infer.trace.model import TensorParallelModel
+from tests.processes import gone
 from tests.trace import toy
-
-TIMEOUT = 3.0
-X = torch.zeros(1, 1, toy.HIDDEN)
+from tests.trace.rank_processes import TIMEOUT, X, call_in_thread, pids_of, started
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     return toy.build(tmp_path_factory.mktemp("faults") / "artifact")
-
-
-def started(path: Path, **options) -> TensorParallelModel:
-    return parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120, **options).start()
-
-
-def pids_of(model: TensorParallelModel) -> list[int]:
-    return [rank.pid for rank in model.health() if rank.pid is not None]
-
-
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    """Whether the process has ended, within ``seconds``; a zombie nobody waits for counts as ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
@@ -73,22 +47,6 @@ def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, r
         model.restart()
         assert model(X)["count"].item() == 1
     model.close()
-
-
-def call_in_thread(model: TensorParallelModel, *inputs: torch.Tensor) -> tuple[threading.Thread, list]:
-    result: list = []
-
-    def run() -> None:
-        begin = time.monotonic()
-        try:
-            result.append(model(*inputs))
-        except BaseException as error:
-            result.append(error)
-        result.append(time.monotonic() - begin)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, result
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -157,7 +115,7 @@ def test_a_rank_that_dies_while_nobody_calls_is_noticed(path):
     model = started(path)
     pids = pids_of(model)
     os.kill(pids[0], signal.SIGKILL)
-    assert all(gone(pid) for pid in pids)  # the others do not linger
+    assert all(gone(pid, 10) for pid in pids)  # the others do not linger
     assert not any(rank.alive for rank in model.health())
     assert_closed(model, pids, "rank 0 of 2 was ended by SIGKILL")
 
@@ -182,7 +140,7 @@ def test_one_rank_that_raises_while_the_other_waits(tmp_path, victim):
         model(X)
     assert time.monotonic() - begin < TIMEOUT
     assert caught.value.rank == victim
-    assert all(gone(pid) for pid in pids)
+    assert all(gone(pid, 10) for pid in pids)
 
 
 def test_a_rank_that_cannot_load_says_why(path, tmp_path):
@@ -214,18 +172,6 @@ def test_a_start_that_takes_too_long(path):
         model.start()
 
 
-def test_close_ends_a_call_that_is_stuck(path):
-    model = started(path)
-    pids = pids_of(model)
-    os.kill(pids[1], signal.SIGSTOP)
-    thread, result = call_in_thread(model, X)
-    time.sleep(0.3)
-    model.close()
-    thread.join(5)
-    assert isinstance(result[0], ModelClosedError)
-    assert all(gone(pid) for pid in pids)
-
-
 def test_a_segmentation_fault_shows_its_stack(path):
     model = started(path)
     pids = pids_of(model)
@@ -238,66 +184,6 @@ def test_a_segmentation_fault_shows_its_stack(path):
     assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
     assert "Fatal Python error: Segmentation fault" in str(result[0])
     assert "nxd_infer/trace/worker.py" in str(result[0])
-
-
-PARENT = """
-    import sys, json, threading, time, torch
-    from nxd_infer.trace.artifact import parallel_model_load
-    model = parallel_model_load(sys.argv[1], call_timeout=30, start_timeout=120)
-    def start():
-        model.start()
-    if sys.argv[2] == "thread":       # a thread that ends must not take the ranks with it
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        time.sleep(0.5)
-        model(torch.zeros(1, 1, 8))
-    else:
-        start()
-    print(json.dumps([rank.pid for rank in model.health()]), flush=True)
-    if sys.argv[2] == "exit":
-        sys.exit(3)                   # without close()
-    if sys.argv[2] == "raise":
-        raise RuntimeError("unhandled")
-    while True:
-        model(torch.zeros(1, 1, 8))
-"""
-
-
-def parent(path: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(path), how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def read_pids(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate(timeout=10)[1]
-    return json.loads(line)
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_killing_the_parent_ends_the_ranks(path, stopped):
-    """Also a rank that is stopped, and so could not notice by itself."""
-    with parent(path, "thread") as process:
-        pids = read_pids(process)
-        assert len(pids) == 2
-        time.sleep(0.3)
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        if stopped:
-            os.kill(pids[0], signal.SIGSTOP)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.parametrize("how", ["exit", "raise"])
-def test_a_parent_that_ends_takes_its_ranks_along(path, how):
-    with parent(path, how) as process:
-        pids = read_pids(process)
-        code = process.wait(20)
-    assert code == (3 if how == "exit" else 1)
-    assert all(gone(pid) for pid in pids)
 
 
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
@@ -319,175 +205,6 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
-
-
-def test_a_forked_child_neither_calls_nor_ends_the_ranks(path):
-    model = started(path)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            model(X)
-        except ModelClosedError as error:
-            code = 0 if "forked" in str(error) else 2
-        model.close()
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert model(X)["count"].item() == 1
-    model.close()
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.1])
-def test_closing_while_the_ranks_start_leaves_none(path, delay):
-    before = set(children())
-    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
-    errors: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            model.start()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    time.sleep(delay)
-    model.close()
-    thread.join(60)
-    assert isinstance(errors[0], ModelClosedError)
-    assert set(children()) <= before
-    with pytest.raises(ModelClosedError):
-        model(X)
-
-
-def test_closing_between_the_cores_and_the_first_rank_is_a_closed_model(path, monkeypatch):
-    """The instant that a sleep meets once in thousands: the cores are chosen, and no rank is started yet."""
-    before = set(children())
-    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
-    pair = Channel.pair
-
-    def close_then_pair():
-        model.close()
-        return pair()
-
-    monkeypatch.setattr(Channel, "pair", close_then_pair)
-    with pytest.raises(ModelClosedError):
-        model.start()
-    assert set(children()) <= before
-
-
-@pytest.mark.parametrize("delay", [0.001, 0.01, 0.02])
-def test_ctrl_c_while_the_ranks_start_leaves_none(path, delay):
-    before = set(children())
-    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            model.start()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    assert all(gone(pid) for pid in set(children()) - before)
-
-
-def children() -> list[int]:
-    """The rank processes of this process, from all of its threads."""
-    found = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if not gone(pid, 0.01)]
-
-
-def in_a_fork(run) -> int:
-    """The status that a forked child ends with after ``run``; SIGALRM when that takes ten seconds."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(10)
-        try:
-            run()
-            os._exit(0)
-        except ModelClosedError:
-            os._exit(7)
-        except BaseException:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_child_forked_during_a_call_does_not_wait_for_it(tmp_path, degree):
-    """The thread that holds the lock does not exist in the child."""
-    model = started(toy.build(tmp_path / "artifact", degree=degree))
-    inside, over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with model._turn.take():
-            inside.set()
-            over.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert inside.wait(10)
-    assert in_a_fork(lambda: model(X)) == 7
-    assert in_a_fork(model.close) == 0
-    over.set()
-    thread.join(60)
-    assert model(X)["count"].item() == 1
-    model.close()
-
-
-def test_a_forked_child_that_ends_leaves_a_temporary_artifact_to_its_owner(tmp_path):
-    directory = toy.build(tmp_path / "artifact", degree=1)
-    script = f"""
-        import os, sys
-        from nxd_infer.trace.artifact import load_artifact
-        artifact = load_artifact({str(directory)!r}, temporary=True)
-        if os.fork() == 0:
-            sys.exit(0)
-        os.wait()
-        print(artifact.path.is_dir())
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "True", done.stderr
-    assert not directory.exists()
-
-
-def test_a_signal_handler_may_close_a_model_in_the_middle_of_a_call_in_process(tmp_path):
-    model = started(toy.build(tmp_path / "artifact", degree=1))
-
-    class Handler(TorchDispatchMode):
-        """Stands for a signal handler: runs in the calling thread, between two operators."""
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.add_.Tensor:  # the graph's
-                with pytest.raises(ModelClosedError, match="middle of one of its calls"):
-                    model(X)
-                model.close()
-            return func(*args, **(kwargs or {}))
-
-    faulthandler.dump_traceback_later(60, exit=True)
-    try:
-        with Handler():
-            assert model(X)["count"].item() == 1
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    with pytest.raises(ModelClosedError, match="closed"):
-        model(X)
-    assert model.restart()(X)["count"].item() == 1
-
-
-def test_ctrl_c_in_the_middle_of_a_graph_in_process_closes_a_model_with_states(tmp_path):
-    model = started(toy.build(tmp_path / "artifact", degree=1))
-
-    class Interrupt(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.clone.default:
-                raise KeyboardInterrupt  # after the states were changed
-            return func(*args, **(kwargs or {}))
-
-    with pytest.raises(KeyboardInterrupt), Interrupt():
-        model(X)
-    with pytest.raises(ModelClosedError, match=r"KeyboardInterrupt; call restart\(\)"):
-        model(X)
-    assert model.restart()(X)["count"].item() == 1
 
 
 def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path, tmp_path):
@@ -559,23 +276,6 @@ def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
         model(X)
 
 
-def test_no_descriptor_or_thread_is_left_behind(path):
-    def open_now() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    model = started(path)
-    model.close()
-    before = open_now()
-    for _ in range(2):
-        model.restart()
-        model(X)
-        model.close()
-    time.sleep(0.2)
-    fds, threads = open_now()
-    assert fds <= before[0] + 1
-    assert threads <= before[1]
-
-
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.trace import processes
 
@@ -587,4 +287,4 @@ def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish"):
         model(x)
-    assert all(gone(pid) for pid in pids)
+    assert all(gone(pid, 10) for pid in pids)

@@ -17,6 +17,7 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.trace.manifest import MANIFEST_NAME
+from tests.processes import command_of, descendants, gone
 from tests.trace import models
 
 LIMIT = 240.0
@@ -25,20 +26,6 @@ LIMIT = 240.0
 def trace(func, example, **more):
     arguments = {"backend": "eager", "tp_degree": 2, "trace_timeout": LIMIT, **more}
     return nxd.trace.parallel_model_trace(func, example, **arguments)
-
-
-def children() -> set[int]:
-    """Processes below this one, except multiprocessing's own helper."""
-    found, pending = set(), [os.getpid()]
-    while pending:
-        parent = pending.pop()
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            for pid in map(int, task.read_text().split()):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"resource_tracker" not in command:
-                    found.add(pid)
-                    pending.append(pid)
-    return found
 
 
 def _environment() -> dict[str, str]:
@@ -50,14 +37,14 @@ def _environment() -> dict[str, str]:
 def traced(tmp_path_factory):
     """The net at degree 2, its artifact and what progress said."""
     said: list[tuple] = []
-    before = children()
+    before = descendants(os.getpid())
     environment = _environment()
     with trace(models.net, models.inputs(), progress=lambda *a: said.append(a)) as model:
         nxd.trace.parallel_model_save(model, tmp_path_factory.mktemp("func") / "artifact")
         report = model.trace_report
         yield model, said, report
     assert _environment() == environment
-    assert children() <= before
+    assert descendants(os.getpid()) <= before
 
 
 def test_the_traced_model_equals_plain_pytorch_and_keeps_its_cache(traced):
@@ -181,21 +168,21 @@ def test_decision_12_ranks_that_would_wait_for_ever_are_refused():
     ],
 )
 def test_a_func_that_fails_is_reported_with_its_rank_and_nothing_is_left(func, message, rank):
-    before = children()
+    before = descendants(os.getpid())
     start = time.monotonic()
     with pytest.raises(TraceError, match=message) as caught:
         trace(func, (torch.zeros(4),))
     assert time.monotonic() - start < 60
     if rank is not None:
         assert caught.value.rank == rank and "fails_on_rank_one" in caught.value.remote_traceback
-    assert children() <= before
+    assert descendants(os.getpid()) <= before
 
 
 def test_a_func_that_never_returns_ends_at_the_timeout():
-    before = children()
+    before = descendants(os.getpid())
     with pytest.raises(TraceError, match=r"rank 0 \(.*\); raise trace_timeout"):
         trace(models.sleeps, (torch.zeros(4),), tp_degree=1, trace_timeout=15.0)
-    assert children() <= before
+    assert descendants(os.getpid()) <= before
 
 
 def test_decision_18_meta_tensors_that_lost_their_weights_are_refused(tmp_path):
@@ -338,26 +325,13 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
         ranks: set[int] = set()
         while not ranks and time.monotonic() < deadline:
             time.sleep(0.2)
-            for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
-                for pid in map(int, task.read_text().split()):
-                    if b"func_rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        ranks.add(pid)
+            ranks = {pid for pid in descendants(process.pid) if "func_rank" in command_of(pid)}
         assert ranks
         time.sleep(3)
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 20
-    while any(_alive(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(_alive(pid) for pid in ranks)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert all(gone(pid, 20) for pid in ranks)
 
 
 def test_two_traces_at_once_do_not_meet():

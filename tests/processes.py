@@ -1,0 +1,54 @@
+"""What the system says of processes: whose they are, what they run, and whether they have ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The state and the parent of a process, None when there is none (any more)."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return state, int(parent)
+
+
+def gone(pid: int, seconds: float = 0.0) -> bool:
+    """Whether the process has ended, within ``seconds``; a zombie nobody waits for counts as ended."""
+    end = time.monotonic() + seconds
+    while (stat := _stat(pid)) is not None and stat[0] not in "ZX":
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def parent_of(pid: int) -> int | None:
+    stat = _stat(pid)
+    return stat and stat[1]
+
+
+def command_of(pid: int) -> str:
+    """What it was started with, its arguments between spaces; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def descendants(of: int) -> set[int]:
+    """Processes below ``of`` that have not ended, except multiprocessing's own helper.
+
+    They are found by their parents, not by /proc/PID/task/*/children: these lists go away with the thread that
+    started the children, also while they are being read.
+    """
+    stats = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    parents = {pid: stat[1] for pid, stat in stats.items() if stat is not None and stat[0] not in "ZX"}
+    found: set[int] = set()
+    level = {of}
+    while level := {pid for pid, parent in parents.items() if parent in level} - found:
+        found |= level
+    return {pid for pid in found if "resource_tracker" not in command_of(pid)}
