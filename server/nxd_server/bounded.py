@@ -39,9 +39,10 @@ class BoundedModel:
         self._learn(name, time.monotonic() - begin)
         return outputs
 
-    def begin_bucket(self, name: str, inputs: Mapping[str, Any]) -> BoundedStep:
+    def begin_bucket(self, name: str, inputs: Mapping[str, Any], *, checked: bool = False) -> BoundedStep:
         """As :meth:`RankModel.begin_bucket`, with the bound of this moment."""
-        return BoundedStep(self._model.begin_bucket(name, inputs, timeout=self._limit(name)), name, self)
+        begun = self._model.begin_bucket(name, inputs, timeout=self._limit(name), checked=checked)
+        return BoundedStep(begun, name, self)
 
     def _limit(self, name: str) -> float:
         return max(self._call_timeout, SLOW_FACTOR * self._slowest) if name in self._seen else self._start_timeout

@@ -378,7 +378,8 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 def _tokenizer(path: Path) -> Tokenizer | None:
     """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json")):
+    tokenizers = (["tokenizer.json"], ["vocab.txt"], ["vocab.json", "merges.txt"])
+    if not any(all((path / name).is_file() for name in names) for names in tokenizers):
         return None
     return Tokenizer.from_dir(path)
 

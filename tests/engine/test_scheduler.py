@@ -195,11 +195,11 @@ def decoding(subject, count):
 @pytest.mark.check
 def test_a_piece_beside_streams_is_short_enough_to_keep_them_going():
     times = {"decode_b1": 0.010, "decode_b2": 0.011, "decode_b4": 0.012}
-    times |= {"prefill_s16": 0.015, "prefill_s64": 0.0225, "prefill_s128": 0.1}
+    times |= {"prefill_s16": 0.015, "prefill_s64": 0.0185, "prefill_s128": 0.1}
     subject = scheduler(lengths=(16, 64, 128), seconds=times, ratio=1e6)
     assert subject.piece(128) == 128  # nobody waits
     decoding(subject, 1)
-    assert subject.piece(128) == subject.piece(64) == 64  # 22.5 ms and a step of 11 are clearly less than four of 10
+    assert subject.piece(128) == subject.piece(64) == 64  # 18.5 ms and a step of 11 are clearly less than four of 10
     others = [sequence(identity, 128) for identity in range(1, 4)]
     for other in others:
         subject.add(other)
@@ -217,12 +217,12 @@ def test_a_piece_beside_streams_is_short_enough_to_keep_them_going():
         else:
             pieces.add(step.graph.length)
     assert max(waits) <= 4 + 1e-9
-    assert pieces == {16, 64}  # beside three streams, whose step takes 12 ms, there is no room for 22.5
+    assert pieces == {16, 64}  # beside three streams, whose step takes 12 ms, there is no room for 18.5
 
 
 @pytest.mark.check
 def test_tokens_of_prompts_take_the_rows_that_decoding_leaves():
-    times = {"decode_b1": 0.010, "decode_b4": 0.012, "prefill_s8": 0.02}
+    times = {"decode_b1": 0.010, "decode_b4": 0.012, "prefill_s8": 0.0175}
     subject = scheduler(slots=6, batches=(1, 4), lengths=(8,), seconds=times, mixes=True)
     decoding(subject, 2)
     first, second = sequence(8, 3, 100), sequence(9, 30, 100)
@@ -295,10 +295,39 @@ def test_tokens_of_prompts_take_no_graph_that_holds_up_streams_for_longer_than_a
     assert longest <= 4 * 0.008
 
 
+WIDE = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172, "prefill_s32": 0.0146}
+
+
 @pytest.mark.check
-def test_a_burst_of_prompts_keeps_to_the_bound_and_answers_are_complete_sooner():
-    times = {"decode_b1": 0.008, "decode_b4": 0.009, "decode_b16": 0.0175, "decode_b32": 0.0275}
-    times |= {"prefill_s32": 0.023, "prefill_s128": 0.068}
+@pytest.mark.parametrize(
+    ("streams", "graph", "seconds"),
+    [
+        (1, "decode_b16", WIDE),
+        (8, "decode_b16", WIDE),
+        (9, "decode_b32", WIDE),
+        (1, "decode_b20", {"decode_b1": 0.010, "decode_b4": 0.014, "decode_b20": 0.040, "prefill_s32": 0.060}),
+    ],
+)
+def test_streams_are_not_held_up_beyond_the_bound_unless_prompts_crawl(streams, graph, seconds):
+    """Three quarters of four steps are planned: 17.1 ms of 5.7."""
+    batches = tuple(int(name.removeprefix("decode_b")) for name in seconds if name.startswith("decode"))
+    subject = scheduler(batches[-2], batches, (32,), seconds=seconds, mixes=True)
+    decoding(subject, streams)
+    subject.add(sequence(9, 128))
+    subject.admit()
+    kinds = []
+    for _ in range(20):  # the piece of a prompt before has to be paid for
+        step = subject.next_step()
+        kinds.append((step.kind, step.graph.name))
+        subject.begin(step)
+        subject.complete(step, subject.costs[step.graph.name])
+    assert next(name for kind, name in kinds if kind == "mixed") == graph
+
+
+@pytest.mark.check
+def test_a_burst_of_prompts_keeps_to_the_bound_at_little_cost():
+    times = {"decode_b1": 0.0057, "decode_b4": 0.007, "decode_b16": 0.0105, "decode_b32": 0.0172}
+    times |= {"prefill_s32": 0.0146, "prefill_s128": 0.0538}
 
     def burst(batches, mixes):
         """Seconds until all answers are there, and the longest wait of the stream in steps of its own."""
@@ -323,7 +352,7 @@ def test_a_burst_of_prompts_keeps_to_the_bound_and_answers_are_complete_sooner()
         return total, longest / times["decode_b1"]
 
     (plain, stall), (mixed, bounded) = burst((1, 4, 16), False), burst((1, 4, 16, 32), True)
-    assert bounded <= 4 < stall and mixed < plain
+    assert bounded <= 3 and stall > 4 and mixed < 1.15 * plain
 
 
 @pytest.mark.check

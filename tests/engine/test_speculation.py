@@ -68,10 +68,12 @@ def compare(llms, prompts, params):
 
 def test_greedy_answers_are_the_same_and_take_fewer_steps(llms):
     plain, guessing = llms
-    before = [counted(llm, "decode") + counted(llm, "verify") for llm in llms]
     few = GREEDY.replace(logit_bias=dict.fromkeys((20, 21, 22, 23), 3.0))  # partly right guesses all the time
     params = [GREEDY, few, few, few.replace(max_tokens=40), GREEDY, few, GREEDY]
     compare(llms, REPETITIVE + RANDOM, params)
+    before = [counted(llm, "decode") + counted(llm, "verify") for llm in llms]
+    for prompt in REPETITIVE:  # alone: how many steps several share hangs on when each of them came
+        compare(llms, [prompt], GREEDY)
     steps = [counted(llm, "decode") + counted(llm, "verify") - old for llm, old in zip(llms, before, strict=True)]
     assert steps[1] < steps[0] and counted(guessing, "verify") > 0 and counted(plain, "verify") == 0
     stats = guessing.engine.stats()

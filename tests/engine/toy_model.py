@@ -140,7 +140,7 @@ class ToyModel:
         self.last = np.full(self.slots + 1, -1, np.int64)
         self.begun.clear()
 
-    def begin_bucket(self, name, inputs):
+    def begin_bucket(self, name, inputs, checked=False):
         """The step runs when its result is taken, with the inputs of now."""
         inputs.check()
         step = ToyStep(self, name, {key: array.copy() for key, array in inputs.items()})

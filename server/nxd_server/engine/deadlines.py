@@ -31,6 +31,12 @@ class Deadlines:
         """Until the next one."""
         return max(0.0, self._heap[0][0] - time.monotonic()) if self._heap else math.inf
 
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`take_late` may have something. Needs no lock: it only looks."""
+        heap = self._heap
+        return bool(heap) and (heap[0][0] <= time.monotonic() or heap[0][2].done)
+
     def take_late(self) -> list[Ticket]:
         """Those that have passed, each once."""
         now, late = time.monotonic(), []

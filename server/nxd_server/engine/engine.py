@@ -52,9 +52,9 @@ class Engine(ModelWorker):
         on_state: Any = None,
     ):
         """``model`` is a TensorParallelModel or a RankModel (or anything with its ``run_bucket``, ``manifest``,
-        ``restart`` and ``health``, and ``begin_bucket`` where its ``arrays`` is true). Without a tokenizer, events
-        carry no text and stop strings are refused. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on
-        prefill; ``speculate``: tokens to guess ahead.
+        ``restart`` and ``health``, and ``begin_bucket``, with ``checked=``, where its ``arrays`` is true). Without a
+        tokenizer, events carry no text and stop strings are refused. ``prefill_ratio`` and ``stall_ratio`` are the
+        scheduler's bounds on prefill; ``speculate``: tokens to guess ahead.
 
         Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -225,13 +225,8 @@ class Engine(ModelWorker):
     def _work(self) -> bool:
         self._take_news()
         scheduler = self._scheduler
-        now = time.monotonic()
-        for choice in scheduler.admit(lambda choice: self.gate.may_begin(choice.ticket.whole)):
-            self.gate.begin(choice.ticket.whole)
-            choice.admitted = now
-            with self._wake:
-                self._waiting_tokens -= len(choice.prompt)
-            self._prompt_tokens += len(choice.prompt)
+        if scheduler.waiting:
+            self._admit()
         while not self._flights.full and (step := scheduler.next_step()) is not None:
             launched = self._flights.launch(self._speculation.put(step))
             if launched is not None:
@@ -241,7 +236,18 @@ class Engine(ModelWorker):
         self._land()
         return True
 
+    def _admit(self) -> None:
+        now = time.monotonic()
+        for choice in self._scheduler.admit(lambda choice: self.gate.may_begin(choice.ticket.whole)):
+            self.gate.begin(choice.ticket.whole)
+            choice.admitted = now
+            with self._wake:
+                self._waiting_tokens -= len(choice.prompt)
+            self._prompt_tokens += len(choice.prompt)
+
     def _take_news(self) -> None:
+        if not (self._arrivals or self._cancels or self._deadlines.due):
+            return
         with self._wake:
             arrivals, cancels = list(self._arrivals), list(self._cancels)
             self._arrivals.clear()
@@ -269,8 +275,10 @@ class Engine(ModelWorker):
             return
         step, gave, seconds = landed
         self._scheduler.complete(step, seconds)
-        rows = [self._speculation.settle(row, tokens) for row, tokens in zip(step.rows, gave.tokens, strict=False)]
-        self._take_tokens(Step(step.kind, step.graph, tuple(rows)), gave)
+        if self._speculation.active:
+            rows = [self._speculation.settle(row, tokens) for row, tokens in zip(step.rows, gave.tokens, strict=False)]
+            step = Step(step.kind, step.graph, tuple(rows))
+        self._take_tokens(step, gave)
         self._live_tokens = self._scheduler.live_tokens
 
     def _take_tokens(self, step: Step[Choice], gave: StepOutputs) -> None:

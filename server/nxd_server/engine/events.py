@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
@@ -36,8 +36,7 @@ class Timings:
     finished: float
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token."""
 
     index: int

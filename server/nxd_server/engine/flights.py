@@ -72,7 +72,8 @@ class Flights:
             inputs.clear(index)
         if not rows:
             return None
-        step = Step(step.kind, step.graph, tuple(rows))
+        if len(rows) < len(step.rows):
+            step = Step(step.kind, step.graph, tuple(rows))
         try:
             running = self._steps.begin(step.graph.name, inputs.tensors)
         except FATAL:

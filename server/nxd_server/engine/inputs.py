@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -60,6 +62,14 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
                 f"bucket {bucket.name} needs the input {', '.join(unknown)}, which this engine cannot feed; use a "
                 "server of the version that traced the artifact, or give the input a default"
             )
+        rows = tokens_input(bucket).shape[0]
+        for spec in bucket.inputs:
+            one = spec.name == "tokens" or math.prod(spec.shape) == rows
+            if spec.name in STEP_INPUTS and (spec.dtype != "int64" or not one):
+                raise ModelConfigError(
+                    f"bucket {bucket.name} is no generation step: its input {spec.name} is {spec.dtype}{spec.shape}; "
+                    f"steps take int64, one number for each of {rows} rows. Trace the model with --task generate"
+                )
         if "token" not in {spec.name for spec in bucket.outputs}:
             raise ModelConfigError(f"bucket {bucket.name} is no generation step: it has no output named token")
 
@@ -125,32 +135,34 @@ class StepInputs:
             self._arrays[spec.name][...] = default
         self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in SAMPLER_DEFAULTS}
         self.batch = self._arrays["tokens"].shape[0]
+        columns = [_Column(spec, self._arrays[spec.name]) for spec in known if spec.name in STEP_INPUTS]
+        self._columns = {column.spec.name: column for column in columns}
         self._owners: list[tuple[int, bool] | None] = [None] * self.batch
         for index in range(self.batch):
             self.clear(index)
 
     def clear(self, index: int) -> None:
         """Make row ``index`` padding."""
-        arrays = self._arrays
-        arrays["tokens"][index] = 0
-        arrays["start"][index] = 0
-        arrays["length"][index] = 1
-        arrays["block_table"][index] = self._scratch
+        self._place(index, [0], 0, self._scratch)
         if self._owners[index] is not None:
             self._owners[index] = None
             for name, value in self._defaults.items():
-                arrays[name][index] = value
+                self._arrays[name][index] = value
+
+    def _place(self, index: int, tokens: Rows[int], start: int, slot: int) -> None:
+        """Write what every step changes."""
+        columns = self._columns
+        columns["tokens"].fill(index, tokens)
+        columns["start"].set(index, start)
+        columns["length"].set(index, len(tokens))
+        columns["block_table"].set(index, slot)
 
     def put(self, index: int, row: Row, sampler: Sampler) -> None:
-        """Make row ``index`` the piece ``row`` of its choice."""
+        """Make row ``index`` the piece ``row`` of its choice. InputMismatchError for a value outside its limits; those
+        of the sampler are left to the model that takes tensors."""
         sequence, arrays = row.sequence, self._arrays
-        tokens = arrays["tokens"][index]
-        tokens[: row.length] = row.tokens()
-        if row.length < len(tokens):
-            tokens[row.length :] = 0
-        arrays["start"][index] = row.start
-        arrays["length"][index] = row.length
-        arrays["block_table"][index] = sequence.slot
+        assert sequence.slot is not None
+        self._place(index, row.tokens(), row.start, sequence.slot)
         output = row.start + row.length - len(sequence.prompt)  # the place of the token that the row gives
         banned = bool(sampler.banned) and output < sequence.params.min_tokens
         if self._owners[index] == (sequence.id, banned):
@@ -167,6 +179,36 @@ class StepInputs:
             allowed = arrays["allowed"][index].view(np.uint32)
             for token in sampler.banned:
                 allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if isinstance(self.tensors, InputBlock):
+            self.tensors.check()
+
+
+class _Column:
+    """One input of whole numbers, the same count for each row. A number written here is checked, and costs a fraction
+    of what an assignment to the array does."""
+
+    def __init__(self, spec: InputSpec, column: np.ndarray):
+        self.spec = spec
+        self._low = -math.inf if spec.minimum is None else spec.minimum
+        self._high = math.inf if spec.maximum is None else spec.maximum
+        self._values = column.data.cast("B").cast("q")
+        self._width = column.size // len(column)
+
+    def set(self, index: int, value: int) -> None:
+        if not self._low <= value <= self._high:
+            self.spec.check(value)
+        self._values[index] = value
+
+    def fill(self, index: int, values: Rows[int]) -> None:
+        """Row ``index``: ``values``, and zeros behind them."""
+        if len(values) == self._width == 1:
+            self.set(index, values[0])
+            return
+        self.spec.check(min(values))
+        self.spec.check(max(values))
+        row = array("q", values)
+        row.extend([0] * (self._width - len(row)))
+        self._values[index * self._width : (index + 1) * self._width] = row
 
 
 def tokens_input(bucket: BucketSpec) -> InputSpec:

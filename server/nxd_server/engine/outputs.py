@@ -16,7 +16,8 @@ class StepOutputs:
         self._logprobs = self._rows("logprob").tolist() if "logprob" in outputs else None
 
     def _rows(self, name: str) -> Any:
-        return self._outputs[name].reshape(self._batch, -1)
+        output = self._outputs[name]
+        return output if output.ndim == 2 else output.reshape(self._batch, -1)
 
     def logprob(self, row: int, place: int) -> float:
         return 0.0 if self._logprobs is None else self._logprobs[row][place]

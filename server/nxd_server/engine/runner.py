@@ -23,7 +23,7 @@ Tensors = Mapping[str, Any]
 """Torch's or NumPy's, as the model takes them."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Running:
     """A step on behalf of requests that the ranks have, or (``pending`` is None) that runs when it is waited for."""
 
@@ -78,9 +78,10 @@ class StepRunner:
     def begin(self, bucket: str, inputs: Tensors) -> Running:
         """Hand a step to the ranks, where they take it at once (an InputBlock), behind those that they have.
 
-        ``inputs`` may be changed then; otherwise they are read at :meth:`finish`.
+        ``inputs`` are within their limits. They may be changed then; otherwise they are read at :meth:`finish`.
         """
-        pending = self.model.begin_bucket(bucket, inputs) if isinstance(inputs, InputBlock) else None
+        block = isinstance(inputs, InputBlock)
+        pending = self.model.begin_bucket(bucket, inputs, checked=True) if block else None
         running = Running(bucket, inputs, pending)
         self._running.append(running)
         if len(self._running) == 1:

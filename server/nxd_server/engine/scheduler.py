@@ -9,8 +9,9 @@
   there is such a graph.
 * A decode step takes the graph with the most rows per second, none above the smallest that takes every slot, and the
   rows that have waited longest. Where rows may share a slot (``mixes``), tokens of prompts take the rows that are left,
-  in graphs of any size that hold up what decodes for no longer than pieces; while no piece is short enough and such
-  rows are left, prompts go on in these alone.
+  in graphs of any size that hold up what decodes for no longer than pieces may, or, where prompts would go on at less
+  than half the pace in these, than the shortest piece would; while no piece is short enough and such rows are left,
+  prompts go on in these alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from nxd_server.engine.costs import CLEAR_GAIN, Graph, StepCosts
 from nxd_server.engine.sequence import Sequence
 from nxd_server.engine.slots import SlotPool
 
-PLANNED = 0.85
-"""Of the time that streams may wait, this much is planned for: steps vary, and answers have to be handed over."""
+PLANNED = 0.75
+"""Of the time that streams may wait, this much is planned for: steps vary, requests are read, answers handed over."""
 MAX_PIECES = 32
 """A piece is never split into more than about so many smaller ones."""
 
@@ -37,7 +38,7 @@ UNKNOWN = -1
 S = TypeVar("S", bound=Sequence)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Row(Generic[S]):
     """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one.
 
@@ -60,7 +61,7 @@ class Row(Generic[S]):
         return [*sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step(Generic[S]):
     """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed one the last ones are tokens of prompts,
     those of one choice in order."""
@@ -225,9 +226,7 @@ class Scheduler(Generic[S]):
         """The graph of the next step that decodes ``count`` rows, and tokens of prompts, a row each, for the rows that
         these leave in it."""
         if self.mixes and self._prefilling:
-            piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
-            limit = max(self._bound(), piece)
-            graphs = [graph for graph in self._shared_graphs if self.costs[graph.name] <= limit]
+            graphs = self._mixed_graphs(count)
             tokens = (
                 Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
                 for sequence in self._prefilling
@@ -238,6 +237,20 @@ class Scheduler(Generic[S]):
             if rows := rows[: max(0, graph.batch - count)]:
                 return graph, rows
         return self._decode_graph(count), []
+
+    def _mixed_graphs(self, count: int) -> list[Graph]:
+        """Those that keep to the bound beside ``count`` streams; where prompts would go on at less than half the pace
+        in these, also those that take no longer than the shortest piece would.
+        """
+        bound = self._bound()
+        piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
+        graphs = [graph for graph in self._shared_graphs if self.costs[graph.name] <= max(bound, piece)]
+        within = [graph for graph in graphs if self.costs[graph.name] <= bound]
+
+        def pace(some: list[Graph]) -> float:
+            return max((graph.batch - count) / self.costs[graph.name] for graph in some)
+
+        return within if within and 2 * pace(within) >= pace(graphs) else graphs
 
     def _decode_step(self, graph: Graph, streams: list[S], prompts: list[Row[S]]) -> Step[S]:
         chosen = streams[: graph.batch]

@@ -110,15 +110,9 @@ class WeightGate:
 
     @property
     def due(self) -> bool:
-        """Whether a change is wanted and nothing is left that it waits for; called under the lock."""
+        """Whether a change is wanted and nothing is left that it waits for. :meth:`take_change` decides."""
         change = self._change
         return change is not None and not change.begun and not (change.quiet and self._begun)
-
-    @property
-    def may_be_due(self) -> bool:
-        """As :attr:`due`, without the lock; :meth:`take_change` decides."""
-        with self._lock:
-            return self.due
 
     def change(
         self, action: Callable[[], None], timeout: float, *, withdrawn: Callable[[], None], quiet: bool = True

@@ -309,7 +309,7 @@ class ModelWorker(Admission, ABC):
 
     def _change_weights(self) -> bool:
         """Make the change that is wanted, if nothing is left that it waits for. False when the engine is over."""
-        if not self.gate.may_be_due:
+        if not self.gate.due:
             return True
         self._finish_steps()
         change = self.gate.take_change()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -28,21 +29,56 @@ DEADLINE_GRACE = 0.5
 _LEFT: Any = object()
 
 
+class Doorbell:
+    """Has a loop look into mailboxes: a step fills as many as it has rows, and mostly the loop is called once."""
+
+    _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell] = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = weakref.ref(loop)
+        self._rung: deque[Mailbox] = deque()
+        self._called = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> Doorbell:
+        return cls._of_loops.setdefault(loop, cls(loop))
+
+    def ring(self, mailbox: Mailbox) -> None:
+        """From any thread; never blocks, and is silent once the loop is gone."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():  # nobody is left to be told
+            self._rung.clear()
+            return
+        self._rung.append(mailbox)
+        if self._called:
+            return
+        self._called = True
+        try:
+            loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # it was closed just now
+            self._rung.clear()
+
+    def _answer(self) -> None:
+        self._called = False  # first: what is put from here on rings again
+        for _ in range(len(self._rung)):
+            self._rung.popleft().wake()
+
+
 class Mailbox:
     """From the engine's thread to one coroutine, a wake-up for as many events as have come."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._bell = Doorbell.of(asyncio.get_running_loop())
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[bool] | None = None
+        self._due = 0.0
+        """When the present wait is over, on the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, item: Any) -> None:
         """From any thread; never blocks, and is silent once the loop is gone."""
         self._items.append(item)
-        try:
-            self._loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
-            return
+        self._bell.ring(self)
 
     def get_nowait(self) -> Any | None:
         return self._items.popleft() if self._items else None
@@ -50,17 +86,37 @@ class Mailbox:
     async def get(self, wait: float) -> Any | None:
         """The next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` would make a task a token.)"""
         if not self._items and wait > 0:
-            self._waiter = self._loop.create_future()
-            timer = self._loop.call_later(wait, self._end_wait)
+            loop = asyncio.get_running_loop()
+            self._due = loop.time() + wait
+            if self._timer is None or self._timer.when() > self._due:  # else it will find that there is time left
+                self.close()
+                self._timer = loop.call_at(self._due, self._look)
+            self._waiter = loop.create_future()
             try:
                 await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
         return self.get_nowait()
 
-    def _wake(self) -> None:
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wake(self) -> None:
+        """In the loop: something was put."""
         if self._items:  # a wake-up comes late when its item was taken together with an earlier one
+            self._end_wait()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:
+            self._timer = loop.call_at(self._due, self._look)
+        else:
             self._end_wait()
 
     def _end_wait(self) -> None:
@@ -143,6 +199,7 @@ class Generation:
     ) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        self._box.close()
         if self.unfinished:
             self._cancel()
 

@@ -55,6 +55,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
+        self._unfinished = False
+        """Whether the incremental decoder holds the first bytes of a character."""
         self._window: list[int] = []
         for token in prompt[-CONTEXT:]:
             self._window = [] if token in tokenizer.special_ids else [*self._window, token]
@@ -66,8 +68,12 @@ class Detokenizer:
         if self._skip and token in self._tokenizer.special_ids:
             return ""
         if self._utf8 is not None:
+            if not self._unfinished and (whole := self._tokenizer.whole_text(token)) is not None:
+                return whole  # nearly every token: found with one look
             piece = self._tokenizer.id_to_token(token)
-            return self._utf8.decode(byte_level_bytes(piece)) if piece is not None else ""
+            text = self._utf8.decode(byte_level_bytes(piece)) if piece is not None else ""
+            self._unfinished = bool(self._utf8.getstate()[0])
+            return text
         self._window.append(token)
         return self._difference(final=False)
 

@@ -50,6 +50,7 @@ class Tokenizer:
         self.special_ids = frozenset(token for token, spec in added.items() if spec.special)
         decoder = json.loads(raw.to_str()).get("decoder")
         self.byte_level = _is_byte_level(decoder)
+        self._whole: dict[int, str | None] = {}
         self.bos_token_id = self._config_id("bos_token")
         self.eos_token_id = self._config_id("eos_token")
         self.pad_token_id = self._config_id("pad_token")
@@ -148,6 +149,16 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """:meth:`token_bytes` as text, invalid bytes as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def whole_text(self, token: int) -> str | None:
+        """The text of a byte-level token on its own, where its bytes are whole characters; else None."""
+        if token not in self._whole:
+            piece = self.raw.id_to_token(token)
+            try:
+                self._whole[token] = "" if piece is None else byte_level_bytes(piece).decode()
+            except UnicodeDecodeError:
+                self._whole[token] = None
+        return self._whole[token]
 
     # --- vocabulary -------------------------------------------------------------------------------------
 
