@@ -1,4 +1,5 @@
-# One command each; `make help` lists them. Everything installs into .venv, nothing outside the checkout is touched.
+# One command each; `make help` lists them. Everything installs into .venv; what is compiled is kept in
+# ~/.cache/nxd_infer (NXD_INFER_CACHE names another place).
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml
 
 install: $(STAMP) ## make .venv with everything the demo and the tests need
 
-demo: $(STAMP) ## the main job: fine-tune, trace, save, load, serve, ask, on this machine's CPU
+demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this machine's CPU
 	@$(BIN)/nxd-infer demo
 
 test: $(STAMP) ## all tests (under 25 minutes on two cores)

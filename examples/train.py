@@ -4,6 +4,7 @@ Run again, it goes on where its newest checkpoint is.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
 parser.add_argument("--text", default=__file__, help="a file to train on; this program, if you name none")
 parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer; the rest are data parallel")
 args = parser.parse_args()
+if "RANK" not in os.environ:
+    parser.error("one process a rank: start me with `torchrun --nproc_per_node=2 examples/train.py ...`")
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 nxd_config = nxd.neuronx_distributed_config(
@@ -33,7 +36,7 @@ optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, mod
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 
 tokens = Tokenizer.from_file(f"{args.model}/tokenizer.json").encode(Path(args.text).read_text()).ids
-windows = torch.tensor(tokens).unfold(0, 64, 64)  # [samples, 64]; the labels are shifted by the model
+windows = [torch.tensor(tokens[at : at + 64]) for at in range(0, len(tokens) - 63, 64)]  # the model shifts the labels
 dataset = [{"input_ids": window, "labels": window} for window in windows]
 loader = ResumableLoader(dataset, batch_size=4, shuffle=True)  # each data-parallel rank draws its own part
 

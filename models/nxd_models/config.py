@@ -195,7 +195,11 @@ def parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelConfigError(f"{path} is missing: expected a Hugging Face model directory") from None
+        raise ModelConfigError(
+            f"{path} is missing: expected a Hugging Face model directory (one of the hub is fetched with `hf download`)"
+        ) from None
+    except NotADirectoryError:
+        raise ModelConfigError(f"{path.parent} is not a directory: expected a Hugging Face model directory") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from None
 

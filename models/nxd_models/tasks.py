@@ -45,6 +45,8 @@ SERVING_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "vocab.txt",
+    "vocab.json",
+    "merges.txt",
     "sentence_bert_config.json",
 )
 """What a server needs beside the graphs; copied where present."""

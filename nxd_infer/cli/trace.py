@@ -63,7 +63,7 @@ def run(
     from nxd_infer import trace
     from nxd_infer.trace.manifest import PACKED_INT8, dtype_of
     from nxd_infer.trace.sources import weight_source
-    from nxd_models import tasks
+    from nxd_models import hf, tasks
 
     if not plan_only:
         check_writable(out)
@@ -80,6 +80,8 @@ def run(
         lora_targets=lora_targets,
         speculate=speculate,
     )
+    if not plan_only and checkpoint is None:
+        hf.weights(model_dir)  # raises where there are none, before a plan is printed
     arguments = {
         **plan.trace_arguments(),
         "tp_degree": tp,
@@ -96,6 +98,13 @@ def run(
     for length in prompt_buckets:
         if length > plan.metadata["max_len"]:
             console.print(f"note: the bucket of {length} tokens is longer than the model's {plan.metadata['max_len']}")
+    tokenizers: tuple[set[str], ...] = ({"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"})
+    if not any(files <= plan.files_to_copy.keys() for files in tokenizers):
+        console.print(
+            f"note: {model_dir} has no tokenizer.json: the artifact will take and give token ids, not text "
+            "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
+            markup=False,
+        )
     total, _ = memory()
     if planned.serve_bytes is not None and planned.serve_bytes > total:
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")

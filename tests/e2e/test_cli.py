@@ -184,6 +184,25 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
 
 
 @pytest.mark.check
+def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp_path):
+    model = write_tiny("llama", tmp_path / "model")
+    trace = ("trace", model, "--out", tmp_path / "a", "--max-len", 64, "--prompt-buckets", 16)
+    assert "tokenizer.json" not in nxd_infer_here(capsys, monkeypatch, *trace, "--plan-only").out
+    (model / "tokenizer.json").unlink()
+    done = nxd_infer_here(capsys, monkeypatch, *trace, "--plan-only")
+    assert done.status == 0 and "has no tokenizer.json" in done.out and "save_pretrained" in done.out
+    (model / "vocab.json").write_text("{}")  # half of GPT-2's
+    assert "has no tokenizer.json" in nxd_infer_here(capsys, monkeypatch, *trace, "--plan-only").out
+    (model / "merges.txt").write_text("")
+    assert "has no tokenizer.json" not in nxd_infer_here(capsys, monkeypatch, *trace, "--plan-only").out
+    (model / "model.safetensors").unlink()
+    done = nxd_infer_here(capsys, monkeypatch, *trace)
+    refused(done, f"{model} has no safetensors file")
+    assert "graphs to compile" not in done.out
+    assert nxd_infer_here(capsys, monkeypatch, *trace, "--plan-only").status == 0  # a plan needs no weights
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -198,7 +217,7 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
         (["generate", "MODEL", "--prompt", "x"], ["a model to trace", "nxd-infer trace"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
         (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),
-        (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["Not a directory", "/etc/hostname"]),
+        (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["is not a directory", "/etc/hostname"]),
         (["recompile", "/no/such/artifact", "--out", "a"], ["/no/such/artifact"]),
         (["recompile", "MODEL", "--out", "a"], ["is not an artifact"]),
         (["recompile", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is no directory", "--out"]),

@@ -218,3 +218,12 @@ def test_the_plan_of_an_encoder(tmp_path):
     assert module.nxd_inputs["input_ids"]["pad"] == {0: 1, 1: 1}
     with pytest.raises(ModelConfigError, match="at most 126"):
         tasks.plan(tmp_path, max_len=127)
+
+
+@pytest.mark.check
+def test_a_tokenizer_as_gpt2_keeps_it_goes_into_the_artifact(tmp_path):
+    path = write_tiny("llama", tmp_path)
+    (path / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (path / name).write_text("")
+    assert {"vocab.json", "merges.txt"} <= set(tasks.plan(path).files_to_copy)

@@ -90,6 +90,9 @@ def test_families_differ_where_they_do():
 
 @pytest.mark.check
 def test_directories_that_are_none_say_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelConfigError, match=r"file is not a directory"):
+        registry.load_config(tmp_path / "file")
     with pytest.raises(ModelConfigError, match=r"config\.json is missing"):
         registry.load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -1,4 +1,4 @@
-"""The main job, end to end: fine-tune -> trace -> save -> load -> serve -> ask, then stop everything cleanly."""
+"""The main job, end to end: train -> trace -> save -> load -> serve -> ask, then stop everything cleanly."""
 
 from __future__ import annotations
 
@@ -152,6 +152,8 @@ def check_directory(directory: Path) -> None:
     """Refuse a directory that holds something and is not of an earlier demo, before anything is written."""
     from nxd_infer.cli.demo.training import TOKENS
 
+    if directory.exists() and not directory.is_dir():
+        raise ArtifactError(f"{directory} is not a directory: give --dir a new one")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / TOKENS).exists():
         raise ArtifactError(
             f"{directory} holds files and is not the directory of an earlier demo, which would be replaced: it is left "
