@@ -14,17 +14,36 @@ SAME_ROUNDING = "emulate_precision_casts=True"
 """Makes inductor round every result to its dtype, whatever it fuses, so that all graphs give a token the same bits."""
 
 
-class Progress:
-    """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known."""
+LINE_EVERY = 10.0
+"""Seconds between two lines of one stage where nothing can be drawn."""
 
-    def __init__(self, display: Any):
+
+class Progress:
+    """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known.
+
+    Where the output is no terminal (a log, CI) a line says that a stage begins, and one now and then how far it is.
+    """
+
+    def __init__(self, display: Any, line_every: float = LINE_EVERY):
         self.display = display
+        self.line_every = line_every
         self.tasks: dict[str, Any] = {}
+        self.printed: dict[str, float] = {}
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         if stage not in self.tasks:
             self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
         self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
+        if not self.display.console.is_terminal and self._is_due(stage):
+            count = f" {done} of {total}" if total else ""
+            self.display.console.print(f"{stage}{count}{f' ({note})' if note else ''}", markup=False)
+
+    def _is_due(self, stage: str) -> bool:
+        now = time.monotonic()
+        if stage in self.printed and now - self.printed[stage] < self.line_every:
+            return False
+        self.printed[stage] = now
+        return True
 
 
 def check_writable(out: Path) -> None:
@@ -64,6 +83,7 @@ def run(
     from nxd_infer.trace.manifest import PACKED_INT8, dtype_of
     from nxd_infer.trace.sources import weight_source
     from nxd_models import hf, tasks
+    from nxd_server.text.files import has_tokenizer
 
     if not plan_only:
         check_writable(out)
@@ -98,8 +118,7 @@ def run(
     for length in prompt_buckets:
         if length > plan.metadata["max_len"]:
             console.print(f"note: the bucket of {length} tokens is longer than the model's {plan.metadata['max_len']}")
-    tokenizers: tuple[set[str], ...] = ({"tokenizer.json"}, {"vocab.txt"}, {"vocab.json", "merges.txt"})
-    if not any(files <= plan.files_to_copy.keys() for files in tokenizers):
+    if not has_tokenizer(plan.files_to_copy.keys()):
         console.print(
             f"note: {model_dir} has no tokenizer.json: the artifact will take and give token ids, not text "
             "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",

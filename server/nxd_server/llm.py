@@ -29,6 +29,7 @@ from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import RequestError
 from nxd_server.text.chat import ChatTemplate
+from nxd_server.text.files import has_tokenizer
 from nxd_server.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -378,10 +379,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 def _tokenizer(path: Path) -> Tokenizer | None:
     """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
-    tokenizers = (["tokenizer.json"], ["vocab.txt"], ["vocab.json", "merges.txt"])
-    if not any(all((path / name).is_file() for name in names) for names in tokenizers):
-        return None
-    return Tokenizer.from_dir(path)
+    return Tokenizer.from_dir(path) if has_tokenizer(os.listdir(path)) else None
 
 
 def _track(items: Sequence[Any], title: str, show: bool) -> Iterator[Any]:

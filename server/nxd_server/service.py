@@ -121,8 +121,9 @@ class Service(Served):
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
         self._manifest = artifact.manifest
-        self._stage = f"starting {artifact.manifest.tp_degree} ranks"
-        logger.info("starting %d ranks", artifact.manifest.tp_degree)
+        degree = artifact.manifest.tp_degree
+        self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
+        logger.info(self._stage)
         # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
         # routes by its user's kernel is not called through it.
         kernel = "bucket-kernel" in artifact.manifest.requires

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from nxd_infer.cli.console import bar
+from nxd_infer.cli.trace import Progress
 from nxd_infer.cli.verify import generation_cases
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
@@ -30,7 +34,7 @@ def artifact(model_dir) -> Path:
         *("--max-len", 64, "--dtype", "float32", "--backend", "eager"),
     )
     assert done.status == 0, done.err
-    assert "5 graphs" in done.out
+    assert "trace ranks 0 of " in done.out and "5 graphs" in done.out
     for word in (*BUCKETS, "weights", "states", "peak memory"):
         assert word in done.out, (word, done.out)
     return out
@@ -181,6 +185,29 @@ def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
     assert done.status == 0, done.err
     assert "graphs to compile" in done.out
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("terminal", "line_every", "lines"),
+    [
+        (False, 0.0, ["compile graphs 0 of 2", "compile graphs 1 of 2 (decode_b1)", "write artifact"]),
+        (False, 3600.0, ["compile graphs 0 of 2", "write artifact"]),
+        (True, 0.0, []),
+    ],
+)
+def test_a_trace_into_a_log_says_how_far_it_is(terminal, line_every, lines):
+    out = io.StringIO()
+    with bar(Console(file=out, force_terminal=terminal, width=100, highlight=False)) as display:
+        progress = Progress(display, line_every=line_every)
+        progress("compile graphs", 0, 2)
+        progress("compile graphs", 1, 2, "decode_b1")
+        progress("write artifact", 0, 0)
+        said = out.getvalue()  # before the bars are drawn, which a log sees at the end only
+    if terminal:
+        assert " of 2" not in said
+    else:
+        assert said.splitlines() == lines
 
 
 @pytest.mark.check
