@@ -7,8 +7,10 @@ nor a validation error ever shows one.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -224,6 +226,22 @@ class ServerSettings(BaseSettings):
 
 
 load_settings = ServerSettings.resolve
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each ``NXD_*`` variable that is no setting: one letter less in NXD_API_KEYS leaves a server open.
+
+    Values are never shown.
+    """
+    known = {ENV_PREFIX + name.upper() for name in ServerSettings.model_fields} | {SINGLE_KEY}
+    others = (ENV_PREFIX + "INFER_", ENV_PREFIX + "ARTIFACT")  # the package's own, and the container's
+    lines = []
+    for name in sorted(environment):
+        read_as = name.upper()  # pydantic-settings takes any case of letters
+        if read_as.startswith(ENV_PREFIX) and not read_as.startswith(others) and read_as not in known:
+            near = difflib.get_close_matches(read_as, known, n=1)
+            lines.append(f"{name} is no setting of the server" + (f"; did you mean {near[0]}?" if near else ""))
+    return lines
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from nxd_infer.errors import NxdError
-from nxd_server.config import ServerSettings, SettingsError
+from nxd_server.config import ServerSettings, SettingsError, unknown_variables
 from nxd_server.http import logs
 from nxd_server.service import Service
 from nxd_server.threads import in_thread
@@ -51,6 +52,8 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     Logs instead of raising: a setting or an artifact that cannot be used, or a port in use, is status 1 and one line.
     """
     logs.configure(settings.log_format, settings.log_level)
+    for line in unknown_variables(os.environ):
+        logger.warning("%s", line)
     if not (Path(artifact) / "manifest.json").is_file():
         logger.error("%r is no artifact: it has no manifest.json (nxd-infer trace writes one)", str(artifact))
         return 1

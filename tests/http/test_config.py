@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nxd_server.config import ServerSettings, SettingsError, load_settings
+from nxd_server.config import ServerSettings, SettingsError, load_settings, unknown_variables
+from tests.e2e.command import nxd_infer
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,22 @@ def _no_settings_around(monkeypatch):
     for name in list(os.environ):
         if name.startswith("NXD_"):
             monkeypatch.delenv(name)
+
+
+@pytest.mark.check
+def test_variables_that_are_no_setting():
+    fine = {"NXD_PORT": "1", "nxd_host": "h", "NXD_API_KEY": "k", "NXD_INFER_CACHE": "/x", "NXD_ARTIFACT": "/a"}
+    assert unknown_variables(fine) == []
+    assert unknown_variables({**fine, "NXD_APIKEYS": "secret", "NXD_ZZZ": "1"}) == [
+        "NXD_APIKEYS is no setting of the server; did you mean NXD_API_KEYS?",
+        "NXD_ZZZ is no setting of the server",
+    ]
+
+
+def test_a_mistyped_variable_is_told_at_the_start_of_the_server(monkeypatch, tmp_path):
+    monkeypatch.setenv("NXD_APIKEYS", "sesame")
+    done = nxd_infer("serve", tmp_path / "none")
+    assert done.status == 1 and "did you mean NXD_API_KEYS?" in done.err and "sesame" not in done.out + done.err
 
 
 @pytest.mark.check
