@@ -1,0 +1,39 @@
+"""Schedulers with graphs of known cost, and sequences for them."""
+
+from __future__ import annotations
+
+from nxd_server.engine.costs import Graph, StepCosts
+from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.scheduler import Scheduler
+from nxd_server.engine.sequence import Sequence
+
+PARAMS = SamplingParams()
+
+
+def graphs(batches=(1, 2, 4), lengths=(8, 16)):
+    return [Graph(f"decode_b{b}", b, 1) for b in batches] + [Graph(f"prefill_s{s}", 1, s) for s in lengths]
+
+
+def scheduler(slots=4, batches=(1, 2, 4), lengths=(8, 16), seconds=None, ratio=4.0, mixes=False):
+    all_graphs = graphs(batches, lengths)
+    costs = StepCosts(all_graphs)
+    for graph in all_graphs:
+        costs.set(graph.name, (seconds or {}).get(graph.name, 0.001 * graph.batch**0.5 * graph.length**0.8))
+    return Scheduler(all_graphs, slots, costs, prefill_ratio=ratio, mixes=mixes)
+
+
+def sequence(identity, prompt=4, new=4):
+    return Sequence(identity, list(range(prompt)), PARAMS, new)
+
+
+def decoding(subject, count):
+    """``count`` choices that have had their first token."""
+    items = [sequence(identity, 4, 100) for identity in range(count)]
+    for item in items:
+        subject.add(item)
+    subject.admit()
+    while any(item.remaining for item in items):
+        step = subject.next_step()
+        subject.begin(step)
+        subject.complete(step, subject.costs[step.graph.name])
+    return items
