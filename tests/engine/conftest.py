@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nxd_server.engine import Engine
 from tests.engine.toy_model import ToyModel
 
 
@@ -11,3 +12,22 @@ from tests.engine.toy_model import ToyModel
 def toy_takes_steps(request, monkeypatch):
     """Toy models take a step when the one before it is over, or while it runs."""
     monkeypatch.setattr(ToyModel, "ahead", request.param)
+
+
+@pytest.fixture
+def engines():
+    """Makes engines and closes them; each must end empty, with every slot free."""
+    made = []
+
+    def make(model=None, **options):
+        engine = Engine(model or ToyModel(), **options)
+        made.append(engine)
+        engine.start()
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.stats().slots_free == engine.slots
+        assert engine._inside == engine._untold == engine._waiting_tokens == 0
+        assert not engine.gate._begun and not engine.gate.wanted

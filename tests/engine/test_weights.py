@@ -13,40 +13,16 @@ import torch
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_server import LLM
-from nxd_server.engine import Engine, OneShotEngine, SamplingParams
+from nxd_server.engine import OneShotEngine, SamplingParams
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
+from tests.engine.asking import wait_until
 from tests.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
 from tests.engine.toy_oneshot import ToyOneShot, expected
 
 pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture
-def engines():
-    """Makes engines and closes them; each must end empty."""
-    made = []
-
-    def make(model=None, **options):
-        engine = Engine(model or ToyModel(), **options)
-        made.append(engine)
-        engine.start()
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine._inside == engine._untold == 0
-        assert not engine.gate._begun and not engine.gate.wanted
-
-
-def wait_until(condition, timeout=10.0):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.002)
 
 
 def swapping(engine, weights, **options):

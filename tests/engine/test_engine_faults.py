@@ -1,0 +1,217 @@
+"""A step, a row, a listener or a rank that fails takes with it what it must, and no more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from nxd_infer.errors import RankDiedError
+from nxd_server.engine import Engine
+from nxd_server.errors import (
+    EngineFailedError,
+    EngineUnavailableError,
+    GenerationError,
+)
+from tests.engine.asking import GREEDY, ask, wait_until
+from tests.engine.toy_model import VOCAB, Listener, ToyModel, naive_generate
+
+pytestmark = pytest.mark.usefixtures("toy_takes_steps")
+
+
+@pytest.mark.check
+def test_a_step_that_fails_ends_its_own_requests_only(engines):
+    model = ToyModel(slots=4, batch_sizes=(1,), delay=0.001)
+    engine = engines(model)
+
+    def fail(name, inputs):
+        if int(inputs["tokens"][0, 0]) == 77 and int(inputs["start"][0]) == 0:
+            raise ValueError("this prompt is poison")
+
+    model.fail = fail
+    good = [Listener() for _ in range(3)]
+    tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(good)]
+    bad = ask(engine, [77, 1, 2])
+    assert isinstance(bad.end.error, GenerationError) and "poison" in str(bad.end.error)
+    for number, (ticket, listener) in enumerate(zip(tickets, good, strict=True)):
+        assert ticket.wait(10)
+        assert listener.tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and model.restarts == 0
+
+
+def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
+    engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
+    for inputs in engine._inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.sequence.output:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    listeners = [Listener() for _ in range(3)]
+    tickets = [engine.submit([first, 1], GREEDY, one) for first, one in zip((77, 2, 3), listeners, strict=True)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError) and "no such number" in str(listeners[0].end.error)
+    for first, listener in zip((2, 3), listeners[1:], strict=True):
+        assert listener.tokens[0] == naive_generate([first, 1], max_tokens=12, ignore_eos=True)
+    assert engine.state == "ready" and engine.model.restarts == 0
+
+
+@pytest.mark.check
+def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
+    """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
+    engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
+    for inputs in engine._inputs.values():
+        put = inputs.put
+
+        def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 77 and row.start == 5:
+                raise OverflowError("no such number in float32")
+            put(place, row, sampler)
+
+        monkeypatch.setattr(inputs, "put", refuse)
+    stream, late, poor = Listener(), Listener(), Listener()
+    long = GREEDY.replace(max_tokens=40)
+    tickets = [engine.submit([2, 1], long, stream)]
+    wait_until(lambda: stream.tokens[0])
+    tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
+    assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)
+    assert late.tokens[0] == naive_generate([3] * 9, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("damage", ["nan", "range"])
+def test_a_row_without_a_valid_token_fails_alone(engines, damage):
+    model = ToyModel(slots=4, batch_sizes=(4,), delay=0.001)
+    engine = engines(model)
+    step = model._step
+
+    def damaged(bucket, inputs):
+        outputs = step(bucket, inputs)
+        for row in range(inputs["tokens"].shape[0]):
+            if int(inputs["block_table"][row, 0]) == 0 and int(inputs["start"][row]) > 4:
+                if damage == "nan":
+                    outputs["logprob"][row] = float("nan")
+                else:
+                    outputs["token"][row] = VOCAB
+        return outputs
+
+    model._step = damaged
+    listeners = [Listener() for _ in range(4)]
+    tickets = [engine.submit([number, 1], GREEDY, listener) for number, listener in enumerate(listeners)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert isinstance(listeners[0].end.error, GenerationError)
+    for number in (1, 2, 3):
+        assert listeners[number].tokens[0] == naive_generate([number, 1], max_tokens=12, ignore_eos=True)
+
+
+def test_a_listener_that_raises_loses_its_own_request_only(engines):
+    engine = engines(ToyModel(delay=0.001))
+
+    def broken(event):
+        raise RuntimeError("client code")
+
+    ticket = engine.submit([1, 2], GREEDY, broken)
+    assert ask(engine, [3, 4]).tokens[0] == naive_generate([3, 4], max_tokens=12, ignore_eos=True)
+    assert ticket.wait(5)
+    assert engine.state == "ready"
+
+
+@pytest.mark.check
+def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines):
+    model = ToyModel(slots=2, delay=0.001)
+    states = []
+    engine = engines(model, on_state=states.append)
+    armed = threading.Event()
+
+    def die(name, inputs):
+        if armed.is_set():
+            armed.clear()
+            model.dead = True
+            raise RankDiedError("rank 1 died", 1)
+
+    model.fail = die
+    listeners = [Listener() for _ in range(5)]
+    tickets = [engine.submit([number], GREEDY.replace(max_tokens=50), one) for number, one in enumerate(listeners)]
+    wait_until(lambda: listeners[0].tokens[0])
+    armed.set()
+    assert all(ticket.wait(10) for ticket in tickets)
+    for listener in listeners:
+        assert isinstance(listener.end.error, EngineFailedError)
+        assert isinstance(listener.end.error.__cause__, RankDiedError)
+    wait_until(lambda: engine.state == "ready")
+    assert model.restarts == 1 and engine.stats().restarts == 1
+    assert states == ["ready", "recovering", "ready"]
+    assert ask(engine, [5]).tokens[0] == naive_generate([5], max_tokens=12, ignore_eos=True)
+
+    armed.set()  # a second failure soon after the first is one too many
+    last = ask(engine, [6])
+    assert isinstance(last.end.error, EngineFailedError)
+    assert engine.wait_failed(5) and engine.state == "failed" and model.restarts == 1
+    assert not engine.health().ready and "rank 1 died" in engine.health().error
+    with pytest.raises(EngineUnavailableError) as caught:
+        engine.submit([1], GREEDY, Listener())
+    assert caught.value.state == "failed" and caught.value.retry_after is None
+
+
+def test_a_restart_that_fails_leaves_the_engine_failed(engines):
+    model = ToyModel()
+    engine = engines(model)
+
+    def no_restart():
+        raise RankDiedError("it will not start", 0)
+
+    model.restart = no_restart
+    model.dead = True
+    assert isinstance(ask(engine, [1]).end.error, EngineFailedError)
+    assert engine.wait_failed(5)
+    assert "will not start" in engine.health().error
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(engines):
+    model = ToyModel()
+    engine = engines(model, idle_probe=None)
+    model.dead = True
+    wait_until(lambda: model.restarts == 1 and engine.state == "ready", 5)
+
+
+def test_an_idle_engine_makes_sure_that_its_ranks_still_answer(engines):
+    model = ToyModel()
+    calls = []
+    engine = engines(model, idle_probe=0.05)
+    model.fail = lambda name, inputs: calls.append((name, inputs["block_table"].tolist()))
+    wait_until(lambda: len(calls) >= 2, 5)
+    assert all(slots == [[model.slots]] for _, slots in calls), "a probe touches the scratch block alone"
+    assert engine.stats().bucket_steps == {}
+
+
+def test_a_warm_up_that_fails_is_an_error_of_start():
+    model = ToyModel()
+
+    def fail(name, inputs):
+        raise RankDiedError("rank 0 died", 0)
+
+    model.fail = fail
+    engine = Engine(model)
+    with pytest.raises(EngineUnavailableError, match="rank 0 died"):
+        engine.start()
+    assert engine.state == "failed"
+    engine.close()
+
+
+def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
+    monkeypatch.setattr("nxd_server.engine.runner.OVERDUE_SECONDS", 0.05)
+    model = ToyModel()
+    engine = engines(model)
+    gate = threading.Event()
+    model.fail = lambda name, inputs: gate.wait(5)
+    listener = Listener()
+    ticket = engine.submit([1], GREEDY, listener)
+    wait_until(lambda: not engine.health().ready, 5)
+    assert "has been running" in engine.health().reason
+    gate.set()
+    assert ticket.wait(5)
+    assert engine.health().ready and listener.end.reason == "length"
