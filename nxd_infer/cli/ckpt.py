@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nxd_infer.cli import compare
 from nxd_infer.cli.compare import Difference
-from nxd_infer.cli.console import bar, console, size, slow_bar, table
+from nxd_infer.cli.console import bar, console, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
@@ -31,6 +31,7 @@ from nxd_infer.trainer.checkpoint_read import Archive, RunsSource, adapter_of, r
 from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
 from nxd_infer.trainer.reference_layouts import infer_layouts, read_rules
 from nxd_infer.trainer.storage import LocalStorage, storage_of
+from nxd_infer.units import size
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

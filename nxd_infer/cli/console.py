@@ -1,4 +1,4 @@
-"""What the commands print with: one console, sizes and durations as text, a progress bar, a table."""
+"""What the commands print with: one console, durations as text, a progress bar, a table."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ aside = Console(highlight=False, stderr=True)
 """For what is no part of a command's answer: a redirected answer stays clean."""
 
 
-def size(count: float) -> str:
-    """Bytes as text: ``1536`` -> ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
 def duration(seconds: float) -> str:
     """Seconds as text: milliseconds below one second."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
@@ -40,7 +31,7 @@ def memory() -> tuple[int, int]:
     return fields["MemTotal"], fields["MemAvailable"]
 
 
-def _progress(on: Console) -> Progress:
+def _progress(on: Console, drawn: bool = True) -> Progress:
     """A bar where the total is known, a spinner with elapsed time where it is not."""
     columns = (
         SpinnerColumn(),
@@ -50,13 +41,14 @@ def _progress(on: Console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     )
-    return Progress(*columns, console=on, transient=False)
+    return Progress(*columns, console=on, transient=False, disable=not drawn)
 
 
 @contextmanager
-def bar(on: Console = console) -> Iterator[Progress]:
-    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not."""
-    with _progress(on) as progress:
+def bar(on: Console = console, *, drawn: bool = True) -> Iterator[Progress]:
+    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not. One that is not
+    ``drawn`` is for who prints lines instead."""
+    with _progress(on, drawn) as progress:
         yield progress
 
 

@@ -8,7 +8,8 @@ import platform
 import shutil
 import sys
 
-from nxd_infer.cli.console import console, memory, size, table
+from nxd_infer.cli.console import console, memory, table
+from nxd_infer.units import size
 
 OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",

@@ -6,15 +6,33 @@ import enum
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from nxd_infer.cli.ckpt_app import DType, ckpt
 from nxd_infer.errors import NxdError
 
+
+class Commands(typer.core.TyperGroup):
+    """Says that Ctrl-C was the end: typer leaves without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(_interrupted())
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
+
+
 app = typer.Typer(
     name="nxd-infer",
+    cls=Commands,
     help="Shard a PyTorch model, trace each rank ahead of time, save, load and serve it.",
     no_args_is_help=True,
     add_completion=False,
@@ -85,7 +103,10 @@ def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
 def trace(
     model_dir: ModelDir,
-    out: Annotated[Path, typer.Option("--out", help="Where to write the artifact.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Where to write the artifact; one that is there is replaced.", show_default=False),
+    ],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process a rank.")] = 1,
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16.")] = "1,4",
     prompt_buckets: Annotated[
@@ -339,9 +360,8 @@ def main() -> None:
             raise
         print(f"error: this needs {error.name}: pip install 'nxd-infer[server]'", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt:  # before or after the command
+        sys.exit(_interrupted())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]
     from nxd_infer.trace import load_artifact, parallel_model_recompile
 
     check_writable(out)
-    with bar() as display:
+    with bar(drawn=console.is_terminal) as display:
         report = parallel_model_recompile(
             artifact, out, backend=backend, compiler_args=compiler_args, progress=Progress(display)
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import bar, console, duration, memory, size
+from nxd_infer.cli.console import bar, console, duration, memory
 from nxd_infer.errors import ArtifactError
+from nxd_infer.units import size
 
 SAME_ROUNDING = "emulate_precision_casts=True"
 """Makes inductor round every result to its dtype, whatever it fuses, so that all graphs give a token the same bits."""
@@ -21,7 +23,7 @@ LINE_EVERY = 10.0
 class Progress:
     """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known.
 
-    Where the output is no terminal (a log, CI) a line says that a stage begins, and one now and then how far it is.
+    Where the output is no terminal (a log, CI) lines say that a stage begins, now and then how far it is, and its end.
     """
 
     def __init__(self, display: Any, line_every: float = LINE_EVERY):
@@ -34,13 +36,13 @@ class Progress:
         if stage not in self.tasks:
             self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
         self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
-        if not self.display.console.is_terminal and self._is_due(stage):
+        if not self.display.console.is_terminal and self._is_due(stage, over=0 < total == done):
             count = f" {done} of {total}" if total else ""
             self.display.console.print(f"{stage}{count}{f' ({note})' if note else ''}", markup=False)
 
-    def _is_due(self, stage: str) -> bool:
+    def _is_due(self, stage: str, over: bool) -> bool:
         now = time.monotonic()
-        if stage in self.printed and now - self.printed[stage] < self.line_every:
+        if not over and stage in self.printed and now - self.printed[stage] < self.line_every:
             return False
         self.printed[stage] = now
         return True
@@ -80,7 +82,7 @@ def run(
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
-    from nxd_infer.trace.manifest import PACKED_INT8, dtype_of
+    from nxd_infer.trace.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
     from nxd_infer.trace.sources import weight_source
     from nxd_models import hf, tasks
     from nxd_server.text.files import has_tokenizer
@@ -117,7 +119,8 @@ def run(
     console.print(planned.table(), markup=False)
     for length in prompt_buckets:
         if length > plan.metadata["max_len"]:
-            console.print(f"note: the bucket of {length} tokens is longer than the model's {plan.metadata['max_len']}")
+            longest = plan.metadata["max_len"]
+            console.print(f"note: the bucket of {length} tokens is cut to the longest prompt and answer, {longest}")
     if not has_tokenizer(plan.files_to_copy.keys()):
         console.print(
             f"note: {model_dir} has no tokenizer.json: the artifact will take and give token ids, not text "
@@ -127,9 +130,14 @@ def run(
     total, _ = memory()
     if planned.serve_bytes is not None and planned.serve_bytes > total:
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
+    cores = len(os.sched_getaffinity(0))
+    if tp > cores:
+        console.print(f"note: {tp} ranks are more than this machine's {cores} cores, which will take turns")
     if plan_only:
         return {}
-    with bar() as display:
+    if (out / MANIFEST_NAME).exists():
+        console.print(f"note: the artifact in {out} is replaced once the new one is whole", markup=False)
+    with bar(drawn=console.is_terminal) as display:
         model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=Progress(display))
     report = model.trace_report
     seconds = time.monotonic() - start
@@ -140,11 +148,14 @@ def run(
     )
     if quantize is not None:
         weights = model.manifest.weights
+        from nxd_infer.ops.packed_int8 import packed_shape
+
         held = [spec for spec in weights if spec.encoding == PACKED_INT8]
+        before = sum(spec.nbytes for spec in weights)
+        saved = sum(spec.nbytes - math.prod(packed_shape(spec.shape)) for spec in held)
         console.print(
-            f"{quantize}: {len(held)} of {len(weights)} weights of each rank, "
-            f"{size(sum(spec.nbytes for spec in held))} of {size(sum(spec.nbytes for spec in weights))}; "
-            "`nxd-infer verify` measures what that changes"
+            f"{quantize}: a rank holds {len(held)} of its {len(weights)} weights in eight bits, "
+            f"{size(before - saved)} instead of {size(before)} in all; `nxd-infer verify` measures what that changes"
         )
     return {
         "seconds": seconds,

@@ -39,7 +39,7 @@ class LocalRank:
         self.threads = threads
         self.sides: list[LocalSide] = []
         self._rank: Rank | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._inside = self._closing = False
         self._steps = 0
         self._clock: float | None = None
@@ -103,21 +103,21 @@ class LocalRank:
 
     def _failed(self, error: BaseException, fatal: bool) -> None:
         if fatal and self.artifact.manifest.states:
-            self._failure = error
+            self.failure = error
 
     def settle(self) -> None:
         self.check()
 
     def check(self) -> None:
         """Raise ModelClosedError unless the graphs are loaded and usable."""
-        if self._failure is not None:
-            reason = str(self._failure) or f"a call was ended by {type(self._failure).__name__}"
-            raise ModelClosedError(f"the model was closed because {reason}; call restart()") from self._failure
+        if self.failure is not None:
+            reason = str(self.failure) or f"a call was ended by {type(self.failure).__name__}"
+            raise ModelClosedError(f"the model was closed because {reason}; call restart()") from self.failure
         if self._rank is None:
             raise ModelClosedError("the model was closed; call restart() to load its graphs again")
 
     def health(self) -> list[RankHealth]:
-        alive = self._rank is not None and self._failure is None
+        alive = self._rank is not None and self.failure is None
         age = time.monotonic() - self._clock if self._clock is not None else None
         return [RankHealth(0, os.getpid(), alive, "running" if alive else "ended", self._steps, 0, 0.0, age)]
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nxd_infer.units import size
+
 EXPORT_BYTES = 700 << 20
 """What a process that exports holds besides weights: torch, and the graphs of a few dozen layers."""
 SERVE_BYTES = 350 << 20
 """What a rank process holds besides weights and states."""
-
-
-def human_bytes(count: float) -> str:
-    """``1536`` -> ``"1.5 KB"`` (powers of 1024)."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,8 @@ class TracePlan:
             ("tensor parallel degree", str(self.tp_degree)),
             ("backend", self.backend),
             ("graphs to compile", str(self.graphs) if self.compile_processes else "none (run as exported)"),
-            ("weights a rank", human_bytes(self.weight_bytes) if self.weight_bytes is not None else unknown),
-            ("states a rank", human_bytes(self.state_bytes) if self.state_bytes is not None else unknown),
+            ("weights a rank", size(self.weight_bytes) if self.weight_bytes is not None else unknown),
+            ("states a rank", size(self.state_bytes) if self.state_bytes is not None else unknown),
             ("peak memory, tracing", _about(self.trace_peak_bytes) or unknown),
             ("memory, serving", _about(self.serve_bytes) or unknown),
         ]
@@ -95,7 +88,7 @@ def _worker_bytes() -> int:
 
 
 def _about(count: int | None) -> str:
-    return "" if count is None else f"about {human_bytes(count)}"
+    return "" if count is None else f"about {size(count)}"
 
 
 def planned_inputs(names: Sequence[str], tensors: Sequence) -> tuple[str, ...]:

@@ -45,6 +45,11 @@ class Ranks(Protocol):
         """Places for a step's inputs and outputs."""
         ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the ranks, once something has."""
+        ...
+
     def start(self) -> None: ...
     def exchange(
         self,
@@ -323,6 +328,13 @@ class RankModel:
         """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
         ranks = self._ranks
         return ranks.health() if ranks is not None else []
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the ranks: the error of the first that failed, before the others were ended for it. None while
+        they run, before their start, and after ``close``. Takes no lock."""
+        ranks = self._ranks
+        return ranks.failure if ranks is not None else None
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.units import size
 
 if TYPE_CHECKING:
     import torch
@@ -358,7 +359,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def _space_error(target: Path) -> ArtifactSpaceError:
     try:
-        free = f"{shutil.disk_usage(target.parent).free / 1e6:.1f} MB free"
+        free = f"{size(shutil.disk_usage(target.parent).free)} free"
     except OSError:
         free = "free space unknown"
     return ArtifactSpaceError(

@@ -133,7 +133,7 @@ class ServerSettings(BaseSettings):
     @classmethod
     def _no_empty_key(cls, keys: list[SecretStr]) -> list[SecretStr]:
         if any(not key.get_secret_value().strip() for key in keys):
-            raise ValueError("an empty key would open the server to everyone")
+            raise ValueError("an empty key would open the server to everyone; leave it out where that is meant")
         return keys
 
     @field_validator("lora", mode="before")
@@ -287,5 +287,5 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"{name}: there is no such setting")
         else:
-            lines.append(f"{name}: {item['msg']}")
+            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}")
     return "invalid server settings: " + "; ".join(lines)

@@ -53,8 +53,8 @@ class PromptTooLongError(RequestError):
         super().__init__(
             field,
             f"the prompt has {prompt_tokens} tokens; this model takes at most {max_prompt_tokens} "
-            f"(its maximum length is {max_len} tokens, prompt and completion together). Shorten the prompt, or trace "
-            "the model again with a larger --max-len",
+            f"(its maximum length is {max_len} tokens, prompt and completion together; behind a prompt of all of them "
+            "there is room for one). Shorten the prompt, or trace the model again with a larger --max-len",
         )
         self.prompt_tokens = prompt_tokens
         self.max_prompt_tokens = max_prompt_tokens

@@ -314,7 +314,9 @@ class LLM:
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ModelConfigError("the artifact has no tokenizer.json: give token ids instead of text")
+            raise ModelConfigError(
+                "the artifact has no tokenizer.json: give token ids instead of text, as llm.generate([[1, 2, 3]])"
+            )
         return self.tokenizer
 
     # --- encoders -------------------------------------------------------------------------------------

@@ -212,6 +212,15 @@ def test_a_rank_lost_under_load(llama, texts, number, rank):
         assert server.stop() == 0
 
 
+def test_the_log_names_the_rank_that_died_and_says_when_it_serves_again(llama):
+    with real_server(llama[1]) as server:
+        os.kill(rank_pids(server)[1], signal.SIGKILL)  # the server ends rank 0 for it
+        wait_for(lambda: "ready again" in server.log, 30)
+        assert "the ranks failed: rank 1 of 2 was ended by SIGKILL" in server.log
+        assert "starting the ranks again (1 of 3 times in 600 s)" in server.log
+        assert "rank 0 of 2" not in server.log
+
+
 def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
     with real_server(llama[1], "--call-timeout", "4") as server:
         pids = rank_pids(server)

@@ -13,8 +13,8 @@ import nxd_infer as nxd
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.trace.manifest import InputSpec
-from nxd_infer.trace.plan import human_bytes
 from nxd_infer.trace.router import fill
+from nxd_infer.units import size
 from tests.trace import models, toy
 
 X = torch.zeros(4)
@@ -119,7 +119,7 @@ def test_the_plan_counts_bytes_without_memory_for_weights():
     assert plan.largest_tensor_bytes == 4 * models.VOCAB * models.WIDTH
     assert plan.graphs == 0 and plan.trace_peak_bytes and plan.serve_bytes
     table = plan.table()
-    for text in ("tokens int64[2]", human_bytes(plan.weight_bytes), "none (run as exported)"):
+    for text in ("tokens int64[2]", size(plan.weight_bytes), "none (run as exported)"):
         assert text in table
 
 
@@ -132,8 +132,8 @@ def test_the_plan_without_a_loader_does_not_run_func():
     assert "known once func has run" in plan.table() and "[5, 4]" in plan.table()
 
 
-def test_human_bytes():
-    assert [human_bytes(n) for n in (0, 1536, 5 << 20, 3 << 40)] == ["0 B", "1.5 KB", "5.0 MB", "3072.0 GB"]
+def test_bytes_as_text():
+    assert [size(n) for n in (0, 1536, 5 << 20, 3 << 40)] == ["0 B", "1.5 KiB", "5.0 MiB", "3072.00 GiB"]
 
 
 # --- loader mode --------------------------------------------------------------------------------------

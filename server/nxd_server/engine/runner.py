@@ -127,10 +127,12 @@ class StepRunner:
         return seconds if seconds > WARM_SECONDS and not cold else min(seconds, self.timed(bucket, inputs)[1])
 
     def check_alive(self) -> None:
-        """Raises RankError when a rank's process is gone."""
+        """Raises what ended the ranks, or RankError for one whose process is gone."""
         for rank in self.ranks():
             if not rank.get("alive", True):
-                raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
+                # Asked for after the ranks: the first end is told before the others are ended for it.
+                first = getattr(self.model, "failure", None)
+                raise first or RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
 
     # --- any thread -------------------------------------------------------------------------------------
 

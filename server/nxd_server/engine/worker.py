@@ -375,6 +375,10 @@ class ModelWorker(Admission, ABC):
         self._restarts = recent if excused else [*recent, now]
         self._restart_count += 1
         self.steps.worked = False
+        log.info(
+            "starting the ranks again%s",
+            "" if excused else f" ({len(self._restarts)} of {self._restart_limit} times in {self._restart_window:g} s)",
+        )
         try:
             self.model.restart()
             self._warm_up(None)
@@ -383,6 +387,7 @@ class ModelWorker(Admission, ABC):
             self._give_up(second)
             return False
         self._set_state("ready")
+        log.info("the ranks are ready again after %.1f s", time.monotonic() - now)
         return True
 
     def _ranks_lost(self, error: BaseException) -> None:
