@@ -30,21 +30,22 @@ class Progress:
         self.display = display
         self.line_every = line_every
         self.tasks: dict[str, Any] = {}
-        self.printed: dict[str, float] = {}
+        self.printed: dict[str, tuple[float, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         if stage not in self.tasks:
             self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
         self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
-        if not self.display.console.is_terminal and self._is_due(stage, over=0 < total == done):
+        if not self.display.console.is_terminal and self._is_due(stage, done, total):
             count = f" {done} of {total}" if total else ""
             self.display.console.print(f"{stage}{count}{f' ({note})' if note else ''}", markup=False)
 
-    def _is_due(self, stage: str, over: bool) -> bool:
+    def _is_due(self, stage: str, done: int, total: int) -> bool:
         now = time.monotonic()
-        if not over and stage in self.printed and now - self.printed[stage] < self.line_every:
+        when, said = self.printed.get(stage, (-math.inf, 0))
+        if now - when < self.line_every and (done < total or done == said):
             return False
-        self.printed[stage] = now
+        self.printed[stage] = now, done
         return True
 
 
