@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.errors import ModelConfigError, NxdError
+from nxd_infer.errors import ModelConfigError, NxdError, RankError
 from nxd_server.bounded import BoundedModel, make_model
 from nxd_server.config import ServerSettings
 from nxd_server.errors import EngineUnavailableError, RequestError, summary
@@ -95,11 +95,11 @@ class Service(Served):
         except Exception as error:
             if self._closing:
                 return
-            if isinstance(error, NxdError):
-                logger.error("the artifact cannot be served: %s", error)
-            else:
+            if not isinstance(error, NxdError):
                 logger.exception("the artifact cannot be served")
-            self._fail(summary(error) or type(error).__name__)
+            elif isinstance(error, RankError):  # what the rank printed is for the log alone
+                logger.error("the artifact cannot be served: %s", error)
+            self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
             return
         self._watch()
 
@@ -121,6 +121,7 @@ class Service(Served):
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
         self._manifest = artifact.manifest
+        self._check_task()
         degree = artifact.manifest.tp_degree
         self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
         logger.info(self._stage)
@@ -155,6 +156,18 @@ class Service(Served):
         text.result()
         return BoundedModel(model, settings.call_timeout, settings.start_timeout)
 
+    def _check_task(self) -> None:
+        """Refuse what the artifact was not traced for, before its ranks take seconds to start."""
+        settings = self.settings
+        if self.task != "generate":
+            for name in ("lora", "speculate"):
+                if getattr(settings, name):
+                    raise ModelConfigError(f"{name}: the artifact's task is {self.task!r}, and only 'generate' has it")
+        elif settings.speculate:
+            from nxd_server.engine.speculation import check_speculate
+
+            check_speculate(self.metadata, settings.speculate)
+
     def _read_text(self, task: str) -> None:
         """The tokenizer and the chat template that lie beside the graphs."""
         if task not in ROUTES:
@@ -184,10 +197,6 @@ class Service(Served):
             engine.adapters.taken_name = self.model_name
             for name, _, path in (word.partition("=") for word in settings.lora):
                 engine.adapters.load(name, path)
-        elif settings.lora:
-            raise ModelConfigError(f"lora: the artifact's task is {self.task!r}, and only 'generate' takes adapters")
-        elif settings.speculate:
-            raise ModelConfigError(f"speculate: the artifact's task is {self.task!r}, and only 'generate' can")
         else:
             from nxd_server.engine import OneShotEngine, TextEncoder
 

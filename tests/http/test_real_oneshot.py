@@ -232,3 +232,12 @@ def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
         server.process.send_signal(signal.SIGTERM)
         assert len(answer.result().json()["data"]) == len(texts)
         assert server.wait(30) == 0
+
+
+def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(tmp_path):
+    artifact = trace_affine(tmp_path)
+    for option in (("--speculate", "4"), ("--lora", "mine=/some/where")):
+        with real_server(artifact, *option, wait=False) as server:
+            assert server.wait(60) == 1
+            assert f"{option[0][2:]}: the artifact's task is '', and only 'generate' has it" in server.log
+            assert "starting" not in server.log

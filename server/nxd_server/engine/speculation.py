@@ -23,8 +23,16 @@ RETRY = 32
 def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: int) -> tuple[list[Graph], list[Graph]]:
     """The graphs that decode and prefill, and those that verify ``speculate`` guesses (none for 0).
 
-    Raises ModelConfigError when the artifact was not traced for so many.
+    Raises ModelConfigError as :func:`check_speculate`.
     """
+    traced = check_speculate(metadata, speculate)
+    listed = list(graphs)
+    verifying = [graph for graph in listed if traced and graph.length == traced + 1]
+    return [graph for graph in listed if graph not in verifying], verifying if speculate else []
+
+
+def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
+    """How many guesses the artifact verifies; ModelConfigError when these are fewer than ``speculate``."""
     traced = int(metadata.get("speculate", 0))
     if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
         raise ModelConfigError(f"speculate = {speculate!r}: expected a whole number; 0 is off")
@@ -33,9 +41,7 @@ def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: i
         raise ModelConfigError(
             f"speculate = {speculate}: this artifact {found}; trace the model again with --speculate {speculate}"
         )
-    listed = list(graphs)
-    verifying = [graph for graph in listed if traced and graph.length == traced + 1]
-    return [graph for graph in listed if graph not in verifying], verifying if speculate else []
+    return traced
 
 
 class Speculation:
