@@ -61,5 +61,5 @@ with TrainingProgress(total=last, initial=first) as progress:
             if step == last:
                 break
 shutdown()  # waits for the save; all ranks leave together
-if os.environ["RANK"] == "0":
+if os.environ["RANK"] == "0" and last > first:
     print(f"saved {args.checkpoints}/step_{last}")

@@ -255,19 +255,24 @@ def _host_key() -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-@functools.cache
 def leave_at_exit() -> None:
-    """Destroy gloo's groups at the end of the process, so that gloo's threads end before the interpreter does.
+    """Destroy gloo's groups at the end of this process, so that gloo's threads end before the interpreter does.
+    Those of a process with NCCL stay.
 
     One that gives back a collective's tensor later aborts the process: SIGABRT in place of the program's own error, in
     one case of three.
     """
-    owner, asked = os.getpid(), threading.Event()
+    _leave_at_exit(os.getpid())
+
+
+@functools.cache
+def _leave_at_exit(owner: int) -> None:
+    asked = threading.Event()
 
     def leave() -> None:
         asked.wait()
         with contextlib.suppress(Exception):  # whoever made the groups may be destroying them
-            if dist.is_initialized() and "nccl" not in dist.get_backend():
+            if dist.is_initialized() and "nccl" not in dist.get_backend_config():
                 dist.destroy_process_group()
 
     leaving = threading.Thread(target=leave, name="nxd-leave", daemon=True)

@@ -177,6 +177,7 @@ int64_t turn_of(int64_t page) { return (page ^ page >> 6 ^ page >> 12) % kPageTu
 void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
   if (cache.stride[0] < kLargePage / 2 || cache.stride[2] <= 0) return;  // small blocks share pages with others
   const int64_t period = std::min(x.L, std::max<int64_t>(kLargePage / cache.stride[2], 1));  // positions in a page
+  int64_t asked = 0;
   for (int64_t b = 0; b < B; b++) {
     const int64_t end = x.start[b] + live(x, b);
     for (int64_t first = x.start[b]; first < end; first = (first / x.L + 1) * x.L) {
@@ -186,9 +187,11 @@ void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
         const int64_t middle = page * period + period / 2;
         for (int64_t kh = 0; kh < x.KH && middle < x.L; kh++) {
           const char* address = cache.at(block, kh, middle);
-          const int64_t wait = turn_of(large_page(address)) * (period / (4 * kPageTurns));
+          const int64_t wait = turn_of(large_page(address)) * period / (4 * kPageTurns);
           const int64_t due = std::min(middle + wait, x.L - 1);
-          if (low <= due && due < high) make_large_page(address);
+          if (due < low || due >= high || large_page(address) == asked) continue;
+          asked = large_page(address);  // heads may share one
+          make_large_page(address);
         }
       }
     }

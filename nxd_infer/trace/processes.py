@@ -90,9 +90,9 @@ class RankProcesses:
             self.ended.set()
             self._on_exit = _nothing  # no cycle keeps the channels and the shared memory open
 
-        self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
+        thread = self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
         try:
-            self._following.start()
+            thread.start()
         except RuntimeError:  # the system has no thread to give
             self._following = None
             raise

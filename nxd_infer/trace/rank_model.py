@@ -331,8 +331,8 @@ class RankModel:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the ranks: the error of the first that failed, before the others were ended for it. None while
-        they run, before their start, and after ``close``. Takes no lock."""
+        """What ended the ranks: the error of the first that failed, before the others were ended for it, until
+        ``restart``. None where nothing did. Takes no lock."""
         ranks = self._ranks
         return ranks.failure if ranks is not None else None
 

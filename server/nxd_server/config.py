@@ -183,8 +183,9 @@ class ServerSettings(BaseSettings):
             SettingsError: an unreadable file, an unknown name, or a value out of range; says which and why.
         """
         given = {name: value for name, value in arguments.items() if value is not None and value != []}
-        if "api_keys" not in given and not os.environ.get(ENV_PREFIX + "API_KEYS") and os.environ.get(SINGLE_KEY):
-            given["api_keys"] = [os.environ[SINGLE_KEY]]
+        environment = {name.upper(): value for name, value in os.environ.items()}  # as pydantic-settings reads it
+        if "api_keys" not in given and not environment.get(ENV_PREFIX + "API_KEYS") and environment.get(SINGLE_KEY):
+            given["api_keys"] = [environment[SINGLE_KEY]]
         data = _read_file(Path(config_file)) if config_file is not None else {}
 
         class _Settings(cls):
@@ -234,7 +235,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     Values are never shown.
     """
     known = {ENV_PREFIX + name.upper() for name in ServerSettings.model_fields} | {SINGLE_KEY}
-    others = (ENV_PREFIX + "INFER_", ENV_PREFIX + "ARTIFACT")  # the package's own, and the container's
+    others = tuple(ENV_PREFIX + name for name in ("INFER_", "CPU_LEVEL", "ARTIFACT"))  # the package's, the container's
     lines = []
     for name in sorted(environment):
         read_as = name.upper()  # pydantic-settings takes any case of letters

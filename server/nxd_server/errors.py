@@ -5,7 +5,7 @@ Each says which HTTP status it becomes in its docstring; the HTTP half maps by c
 
 from __future__ import annotations
 
-from nxd_infer.errors import NxdError, RankError
+from nxd_infer.errors import ModelConfigError, NxdError, RankError
 
 
 def summary(error: BaseException) -> str:
@@ -24,6 +24,13 @@ def forget_frames(error: BaseException) -> None:
 
 class ServerError(NxdError):
     """Base of the errors that the engine and the HTTP half raise themselves."""
+
+
+class GenerateOnlyError(ServerError, ModelConfigError):
+    """A setting that only artifacts which generate can have."""
+
+    def __init__(self, name: str, task: str):
+        super().__init__(f"{name}: the artifact's task is {task!r}, and only 'generate' has it")
 
 
 class RequestError(ServerError, ValueError):
@@ -49,12 +56,21 @@ class AdapterConflictError(ServerError, RuntimeError):
 class PromptTooLongError(RequestError):
     """A prompt over the model's maximum length (400, ``context_length_exceeded``)."""
 
-    def __init__(self, prompt_tokens: int, max_prompt_tokens: int, max_len: int, field: str = "prompt"):
+    def __init__(
+        self, prompt_tokens: int, max_prompt_tokens: int, max_len: int, field: str = "prompt", *, completes: bool = True
+    ):
+        what, together, option = (
+            "prompt",
+            f" (its maximum length is {max_len} tokens, prompt and completion together; behind a prompt of all of them "
+            "there is room for one)",
+            "--max-len",
+        )
+        if not completes:
+            what, together, option = "text", "", "--prompt-buckets"
         super().__init__(
             field,
-            f"the prompt has {prompt_tokens} tokens; this model takes at most {max_prompt_tokens} "
-            f"(its maximum length is {max_len} tokens, prompt and completion together; behind a prompt of all of them "
-            "there is room for one). Shorten the prompt, or trace the model again with a larger --max-len",
+            f"the {what} has {prompt_tokens} tokens; this model takes at most {max_prompt_tokens}{together}. "
+            f"Shorten the {what}, or trace the model again with a larger {option}",
         )
         self.prompt_tokens = prompt_tokens
         self.max_prompt_tokens = max_prompt_tokens

@@ -27,9 +27,9 @@ from nxd_server.engine.oneshot import OneShotEngine
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.weights import WholeRequest
-from nxd_server.errors import RequestError
+from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.text.chat import ChatTemplate
-from nxd_server.text.files import has_tokenizer
+from nxd_server.text.files import has_vocabulary
 from nxd_server.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -136,7 +136,7 @@ class LLM:
                 engine_options = {"stall_ratio": math.inf} | engine_options
                 self.engine = Engine(self.model, self.tokenizer, speculate=speculate, **engine_options)
             elif speculate:
-                raise ModelConfigError(f"speculate = {speculate}: the artifact's task is {self.task!r}, not 'generate'")
+                raise GenerateOnlyError("speculate", self.task)
             else:
                 self.engine = OneShotEngine(self.model, **engine_options)
                 if self.task in ("embed", "classify") and self.tokenizer is not None:
@@ -381,7 +381,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 def _tokenizer(path: Path) -> Tokenizer | None:
     """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
-    return Tokenizer.from_dir(path) if has_tokenizer(os.listdir(path)) else None
+    return Tokenizer.from_dir(path) if has_vocabulary(os.listdir(path)) else None
 
 
 def _track(items: Sequence[Any], title: str, show: bool) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.errors import ModelConfigError, NxdError, RankError
 from nxd_server.bounded import BoundedModel, make_model
 from nxd_server.config import ServerSettings
-from nxd_server.errors import EngineUnavailableError, RequestError, summary
+from nxd_server.errors import EngineUnavailableError, GenerateOnlyError, RequestError, summary
 from nxd_server.served import ROUTES, Served
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Service(Served):
         if self.task != "generate":
             for name in ("lora", "speculate"):
                 if getattr(settings, name):
-                    raise ModelConfigError(f"{name}: the artifact's task is {self.task!r}, and only 'generate' has it")
+                    raise GenerateOnlyError(name, self.task)
         elif settings.speculate:
             from nxd_server.engine.speculation import check_speculate
 

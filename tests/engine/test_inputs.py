@@ -133,7 +133,12 @@ def test_numbers_of_the_sampler_are_checked_when_a_row_changes_hands(name):
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "changed"),
-    [("start", {"dtype": "int32"}), ("block_table", {"shape": [2, 3]}), ("tokens", {"dtype": "int32"})],
+    [
+        ("start", {"dtype": "int32"}),
+        ("block_table", {"shape": [2, 3]}),
+        ("tokens", {"dtype": "int32"}),
+        ("tokens", {"shape": []}),
+    ],
 )
 def test_graphs_with_other_numbers_are_refused_by_name(name, changed):
     bucket = BUCKETS["decode_b2"]

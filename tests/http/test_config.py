@@ -23,7 +23,14 @@ def _no_settings_around(monkeypatch):
 
 @pytest.mark.check
 def test_variables_that_are_no_setting():
-    fine = {"NXD_PORT": "1", "nxd_host": "h", "NXD_API_KEY": "k", "NXD_INFER_CACHE": "/x", "NXD_ARTIFACT": "/a"}
+    fine = {
+        "NXD_PORT": "1",
+        "nxd_host": "h",
+        "NXD_API_KEY": "k",
+        "NXD_INFER_CACHE": "/x",
+        "NXD_CPU_LEVEL": "avx2",
+        "NXD_ARTIFACT": "/a",
+    }
     assert unknown_variables(fine) == []
     assert unknown_variables({**fine, "NXD_APIKEYS": "secret", "NXD_ZZZ": "1"}) == [
         "NXD_APIKEYS is no setting of the server; did you mean NXD_API_KEYS?",
@@ -71,8 +78,9 @@ def test_a_list_without_a_key_does_not_open_the_server(monkeypatch):
         load_settings()
 
 
-def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch):
-    monkeypatch.setenv("NXD_API_KEY", "one")
+@pytest.mark.parametrize("name", ["NXD_API_KEY", "nxd_api_key"])
+def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch, name):
+    monkeypatch.setenv(name, "one")
     assert load_settings().keys() == (b"one",)
     assert load_settings(api_keys=["two"]).keys() == (b"two",)
 

@@ -54,17 +54,18 @@ def large_pages(memory: Tensor) -> int:
 class Filling:
     """Caches of ``blocks`` blocks that fill, all rows alike."""
 
-    def __init__(self, blocks: int, length: int = LENGTH):
-        size = blocks * HEADS * length * WIDTH * 2
+    def __init__(self, blocks: int, length: int = LENGTH, heads: int = HEADS, width: int = WIDTH):
+        size = blocks * heads * length * width * 2
         self.memory = aligned(2 * size)
-        caches = self.memory.view(torch.bfloat16).view(2, blocks, HEADS, length, WIDTH)
+        caches = self.memory.view(torch.bfloat16).view(2, blocks, heads, length, width)
+        self.heads, self.width = heads, width
         self.keys, self.values = caches[0], caches[1]
         self.operator = native.load().op("cache_attention")
         self.rows, self.at = blocks - 1, 0  # the last block is nobody's
         self.given: list[tuple[Tensor, Tensor]] = []
 
     def fill(self, count: int) -> None:
-        shape = (self.rows, count, HEADS, WIDTH)
+        shape = (self.rows, count, self.heads, self.width)
         q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(3))
         table = torch.arange(self.rows)[:, None]
         start, length = torch.full((self.rows,), self.at), torch.full((self.rows,), count)
@@ -98,6 +99,22 @@ def test_blocks_get_large_pages_behind_their_middle_and_in_turn():
         assert not any(made)
     filling.fill(LENGTH // 4)
     assert large_pages(filling.memory) == counts[-1]
+    assert filling.holds_what_was_given()
+
+
+@pytest.mark.check
+def test_short_blocks_take_turns_too():
+    """128 positions in a page: fewer than there are turns to take over the quarter behind its middle."""
+    filling = Filling(9, length=128, heads=1, width=8192)
+    counts = [large_pages(filling.memory)]
+    while filling.at < 96:
+        filling.fill(1)
+        counts.append(large_pages(filling.memory))
+    made = [later - earlier for earlier, later in itertools.pairwise(counts)]
+    if made_when_asked():
+        assert sum(made) == 2 * filling.rows and max(made) <= 4
+    else:
+        assert not any(made)
     assert filling.holds_what_was_given()
 
 

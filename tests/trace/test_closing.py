@@ -298,6 +298,22 @@ def test_a_closed_model_leaves_no_thread_to_an_interpreter_that_ends(path, monke
     assert [thread.is_alive() for thread in late] == [False]
 
 
+def test_closing_before_the_following_thread_has_begun_is_a_closed_model(path, monkeypatch):
+    before = descendants(os.getpid())
+    model = parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120)
+
+    def set_then_close(self, thread):
+        self.__dict__["_following"] = thread
+        if thread is not None:
+            model.close()
+
+    following = property(lambda self: self.__dict__["_following"], set_then_close)
+    monkeypatch.setattr(RankProcesses, "_following", following, raising=False)
+    with pytest.raises(ModelClosedError):
+        model.start()
+    assert descendants(os.getpid()) <= before
+
+
 def test_ctrl_c_before_the_following_thread_has_begun_waits_for_its_end(path, monkeypatch):
     before, start, late = descendants(os.getpid()), threading.Thread.start, []
 

@@ -76,7 +76,7 @@ class TextEncoder:
         if not ids:
             raise RequestError(field, "has no tokens")
         if len(ids) > self.max_len:
-            raise PromptTooLongError(len(ids), self.max_len, self.max_len, field)
+            raise PromptTooLongError(len(ids), self.max_len, self.max_len, field, completes=False)
         tensors = {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),

@@ -62,13 +62,14 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
                 f"bucket {bucket.name} needs the input {', '.join(unknown)}, which this engine cannot feed; use a "
                 "server of the version that traced the artifact, or give the input a default"
             )
-        rows = tokens_input(bucket).shape[0]
+        tokens = tokens_input(bucket).shape
         for spec in bucket.inputs:
-            one = spec.name == "tokens" or math.prod(spec.shape) == rows
+            one = len(tokens) == 2 and (spec.name == "tokens" or math.prod(spec.shape) == tokens[0])
             if spec.name in STEP_INPUTS and (spec.dtype != "int64" or not one):
                 raise ModelConfigError(
                     f"bucket {bucket.name} is no generation step: its input {spec.name} is {spec.dtype}{spec.shape}; "
-                    f"steps take int64, one number for each of {rows} rows. Trace the model with --task generate"
+                    f"{', '.join(STEP_INPUTS)} are int64, tokens [rows, tokens of a row] and the others one number a "
+                    "row. Trace the model with --task generate"
                 )
         if "token" not in {spec.name for spec in bucket.outputs}:
             raise ModelConfigError(f"bucket {bucket.name} is no generation step: it has no output named token")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nxd_infer.errors import RankError
+from nxd_infer.errors import NxdError, RankError
 from nxd_infer.trace.arena import InputBlock
 from nxd_server.engine.costs import StepCosts
 
@@ -132,7 +132,9 @@ class StepRunner:
             if not rank.get("alive", True):
                 # Asked for after the ranks: the first end is told before the others are ended for it.
                 first = getattr(self.model, "failure", None)
-                raise first or RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank"))
+                if isinstance(first, NxdError):
+                    raise first
+                raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank")) from first
 
     # --- any thread -------------------------------------------------------------------------------------
 

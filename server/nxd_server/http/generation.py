@@ -57,6 +57,9 @@ class Doorbell:
             loop.call_soon_threadsafe(self._answer)
         except RuntimeError:  # it was closed just now
             self._rung.clear()
+        except BaseException:  # the next one calls again
+            self._called = False
+            raise
 
     def _answer(self) -> None:
         self._called = False  # first: what is put from here on rings again
@@ -74,6 +77,7 @@ class Mailbox:
         self._due = 0.0
         """When the present wait is over, on the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0  # not asked of the timer: uvloop's, when nearly due, is one that has no time
 
     def put(self, item: Any) -> None:
         """From any thread; never blocks, and is silent once the loop is gone."""
@@ -88,9 +92,9 @@ class Mailbox:
         if not self._items and wait > 0:
             loop = asyncio.get_running_loop()
             self._due = loop.time() + wait
-            if self._timer is None or self._timer.when() > self._due:  # else it will find that there is time left
+            if self._timer is None or self._timer_due > self._due:  # else it will find that there is time left
                 self.close()
-                self._timer = loop.call_at(self._due, self._look)
+                self._look_again(loop)
             self._waiter = loop.create_future()
             try:
                 await self._waiter
@@ -115,9 +119,13 @@ class Mailbox:
             return
         loop = asyncio.get_running_loop()
         if loop.time() < self._due:
-            self._timer = loop.call_at(self._due, self._look)
+            self._look_again(loop)
         else:
             self._end_wait()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer_due = self._due
+        self._timer = loop.call_at(self._due, self._look)
 
     def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -11,3 +11,8 @@ TOKENIZERS = (("tokenizer.json",), ("vocab.txt",), ("vocab.json", "merges.txt"))
 def has_tokenizer(names: Collection[str]) -> bool:
     """Whether the files of a directory include all that one kind of tokenizer needs."""
     return any(all(name in names for name in kind) for kind in TOKENIZERS)
+
+
+def has_vocabulary(names: Collection[str]) -> bool:
+    """Whether the files of a directory include any kind's first: the others may be missing, which is an error."""
+    return any(kind[0] in names for kind in TOKENIZERS)
