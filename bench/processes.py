@@ -89,15 +89,19 @@ class Group:
     def end(self) -> int | None:
         """SIGTERM to the first process, then SIGKILL to what is left; the status of the first process."""
         self.resume()
+        started = tree(self.process.pid) if self.alive() else []  # some have a session of their own, and outlive it
         if self.alive():
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
-        return self.kill()
+        return self.kill(started)
 
-    def kill(self) -> int | None:
-        """SIGKILL to all of them."""
+    def kill(self, started: Sequence[int] = ()) -> int | None:
+        """SIGKILL to all of them, and to ``started``."""
         self._signal(signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):

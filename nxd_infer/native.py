@@ -36,6 +36,7 @@ from nxd_infer import ops as _ops
 from nxd_infer.cache import cache_dir
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
+from nxd_infer.processors import processors
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
@@ -315,7 +316,7 @@ def _build(digest: str, target: Path) -> float:
         def compile_one(source: Path, output: Path) -> None:
             _run([compiler, *FLAGS, *definitions, "-c", str(source), "-o", str(output)])
 
-        with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
             list(pool.map(compile_one, sources, objects))
         built = Path(scratch) / "libnxd.so"
         # Compiled graphs name the library they need by its content (``shims``): a file loaded before is found so.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import TraceError
+from nxd_infer.processors import processors
 
 WORKER_BYTES = 1 << 30
 """Memory one compile process is counted with."""
@@ -47,7 +48,7 @@ def available_memory() -> int:
 def worker_count(graphs: int, limit: int | None = None) -> int:
     """How many graphs to compile at a time: at most two, as many as fit into memory, at least one."""
     fitting = max(1, int(available_memory() * 0.8) // WORKER_BYTES)
-    return max(1, min(graphs, 2, os.cpu_count() or 1, fitting, limit or 2))
+    return max(1, min(graphs, 2, processors(), fitting, limit or 2))
 
 
 def compile_graphs(

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 from nxd_infer.cli.console import console, memory, table
+from nxd_infer.processors import available_cores, compute_threads, processor_share
 from nxd_infer.units import size
 
 OPTIONAL = {
@@ -26,6 +27,15 @@ def cpu_features() -> str:
         flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
     return " ".join(flag for flag in wanted if flag in flags) or "none of the ones that matter"
+
+
+def cores() -> str:
+    """``"16 of 16 (a container's share of 4): ranks compute with 4 threads in all"``."""
+    share = processor_share()
+    limit = f" (a container's share of {share:g})" if share < len(available_cores()) else ""
+    threads = compute_threads()
+    together = f"{threads} thread{'s' if threads > 1 else ''}"
+    return f"{len(available_cores())} of {os.cpu_count()}{limit}: ranks compute with {together} in all"
 
 
 def version_of(package: str) -> str | None:
@@ -46,7 +56,7 @@ def run() -> int:
         ("nxd_infer", nxd_infer.__version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", version_of("torch") or "missing"),
-        ("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"),
+        ("cores", cores()),
         ("cpu features", cpu_features()),
         ("memory", f"{size(available)} free of {size(total)}"),
         ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from nxd_infer.cli.console import bar, console, duration, memory
 from nxd_infer.errors import ArtifactError
+from nxd_infer.processors import processors
 from nxd_infer.units import size
 
 SAME_ROUNDING = "emulate_precision_casts=True"
@@ -131,7 +132,7 @@ def run(
     total, _ = memory()
     if planned.serve_bytes is not None and planned.serve_bytes > total:
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
-    cores = len(os.sched_getaffinity(0))
+    cores = processors()
     if tp > cores:
         console.print(f"note: {tp} ranks are more than this machine's {cores} cores, which will take turns")
     if plan_only:

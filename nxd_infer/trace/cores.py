@@ -1,34 +1,51 @@
 """Which cores the ranks of this process's models keep to.
 
 Two unpinned compute threads beside a busy process went from 3-8 ms a step to 128 ms, so ranks are pinned when the
-machine has a core for every thread of every rank. Models of one process share the cores out among themselves.
-``NXD_INFER_PIN=0`` leaves the placement to the kernel.
+machine has a core for every thread of every rank. Models share the cores out among themselves: those of one process by
+count, those of other processes of the same user by locked files. Where a container's quota limits the process and not a
+set of cores, its neighbours would choose the same ones: there the kernel places the ranks, as with ``NXD_INFER_PIN=0``.
 """
 
 from __future__ import annotations
 
 import collections
+import fcntl
 import os
+import tempfile
 import threading
+from pathlib import Path
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.processors import available_cores, compute_threads, physical_core, processor_share
 
 _lock = threading.RLock()  # a signal handler may close a model while its thread is in here
 _used: collections.Counter[int] = collections.Counter()
-
-
-def available_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
+_claims: dict[int, int] = {}  # core -> descriptor of its locked file
 
 
 def choose_cores(ranks: int, threads: int) -> list[list[int]]:
-    """The cores of each rank: the least used first, high numbers first, none twice. Empty lists mean "not pinned"."""
+    """The cores of each rank, none twice. Empty lists mean "not pinned".
+
+    First those that no model uses, then one of each physical core, then high numbers: low ones serve the system.
+    """
     cores = available_cores()
     needed = ranks * threads
-    if needed > len(cores) or os.environ.get("NXD_INFER_PIN", "1") == "0":
+    pinned = os.environ.get("NXD_INFER_PIN", "1") != "0" and processor_share() >= len(cores)
+    if needed > len(cores) or not pinned:
         return [[] for _ in range(ranks)]
+    seen: collections.Counter[str] = collections.Counter()
+    siblings: dict[int, int] = {}  # of the same physical core that come before it
+    for core in reversed(cores):
+        physical = physical_core(core)
+        siblings[core] = seen[physical]
+        seen[physical] += 1
     with _lock:
-        chosen = sorted(cores, key=lambda core: (_used[core], -core))[:needed]
+        ordered = sorted(cores, key=lambda core: (_used[core], siblings[core], -core))
+        chosen: list[int] = []
+        for core in ordered:
+            if len(chosen) < needed and _claim(core):
+                chosen.append(core)
+        chosen += [core for core in ordered if core not in chosen][: needed - len(chosen)]
         _used.update(chosen)
     return [chosen[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
 
@@ -38,6 +55,29 @@ def release_cores(cores: list[list[int]]) -> None:
     with _lock:
         for core in (core for group in cores for core in group):
             _used[core] -= 1
+            if not _used[core] and core in _claims:
+                os.close(_claims.pop(core))
+
+
+def _claim(core: int) -> bool:
+    """Whether no other process of this user has the core; it is ours until released, or until this process ends."""
+    if core in _claims:
+        return True
+    try:
+        folder = Path(tempfile.gettempdir()) / f"nxd-infer-cores-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return True  # somebody else's: no place to agree
+        found = os.open(folder / str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(found)
+        return False
+    _claims[core] = found
+    return True
 
 
 def check_degree(degree: int) -> None:
@@ -56,7 +96,7 @@ def check_degree(degree: int) -> None:
 
 
 def default_threads(ranks: int, recorded: object = None) -> int:
-    """Threads of each rank: what the graphs were compiled for, else an equal share of the cores, at least 1."""
+    """Threads of each rank: what the graphs were compiled for, else an equal part of what computes here, at least 1."""
     if isinstance(recorded, int) and recorded > 0:
         return recorded
-    return max(1, len(available_cores()) // ranks)
+    return max(1, compute_threads() // ranks)

@@ -28,6 +28,7 @@ from typing import Any
 
 from nxd_infer import errors
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
+from nxd_infer.processors import processors
 from nxd_infer.trace import func_rank
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 
@@ -131,7 +132,7 @@ def trace_ranks(
                     port=port,
                     parent=os.getpid(),
                     preparation=preparation,
-                    threads=max(1, (os.cpu_count() or 1) // at_once),
+                    threads=max(1, processors() // at_once),
                     timeout=timeout,
                 )
                 running.append(_start(settings))

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
+from nxd_infer.processors import processors
 from nxd_infer.trace.arena import InputBlock
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.channel import Kind
-from nxd_infer.trace.cores import available_cores, check_degree, default_threads
+from nxd_infer.trace.cores import check_degree, default_threads
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.manifest import BucketSpec, Manifest
 from nxd_infer.trace.steps import PendingStep, free_side
@@ -127,7 +128,7 @@ class RankModel:
     @property
     def spare_cores(self) -> int:
         """Cores that this process may use and that the ranks' threads leave free."""
-        return len(available_cores()) - self.tp_degree * self.threads_per_rank
+        return processors() - self.tp_degree * self.threads_per_rank
 
     def bucket_table(self) -> str:
         """The buckets as text."""

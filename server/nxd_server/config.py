@@ -104,7 +104,9 @@ class ServerSettings(BaseSettings):
         15.0, ge=0, description="Seconds the ranks may take to be ready again after a failure; then the server exits."
     )
     max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
-    threads_per_rank: int | None = Field(None, ge=1, description="CPU threads a rank; by default the cores divided.")
+    threads_per_rank: int | None = Field(
+        None, ge=1, description="CPU threads a rank; by default the cores divided, or a container's share of them."
+    )
 
     expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
     log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_infer.errors import InputRangeError, RankDiedError
-from nxd_infer.trace import cores
+from nxd_infer.processors import processors
 from nxd_infer.trace.arena import ALIGNMENT, SIDES, Arena, InputBlock, arena_layout, create_arena
 from nxd_infer.trace.artifact import load_artifact, parallel_model_load
 from nxd_infer.trace.channel import Channel, ChannelClosed, Kind, Request
@@ -180,29 +180,9 @@ def test_records_and_descriptors_cross_the_channel():
     os.close(fds[0])
 
 
-@pytest.mark.check
-def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    monkeypatch.setattr(cores, "available_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr(cores, "_used", type(cores._used)())
-    first = cores.choose_cores(2, 1)
-    assert sorted(core for group in first for core in group) == [2, 3]  # low cores are left to the caller
-    second = cores.choose_cores(1, 2)
-    assert sorted(second[0]) == [0, 1]  # another model gets what is free
-    cores.release_cores(first)
-    assert sorted(core for group in cores.choose_cores(2, 1) for core in group) == [2, 3]
-    assert cores.choose_cores(3, 2) == [[], [], []]  # more threads than cores: the kernel places them
-    monkeypatch.setenv("NXD_INFER_PIN", "0")
-    assert cores.choose_cores(1, 1) == [[]]
-    assert cores.default_threads(2) == 2
-    assert cores.default_threads(8) == 1
-    assert cores.default_threads(2, 3) == 3
-
-
 def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.delenv("NXD_INFER_PIN", raising=False)
-    available = sorted(os.sched_getaffinity(0))
-    if len(available) < 2:
+    if processors() < 2:
         pytest.skip("needs two cores")
     with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=20, start_timeout=120) as model:
         pids = [rank.pid for rank in model.health() if rank.pid is not None]

@@ -22,7 +22,14 @@ FLOORS: list[list[str]] = [
     ["nxd_infer.modules"],
     ["nxd_infer.parallel_layers"],
     ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.ops", "nxd_infer.parallel_state"],
-    ["nxd_infer.context", "nxd_infer.dtypes", "nxd_infer.errors", "nxd_infer.cache", "nxd_infer.units"],
+    [
+        "nxd_infer.context",
+        "nxd_infer.dtypes",
+        "nxd_infer.errors",
+        "nxd_infer.cache",
+        "nxd_infer.processors",
+        "nxd_infer.units",
+    ],
 ]
 # Pure data that two floors share.
 SHARED = {"nxd_infer.trace.manifest"}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nxd_infer.errors import RankFailedError, RankTimeoutError
+from nxd_infer.processors import compute_threads
 
 STOP_TIMEOUT = 3.0
 """Seconds that a rank has to put the terminal in order before it is killed."""
@@ -37,7 +38,7 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it lives as long as the ranks
-    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    threads = max(1, compute_threads() // world_size)
     common = {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo",

@@ -1,0 +1,70 @@
+"""How much of this machine's processor the process may use: its affinity, its cores, its container's share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def available_cores() -> list[int]:
+    """The logical cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def physical_core(core: int, topology: Path = _TOPOLOGY) -> str:
+    """The logical cores that share one physical core with ``core``, as the kernel writes them: ``"0,8"``."""
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second before Linux 5.3
+        try:
+            return (topology / f"cpu{core}" / "topology" / name).read_text().strip()
+        except OSError:
+            continue
+    return str(core)
+
+
+def processor_share(groups: Path = Path("/proc/self/cgroup"), mounts: Path = _CGROUPS) -> float:
+    """Cores' worth of time that the control groups of this process grant it; infinity without a limit.
+
+    ``docker run --cpus 2`` and a limit of Kubernetes are such a quota: the container sees every core, and all of its
+    threads are stopped for the rest of each 100 ms once together they have used what it grants.
+
+    Source: the kernel's cgroup-v2 (``cpu.max``) and CFS bandwidth control (``cpu.cfs_quota_us``) documents.
+    """
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return float("inf")
+    share = float("inf")
+    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if number == "0" and not controllers:
+            roots, files = [mounts, mounts / "unified"], ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            roots, files = [mounts / controllers, mounts / "cpu"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        # Every group above limits too. A path that is not there is the host's, and the mount shows the container's own.
+        own = Path(path.lstrip("/"))
+        for root in roots:
+            for group in (own, *own.parents):
+                share = min(share, _quota([root / group / name for name in files]))
+    return share
+
+
+def _quota(files: list[Path]) -> float:
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return int(quota) / int(period) if int(quota) > 0 else float("inf")
+    except (OSError, ValueError, ZeroDivisionError):  # no such group, or "max"
+        return float("inf")
+
+
+def processors() -> int:
+    """Threads that may run at once: the logical cores, or the container's share of them where that is less."""
+    return max(1, int(min(len(available_cores()), processor_share())))
+
+
+def compute_threads() -> int:
+    """Threads that compute at full speed at once: one a physical core, and no more than :func:`processors`."""
+    return min(len({physical_core(core) for core in available_cores()}), processors())

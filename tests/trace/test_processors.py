@@ -1,0 +1,154 @@
+"""What a process may use of the processor: control groups of both kinds, cores that share a physical one, claims."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nxd_infer import processors
+from nxd_infer.processors import physical_core, processor_share
+from nxd_infer.trace import cores
+
+pytestmark = pytest.mark.check
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"sys/cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"sys/cpu.max": "max 100000"}, float("inf")),
+        ("0::/", {}, float("inf")),
+        # A group's own limit does not lift that of the group above.
+        ("0::/pod/app", {"sys/pod/cpu.max": "200000 100000", "sys/pod/app/cpu.max": "max 100000"}, 2.0),
+        ("0::/pod/app", {"sys/pod/cpu.max": "400000 100000", "sys/pod/app/cpu.max": "50000 100000"}, 0.5),
+        ("5:cpu,cpuacct:/", {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000"}, float("inf")),  # no period: not a limit
+        (
+            # The path of the host, which the container does not see: its own group is what is mounted.
+            "9:memory:/docker/7f\n5:cpu,cpuacct:/docker/7f\n0::/",
+            {"sys/cpu,cpuacct/cpu.cfs_quota_us": "300000", "sys/cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        ("1:cpu:/", {"sys/cpu/cpu.cfs_quota_us": "-1", "sys/cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+        (
+            "1:cpu:/a",
+            {"sys/cpu/a/cpu.cfs_quota_us": "100000", "sys/cpu/a/cpu.cfs_period_us": "50000"},
+            2.0,
+        ),
+        ("1:cpuset:/a\n0::/x", {"sys/unified/x/cpu.max": "70000 10000"}, 7.0),
+    ],
+)
+def test_a_share_is_the_least_that_any_control_group_grants(tmp_path, groups, files, expected):
+    written(tmp_path, {"cgroup": groups, **files})
+    assert processor_share(tmp_path / "cgroup", tmp_path / "sys") == expected
+
+
+def test_no_control_groups_are_no_limit(tmp_path):
+    assert processor_share(tmp_path / "none", tmp_path) == float("inf")
+
+
+def test_logical_cores_of_a_physical_one(tmp_path):
+    written(tmp_path, {"cpu0/topology/core_cpus_list": "0,8", "cpu8/topology/thread_siblings_list": "0,8"})
+    assert physical_core(0, tmp_path) == physical_core(8, tmp_path) == "0,8"
+    assert physical_core(3, tmp_path) == "3"
+    real = processors.available_cores()
+    assert 1 <= processors.compute_threads() <= processors.processors() <= len(real)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Makes this one of ``count`` logical cores, two a physical one unless ``alone``, with a share of the processor."""
+
+    def make(count: int, pair: str, share: float = float("inf")) -> None:
+        first = {"far": lambda core: core % (count // 2), "near": lambda core: core // 2, "alone": lambda core: core}
+        for module in (cores, processors):
+            monkeypatch.setattr(module, "available_cores", lambda: list(range(count)))
+            monkeypatch.setattr(module, "physical_core", lambda core: str(first[pair](core)))
+            monkeypatch.setattr(module, "processor_share", lambda: share)
+
+    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cores, "_used", type(cores._used)())
+    monkeypatch.setattr(cores, "_claims", {})
+    return make
+
+
+@pytest.mark.parametrize(("pair", "expected"), [("far", [7, 6, 5, 4]), ("near", [7, 5, 3, 1])])
+def test_threads_get_a_physical_core_each_while_there_are_some(machine, pair, expected):
+    machine(8, pair)
+    assert cores.default_threads(1) == 4 and cores.default_threads(2) == 2 and cores.default_threads(8) == 1
+    first = cores.choose_cores(2, 2)
+    assert first == [expected[:2], expected[2:]]
+    assert not set(cores.choose_cores(1, 4)[0]) & set(expected)  # then their other halves
+    cores.release_cores(first)
+    assert cores.choose_cores(1, 4) == [expected]
+
+
+def test_models_of_one_process_share_the_cores_out(machine, monkeypatch):
+    machine(4, "alone")
+    first = cores.choose_cores(2, 1)
+    assert first == [[3], [2]]  # low cores are left to the caller
+    assert cores.choose_cores(1, 2) == [[1, 0]]  # another model gets what is free
+    cores.release_cores(first)
+    assert cores.choose_cores(2, 1) == [[3], [2]]
+    assert cores.choose_cores(3, 2) == [[], [], []]  # more threads than cores: the kernel places them
+    monkeypatch.setenv("NXD_INFER_PIN", "0")
+    assert cores.choose_cores(1, 1) == [[]]
+    assert cores.default_threads(1) == 4 and cores.default_threads(8) == 1
+    assert cores.default_threads(2, 3) == 3  # what the graphs were compiled for
+
+
+def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
+    machine(64, "far", share=2.5)
+    assert cores.default_threads(1) == 2 and cores.default_threads(2) == 1
+    assert cores.choose_cores(1, 2) == [[]]  # every container of the host would choose the same
+    machine(4, "far", share=0.5)
+    assert cores.default_threads(1) == 1
+    machine(4, "far", share=4.0)
+    assert cores.default_threads(1) == 2 and cores.choose_cores(1, 2) == [[3, 2]]
+
+
+HOLDER = """
+import sys
+from nxd_infer.trace import cores
+cores.available_cores = lambda: [0, 1, 2, 3]
+cores.processor_share = lambda: float("inf")
+print(cores.choose_cores(1, 2), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_of_one_user_take_different_cores(machine, tmp_path):
+    machine(4, "alone")
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "[[3, 2]]\n"
+        mine = cores.choose_cores(1, 2)
+        assert mine == [[1, 0]]
+        assert cores.choose_cores(1, 3) == [[1, 0, 3]]  # its own before another's
+        cores.release_cores(mine)
+        other.kill()
+        other.wait(20)
+    assert cores.choose_cores(2, 1) == [[2], [3]]  # a process that died holds nothing
+    assert cores._used == {0: 1, 1: 1, 2: 1, 3: 2}
+
+
+def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
+    machine(2, "far")
+    (tmp_path / f"nxd-infer-cores-{os.getuid()}").symlink_to(tmp_path)
+    assert cores.choose_cores(1, 2) == [[1, 0]]
+    assert [path.name for path in tmp_path.iterdir()] == [f"nxd-infer-cores-{os.getuid()}"]
