@@ -42,7 +42,9 @@ def main() -> None:
     signal.alarm(given.minutes * 60)
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", "160")  # tables in a log need not be as narrow as a terminal
-    # Inherited by every process that is started: nobody gets more cores than the others.
+    # Inherited by every process that is started: bytecode is kept, as an installed package's is, where it would be
+    # compiled at every start of a server; and nobody gets more cores than the others.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     for name in given.names or BENCHMARKS:
         begin = time.monotonic()
