@@ -8,17 +8,89 @@
 namespace nxd {
 namespace {
 
+template <bool kAsk>
 struct Bf16Pairs {
   static constexpr bool kTiles = false;
+  static constexpr bool kAsks = kAsk;
 
   // sum[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
   static NXD_AVX512_BF16 NXD_INLINE Avx512 dot(const BFloat16* a, const BFloat16* b, Avx512 sum) {
     return {_mm512_dpbf16_ps(sum.x, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b))};
   }
+
+  // To the nearest bfloat16, as a float.
+  static NXD_AVX512_BF16 NXD_INLINE Avx512 rounded(Avx512 a) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a.x)), 16))};
+  }
+
+  // Loops::weigh() of R rows for kParts * 32 columns from d on, two keys at a time: half the instructions of widened
+  // values. The weights [R, kKeys] are zero behind the last one.
+  template <int R, int kParts>
+  static NXD_AVX512_BF16 NXD_INLINE void weigh_pairs(
+      const BFloat16* weights, const char* const* v, int64_t n, int64_t d, float* values, int64_t ldv) {
+    __m512 sum[R][2 * kParts];
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kParts * R; i++) sum[i / (2 * kParts)][i % (2 * kParts)] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t += 2) {
+      static const char zeros[64 * kParts] = {};
+      const char *one = v[t] + 2 * d, *other = t + 1 < n ? v[t + 1] + 2 * d : zeros;
+      __m512bh pair[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) pair[r] = (__m512bh)_mm512_set1_epi32(pair_at(weights + r * kKeys + t));
+#pragma GCC unroll 16
+      for (int part = 0; part < kParts; part++) {
+        if (kAsk) {
+          __builtin_prefetch(v[t + kAhead] + 2 * d + 64 * part, 0, 0);
+          __builtin_prefetch(v[t + 1 + kAhead] + 2 * d + 64 * part, 0, 0);
+        }
+        const __m512i first = _mm512_loadu_si512(one + 64 * part), second = _mm512_loadu_si512(other + 64 * part);
+        const auto low = (__m512bh)_mm512_unpacklo_epi16(first, second);  // of each eight columns the first four
+        const auto high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          sum[r][2 * part] = _mm512_dpbf16_ps(sum[r][2 * part], pair[r], low);
+          sum[r][2 * part + 1] = _mm512_dpbf16_ps(sum[r][2 * part + 1], pair[r], high);
+        }
+      }
+    }
+    const __m512i front = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+      for (int part = 0; part < kParts; part++) {
+        const __m512 low = sum[r][2 * part], high = sum[r][2 * part + 1];
+        float* to = values + r * ldv + d + part * 32;
+        _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, front, high));
+        _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, back, high));
+      }
+    }
+  }
+
+  template <int R>
+  static NXD_AVX512_BF16 void weigh_few(
+      const float* weights, const char* const* v, int64_t n, int64_t D, float* values, int64_t ldv) {
+    BFloat16 narrowed[R * kKeys];
+    for (int r = 0; r < R; r++) {
+      for (int64_t t = 0; t < n; t += 16) {
+        const auto some = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + r * kKeys + t));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(narrowed + r * kKeys + t), some);
+      }
+    }
+    int64_t d = 0;
+    for (; d + 64 <= D; d += 64) weigh_pairs<R, 2>(narrowed, v, n, d, values, ldv);
+    for (; d < D; d += 32) weigh_pairs<R, 1>(narrowed, v, n, d, values, ldv);
+  }
+
+  static NXD_INLINE int32_t pair_at(const BFloat16* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return pair;
+  }
 };
 
 // A tile product is out[i][r] = sum over j of a[i][j] * b[j][r], with two values of j side by side in b: [J / 2, R, 2].
-struct Bf16Tiles : Bf16Pairs {
+struct Bf16Tiles : Bf16Pairs<true> {
   static constexpr bool kTiles = true;
 
   // The 32-bit columns of 16 rows.
@@ -161,7 +233,9 @@ struct Bf16Tiles : Bf16Pairs {
 
 } // namespace
 
-const AttentionKernel& attention_avx512_bf16() { return Kernel<Avx512, Bf16Pairs>::table; }
+const AttentionKernel& attention_avx512_bf16() {
+  return asks() ? Kernel<Avx512, Bf16Pairs<true>>::table : Kernel<Avx512, Bf16Pairs<false>>::table;
+}
 const AttentionKernel& attention_amx_bf16() { return Kernel<Avx512, Bf16Tiles>::table; }
 
 } // namespace nxd

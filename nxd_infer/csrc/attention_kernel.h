@@ -59,22 +59,26 @@ struct Kernel : Loops<V, Bf16> {
     static int64_t bytes(const Attention& x, int64_t rows) { return round_up(rows, 16) * (2 + padded(x)) * sizeof(A); }
   };
 
-  template <int R, typename Q, typename C>
+  template <int R, typename Q, typename C, typename Size>
   NXD_TARGET static void few_rows(
       const Attention& x, const Tile& tile, int64_t r, int64_t begin, int64_t n, const Q* q, int64_t ldq,
-      const char* const* k, A* scores, const Partial& out, int64_t D) {
-    Base::template dots<R, Q, C>(q + r * ldq, ldq, k, n, D, scores);
+      const char* const* k, A* scores, const Partial& out, Size D) {
+    Base::template dots<R, Q, C, Size>(q + r * ldq, ldq, k, n, D, scores);
     for (int64_t i = r; i < r + R; i++) {
       const int64_t seen = std::clamp<int64_t>(tile.position(x, i) + 1 - begin, 0, n);
-      Base::soften(scores + (i - r) * kKeys, seen, n, factor(x), out.maximum + i, out.sum + i);
+      Base::template soften<Q>(scores + (i - r) * kKeys, seen, n, factor(x), out.maximum + i, out.sum + i);
     }
-    Base::template weigh<R, C>(scores, k + n, n, D, out.values + r * padded(x), padded(x));
+    if constexpr (std::is_same_v<Q, BFloat16>) {
+      Bf16::template weigh_few<R>(scores, k + n, n, D, out.values + r * padded(x), padded(x));
+    } else {
+      Base::template weigh<R, C>(scores, k + n, n, D, out.values + r * padded(x), padded(x));
+    }
   }
 
-  template <typename Q, typename C>
+  template <typename Q, typename C, typename Size>
   NXD_TARGET static void few(
       const Attention& x, const Tile& tile, int64_t begin, int64_t n, const Q* q, int64_t ldq, const char* const* k,
-      A* scores, const Partial& out, int64_t D) {
+      A* scores, const Partial& out, Size D) {
     int64_t r = 0;
     for (; r + 4 <= tile.rows; r += 4) few_rows<4, Q, C>(x, tile, r, begin, n, q, ldq, k, scores, out, D);
     for (; r + 2 <= tile.rows; r += 2) few_rows<2, Q, C>(x, tile, r, begin, n, q, ldq, k, scores, out, D);
@@ -139,7 +143,14 @@ struct Kernel : Loops<V, Bf16> {
     if (x.cache_type == ScalarType::BFloat16 && sizeof(A) == 4) {
       if constexpr (kPairs) {
         if (x.q_type == ScalarType::BFloat16 && x.D % (2 * W) == 0) {
-          return few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, scratch.scores, out, x.D);
+          const auto run = [&](auto D) {
+            few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, scratch.scores, out, D);
+          };
+          if constexpr (!Base::kAsks) {  // a size that the compiler knows: the loops over it are unrolled
+            if (x.D == 64) return run(std::integral_constant<int64_t, 64>{});
+            if (x.D == 128) return run(std::integral_constant<int64_t, 128>{});
+          }
+          return run(x.D);
         }
       }
       if (x.D % W == 0) return few<A, BFloat16>(x, tile, begin, n, scratch.q, Dp, k, scratch.scores, out, x.D);

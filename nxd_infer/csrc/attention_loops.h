@@ -13,12 +13,23 @@ namespace {
 
 NXD_INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
+// Whether the loops ask for what they read soon (cpu.h).
+template <typename Bf16>
+constexpr bool asked() {
+  if constexpr (std::is_void_v<Bf16>) {
+    return true;
+  } else {
+    return Bf16::kAsks;
+  }
+}
+
 // V: lanes of the arithmetic. Bf16: what multiplies bfloat16 without widening it (attention_bf16.cpp), or void.
 template <typename V, typename Bf16>
 struct Loops {
   using A = typename V::Scalar;
   using ScalarType = torch::headeronly::ScalarType;
   static constexpr int W = V::width;
+  static constexpr bool kAsks = asked<Bf16>();
 
   // --- rows of any dtype ------------------------------------------------------------------------------
 
@@ -85,29 +96,43 @@ struct Loops {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 0);
   }
 
+  // One step of the dot products of R rows and a key: a sum every W / R vectors.
+  template <int R, typename Q, typename C>
+  NXD_TARGET static NXD_INLINE void add_dots(const Q* q, int64_t ldq, const C* key, V* sum) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      V& to = sum[r * (W / R)];
+      if constexpr (std::is_same_v<Q, BFloat16>) {
+        to = Bf16::dot(q + r * ldq, key, to);
+      } else {
+        to = V::fma(V::load(q + r * ldq), V::load(key), to);
+      }
+    }
+  }
+
   // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. Behind `k` follow the
   // rows that are read next, kAhead of them at least; each is asked for that many before its turn.
-  template <int R, typename Q, typename C>
+  template <int R, typename Q, typename C, typename Size>
   NXD_TARGET static NXD_INLINE void dots(
-      const Q* q, int64_t ldq, const char* const* k, int64_t n, int64_t D, A* scores) {
+      const Q* q, int64_t ldq, const char* const* k, int64_t n, Size D, A* scores) {
     constexpr int T = W / R;
     for (int64_t t0 = 0; t0 < n; t0 += T) {
-      for (int64_t t = t0; t < std::min(t0 + T, n); t++) fetch(k[t + kAhead], D * static_cast<int64_t>(sizeof(C)));
+      for (int64_t t = t0; kAsks && t < std::min(t0 + T, n); t++) fetch(k[t + kAhead], D * static_cast<int64_t>(sizeof(C)));
       V sum[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) sum[i] = V::set(0);
       constexpr int step = std::is_same_v<Q, BFloat16> ? 2 * W : W;
-      for (int64_t d = 0; d < D; d += step) {
+      if constexpr (kAsks) {
+        for (int64_t d = 0; d < D; d += step) {
+#pragma GCC unroll 16
+          for (int t = 0; t < T; t++) add_dots<R>(q + d, ldq, reinterpret_cast<const C*>(k[t0 + t]) + d, sum + t);
+        }
+      } else {  // in the order of memory, or the processor does not see what comes
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
-          const C* key = reinterpret_cast<const C*>(k[t0 + t]) + d;
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            if constexpr (std::is_same_v<Q, BFloat16>) {
-              sum[r * T + t] = Bf16::dot(q + r * ldq + d, key, sum[r * T + t]);
-            } else {
-              sum[r * T + t] = V::fma(V::load(q + r * ldq + d), V::load(key), sum[r * T + t]);
-            }
+#pragma GCC unroll 4
+          for (int64_t d = 0; d < D; d += step) {
+            add_dots<R>(q + d, ldq, reinterpret_cast<const C*>(k[t0 + t]) + d, sum + t);
           }
         }
       }
@@ -169,6 +194,7 @@ struct Loops {
   }
 
   // Scores to weights 2^(score * factor - maximum), the first `seen` of n; the others weigh nothing.
+  template <typename Q>
   NXD_TARGET static void soften(A* scores, int64_t seen, int64_t n, A factor, A* maximum, A* sum) {
     const int64_t end = round_up(n, W);
     for (int64_t t = 0; t < end; t += W) V::mul(V::load(scores + t), V::set(factor)).store(scores + t);
@@ -178,7 +204,8 @@ struct Loops {
     const A top = fold(most, [](A a, A b) { return a > b ? a : b; });
     V total = V::set(0);
     for (int64_t t = 0; t < end; t += W) {
-      const V weight = exp2(V::sub(V::load(scores + t), V::set(top)));
+      V weight = exp2(V::sub(V::load(scores + t), V::set(top)));
+      if constexpr (std::is_same_v<Q, BFloat16>) weight = Bf16::rounded(weight);
       weight.store(scores + t);
       total = V::add(total, weight);
     }

@@ -64,9 +64,19 @@ Cpu detect() {
   return amx ? Cpu::amx_bf16 : Cpu::avx512_bf16;
 }
 
+// Family 19h of AMD's with the bfloat16 dot product: Zen 4.
+bool reads_ahead() {
+  const Registers vendor = cpuid(0, 0);
+  const bool amd = vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;  // AuthenticAMD
+  const unsigned version = cpuid(1, 0).a;
+  return amd && (version >> 8 & 0xf) + (version >> 20 & 0xff) == 0x19 && bit(cpuid(7, 1).a, 5);
+}
+
 #else
 
 Cpu detect() { return Cpu::portable; }
+
+bool reads_ahead() { return false; }
 
 #endif
 
@@ -88,6 +98,14 @@ Cpu capped(Cpu found) {
 Cpu cpu() {
   static const Cpu level = capped(detect());
   return level;
+}
+
+bool asks() {
+  static const bool answer = [] {
+    const char* wanted = std::getenv("NXD_CPU_ASKS");
+    return wanted == nullptr || *wanted == '\0' ? !reads_ahead() : *wanted != '0';
+  }();
+  return answer;
 }
 
 } // namespace nxd

@@ -12,6 +12,11 @@ enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 =
 // avx512, avx512_bf16, amx_bf16), which is how tests reach every kernel. Read at the first call.
 Cpu cpu();
 
+// Whether kernels ask for what they read soon. Most processors read ahead too little by themselves. Zen 4
+// does it well, and worse where somebody asks: there one row of a product takes 4 to 8 % longer, attention over a long
+// context a third. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set. Same results.
+bool asks();
+
 } // namespace nxd
 
 #if defined(__x86_64__) && defined(__GNUC__)

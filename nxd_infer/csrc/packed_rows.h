@@ -11,6 +11,7 @@ typedef uint32_t Bits __attribute__((vector_size(4 * NXD_LANES)));
 
 constexpr int kParts = static_cast<int>(kLane) / NXD_LANES;
 constexpr int64_t kSoon = 8192;  // bytes ahead: of 2, 4, 8, 16 and 32 KiB the best at 4 to 32 rows
+constexpr int64_t kCalm = 2;     // rows that leave a processor that reads ahead by itself the time to (asks() in cpu.h)
 
 // One step of k: sums[row] += x[row] * w. A row's value is used for all columns before the next one is loaded, or the
 // compiler keeps all of them and has no registers left for the sums.
@@ -109,24 +110,33 @@ constexpr int64_t step_of() {
   return group_of<X>() > group_of<T>() ? group_of<X>() : group_of<T>();
 }
 
-// Who reads a panel: the only group of rows of this product; one of several; one of several that also fetches the next.
-enum class Reader { only, one, fetching };
+// What a group of rows asks for while it multiplies. Processors' own guesses stay too near when there is much to compute,
+// and arrive late; where they do not (asks() in cpu.h), only what comes in the next block is left to ask for.
+//   once     what it reads soon, which nobody reads again in this step: kept out of the outer caches, where it would take
+//            the place of all else (7 to 9 % more tokens at one row)
+//   nearer   the same at half the distance
+//   soon     what it reads soon, as one of several groups
+//   further  the same, and the half of a block from `next` on, from front to back: of lines here and there half as many
+//            come in time
+//   next     only that half, into the second cache (16 rows on Zen 4: 11.6 GB/s of weights a core -> 13.7)
+enum class Ask { nothing, once, nearer, soon, further, next };
 
-// All of the panel's values of k for kRows rows and its kLanes * 16 columns. What is read soon is asked for: the
-// processor's own guesses stay too near when there is much to compute, and arrive late. What is read once in a step is
-// kept out of the outer caches, where it would take the place of all else (7 to 9 % more tokens at one row). Who fetches
-// also asks for the half of a block from `next` on, from front to back: of lines here and there half as many come in time.
-template <typename X, typename T, int kRows, int kLanes, Reader kReader>
+// All of the panel's values of k for kRows rows and its kLanes * 16 columns.
+template <typename X, typename T, int kRows, int kLanes, Ask kAsk>
 NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, const char* next, float* out) {
   constexpr int64_t group = step_of<X, T>(), stride = kLanes * kLane * group, bytes = stride * sizeof(T);
-  constexpr int keep = kReader == Reader::only ? 0 : 3;
+  constexpr bool alone = kAsk == Ask::once || kAsk == Ask::nearer;
+  constexpr int64_t ahead = kAsk == Ask::nearer ? kSoon / 2 : kSoon;
   Vector sums[kRows][kLanes * kParts] = {};
   const T* w = panel.body;
   for (int64_t step = 0; step < panel.steps; step++) {
-    if (kReader == Reader::fetching) __builtin_prefetch(next + step * (bytes / 2), 0, 3);
-    const char* soon = reinterpret_cast<const char*>(w) + kSoon;
+    if (kAsk == Ask::further) __builtin_prefetch(next + step * (bytes / 2), 0, 3);
+    if (kAsk == Ask::next) __builtin_prefetch(next + step * (bytes / 2), 0, 2);
+    const char* soon = reinterpret_cast<const char*>(w) + ahead;
 #pragma GCC unroll 4
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(soon + line, 0, keep);
+    for (int64_t line = 0; kAsk != Ask::nothing && kAsk != Ask::next && line < bytes; line += 64) {
+      __builtin_prefetch(soon + line, 0, alone ? 0 : 3);
+    }
     add_step<kRows>(x, width, w, sums);
     x += group * width;
     w += stride;
@@ -139,9 +149,9 @@ NXD_TARGET void rows(const X* x, int64_t width, const Panel<T>& panel, const cha
 template <typename X, typename T>
 using Rows = void (*)(const X*, int64_t, const Panel<T>&, const char*, float*);
 
-template <typename X, typename T, int kLanes, Reader kReader, int... kRows>
+template <typename X, typename T, int kLanes, Ask kAsk, int... kRows>
 Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
-  static const Rows<X, T> some[] = {rows<X, T, kRows + 1, kLanes, kReader>...};
+  static const Rows<X, T> some[] = {rows<X, T, kRows + 1, kLanes, kAsk>...};
   return some[count - 1];
 }
 
@@ -155,10 +165,14 @@ void multiply(const Left& x, const Panel<T>& panel, float* out) {
   const X* group = static_cast<const X*>(x.data);
   for (int64_t row = 0, number = 0; row < x.rows; row += x.width, number++, group += x.stride) {
     const int64_t count = x.rows - row < x.width ? x.rows - row : x.width;
-    const auto run = panel.width < kColumns ? pick<X, T, 1, Reader::one>(count, counts)
-        : x.rows <= x.width ? pick<X, T, 2, Reader::only>(count, counts)
-        : number < 2 ? pick<X, T, 2, Reader::fetching>(count, counts)
-                     : pick<X, T, 2, Reader::one>(count, counts);
+    const bool asking = asks(), alone = x.rows <= x.width, first = !alone && number < 2;
+    const auto run = panel.width < kColumns ? pick<X, T, 1, Ask::soon>(count, counts)
+        : alone && asking ? pick<X, T, 2, Ask::once>(count, counts)
+        : alone && count > kCalm ? pick<X, T, 2, Ask::nearer>(count, counts)
+        : first && asking ? pick<X, T, 2, Ask::further>(count, counts)
+        : first ? pick<X, T, 2, Ask::next>(count, counts)
+        : asking ? pick<X, T, 2, Ask::soon>(count, counts)
+                 : pick<X, T, 2, Ask::nothing>(count, counts);
     run(group, x.width, panel, next + number * half, out + row * kColumns);
   }
 }
