@@ -87,21 +87,26 @@ class Group:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
 
     def end(self) -> int | None:
-        """SIGTERM to the first process, then SIGKILL to what is left; the status of the first process."""
+        """SIGTERM to the first process, then SIGKILL to its session and to what it had started, a session of its own or
+        not; the status of the first process."""
         self.resume()
-        started = tree(self.process.pid) if self.alive() else []  # some have a session of their own, and outlive it
+        started = []
         if self.alive():
+            for pid in tree(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    started.append(os.pidfd_open(pid))  # a number may be another process's by then
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
         return self.kill(started)
 
     def kill(self, started: Sequence[int] = ()) -> int | None:
-        """SIGKILL to all of them, and to ``started``."""
+        """SIGKILL to all of them, and to the processes of the descriptors ``started``, which are closed."""
         self._signal(signal.SIGKILL)
         for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):

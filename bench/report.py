@@ -61,10 +61,9 @@ class Record(BaseModel):
 
 def machine() -> dict[str, str | int]:
     """What the figures were measured on."""
-    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     flags = next((line for line in _cpuinfo() if line.startswith("flags")), "").split()
     return {
-        "cpu": names[0] if names else platform.machine(),
+        "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory()[0],
         "features": " ".join(flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags),
@@ -72,6 +71,17 @@ def machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "load_before": f"{os.getloadavg()[0]:.2f}",
     }
+
+
+def _processor() -> str:
+    """``"AMD EPYC, family 25, model 17"``: to a virtual machine, quite different processors have one name."""
+    first = {}
+    for line in _cpuinfo():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        first.setdefault(key, value)
+    if "model name" not in first:
+        return platform.machine()
+    return f"{first['model name']}, family {first.get('cpu family', '?')}, model {first.get('model', '?')}"
 
 
 def _cpuinfo() -> list[str]:
@@ -107,7 +117,8 @@ def write(
     RESULTS.mkdir(exist_ok=True)
     path = place(name, bool(record.settings.get("quick")))
     path.write_text(record.model_dump_json(indent=1) + "\n")
-    console.print(f"figures: {path}", style="dim", markup=False, soft_wrap=True)
+    on = f"{record.machine['cpu']}, {record.machine['cores']} cores"
+    console.print(f"on {on}; figures: {path}", style="dim", markup=False, soft_wrap=True)
     return record
 
 

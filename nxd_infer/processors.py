@@ -33,7 +33,7 @@ def processor_share(groups: Path = Path("/proc/self/cgroup"), mounts: Path = _CG
     Source: the kernel's cgroup-v2 (``cpu.max``) and CFS bandwidth control (``cpu.cfs_quota_us``) documents.
     """
     try:
-        lines = groups.read_text().splitlines()
+        lines = groups.read_text(errors="replace").splitlines()
     except OSError:
         return float("inf")
     share = float("inf")

@@ -130,7 +130,8 @@ struct Kernel : Loops<V, Bf16> {
     const Partial out(tile, partial);
     const int64_t Dp = padded(x), begin = index * kKeys, n = std::min(kKeys, tile.keys - begin);
     // Keys, values, and the keys that come next: of this context, or behind its end, of the next tile's.
-    constexpr int64_t kLater = std::max<int64_t>(kAhead, 16);  // dots() reads a few rows too many
+    // dots() reads up to 15 rows too many, weigh_pairs() asks for one more behind an odd number
+    constexpr int64_t kLater = std::max<int64_t>(kAhead + 1, 16);
     const char* k[2 * kKeys + kLater];
     const char **v = k + n, **later = v + n;
     find_rows(x, x.k_cache, tile, begin, n, k);

@@ -111,7 +111,8 @@ struct Loops {
   }
 
   // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. Behind `k` follow the
-  // rows that are read next, kAhead of them at least; each is asked for that many before its turn.
+  // rows that are read next, kAhead + 1 of them at least; where kAsks, each is asked for that many before
+  // its turn.
   template <int R, typename Q, typename C, typename Size>
   NXD_TARGET static NXD_INLINE void dots(
       const Q* q, int64_t ldq, const char* const* k, int64_t n, Size D, A* scores) {
@@ -153,7 +154,7 @@ struct Loops {
     for (int i = 0; i < R * B; i++) sum[i] = V::set(0);
     for (int64_t t = 0; t < n; t++) {
       const C* value = reinterpret_cast<const C*>(v[t]) + d;
-      fetch(v[t + kAhead] + d * static_cast<int64_t>(sizeof(C)), B * W * static_cast<int64_t>(sizeof(C)));
+      if (kAsks) fetch(v[t + kAhead] + d * static_cast<int64_t>(sizeof(C)), B * W * static_cast<int64_t>(sizeof(C)));
 #pragma GCC unroll 16
       for (int b = 0; b < B; b++) {
         const V x = V::load(value + b * W);

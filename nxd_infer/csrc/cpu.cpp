@@ -103,7 +103,11 @@ Cpu cpu() {
 bool asks() {
   static const bool answer = [] {
     const char* wanted = std::getenv("NXD_CPU_ASKS");
-    return wanted == nullptr || *wanted == '\0' ? !reads_ahead() : *wanted != '0';
+    if (wanted == nullptr || *wanted == '\0') return !reads_ahead();
+    if (std::string(wanted) != "0" && std::string(wanted) != "1") {
+      throw std::runtime_error("nxd: NXD_CPU_ASKS='" + std::string(wanted) + "' is neither 0 nor 1");
+    }
+    return *wanted == '1';
   }();
   return answer;
 }

@@ -12,9 +12,9 @@ enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 =
 // avx512, avx512_bf16, amx_bf16), which is how tests reach every kernel. Read at the first call.
 Cpu cpu();
 
-// Whether kernels ask for what they read soon. Most processors read ahead too little by themselves. Zen 4
-// does it well, and worse where somebody asks: there one row of a product takes 4 to 8 % longer, attention over a long
-// context a third. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set. Same results.
+// Whether kernels ask for all that they read soon, as most processors need, or for little: Zen 4 reads ahead well by
+// itself, and worse where somebody asks. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set.
+// Same results; attention heeds it where bfloat16 is multiplied in pairs and not in tiles.
 bool asks();
 
 } // namespace nxd

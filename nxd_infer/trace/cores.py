@@ -56,7 +56,21 @@ def release_cores(cores: list[list[int]]) -> None:
         for core in (core for group in cores for core in group):
             _used[core] -= 1
             if not _used[core] and core in _claims:
+                fcntl.flock(_claims[core], fcntl.LOCK_UN)  # closing alone leaves it to a process that was forked
                 os.close(_claims.pop(core))
+
+
+def _begin_anew() -> None:
+    """In a process that was forked: what its parent has is another's."""
+    global _lock
+    _lock = threading.Lock()  # another thread may have had it
+    for found in _claims.values():
+        os.close(found)  # without unlocking, which would be for the parent too
+    _claims.clear()
+    _used.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _claim(core: int) -> bool:
@@ -66,9 +80,13 @@ def _claim(core: int) -> bool:
     try:
         folder = Path(tempfile.gettempdir()) / f"nxd-infer-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return True  # somebody else's: no place to agree
-        found = os.open(folder / str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(place).st_uid != os.getuid():
+                return True  # somebody else's: no place to agree
+            found = os.open(str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+        finally:
+            os.close(place)
     except OSError:
         return True
     try:

@@ -237,7 +237,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     Values are never shown.
     """
     known = {ENV_PREFIX + name.upper() for name in ServerSettings.model_fields} | {SINGLE_KEY}
-    others = tuple(ENV_PREFIX + name for name in ("INFER_", "CPU_LEVEL", "ARTIFACT"))  # the package's, the container's
+    theirs = ("INFER_", "CPU_LEVEL", "CPU_ASKS", "ARTIFACT")  # the package's, the container's
+    others = tuple(ENV_PREFIX + name for name in theirs)
     lines = []
     for name in sorted(environment):
         read_as = name.upper()  # pydantic-settings takes any case of letters

@@ -29,6 +29,7 @@ def test_variables_that_are_no_setting():
         "NXD_API_KEY": "k",
         "NXD_INFER_CACHE": "/x",
         "NXD_CPU_LEVEL": "avx2",
+        "NXD_CPU_ASKS": "0",
         "NXD_ARTIFACT": "/a",
     }
     assert unknown_variables(fine) == []

@@ -14,15 +14,15 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """Each includes those before it; ``NXD_CPU_LEVEL`` takes them."""
 
 
-def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2) -> str:
-    """What ``code`` prints in a process whose kernels are those of ``level``: it is read once.
+def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2, **variables: str) -> str:
+    """What ``code`` prints in a process whose kernels are those of ``level``: it is read once, as ``variables`` are.
 
     Skips where the machine lacks ``level``: another one's kernels would run.
     """
     here = library.cpu_level()
     if LEVELS.index(level) > LEVELS.index(here):
         pytest.skip(f"this machine's best instructions are {here}, not {level}")
-    environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": str(threads), **variables}
     check = f"from nxd_infer import native\nassert native.load().cpu_level() == {level!r}\n"
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", check + code],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -125,6 +126,7 @@ import sys
 from nxd_infer.trace import cores
 cores.available_cores = lambda: [0, 1, 2, 3]
 cores.processor_share = lambda: float("inf")
+cores.physical_core = str
 print(cores.choose_cores(1, 2), flush=True)
 sys.stdin.readline()
 """
@@ -145,6 +147,41 @@ def test_processes_of_one_user_take_different_cores(machine, tmp_path):
         other.wait(20)
     assert cores.choose_cores(2, 1) == [[2], [3]]  # a process that died holds nothing
     assert cores._used == {0: 1, 1: 1, 2: 1, 3: 2}
+
+
+def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_path):
+    machine(4, "alone")
+    mine = cores.choose_cores(1, 2)
+    assert mine == [[3, 2]]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(read, 100) == b"({}, [[1, 0]])"
+        cores.release_cores(mine)
+        assert cores.choose_cores(1, 2) == [[3, 2]]
+        cores.release_cores(mine)
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", HOLDER],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == "[[3, 2]]\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
 
 
 def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
