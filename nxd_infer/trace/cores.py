@@ -63,7 +63,7 @@ def release_cores(cores: list[list[int]]) -> None:
 def _begin_anew() -> None:
     """In a process that was forked: what its parent has is another's."""
     global _lock
-    _lock = threading.Lock()  # another thread may have had it
+    _lock = threading.RLock()  # another thread may have had it
     for found in _claims.values():
         os.close(found)  # without unlocking, which would be for the parent too
     _claims.clear()

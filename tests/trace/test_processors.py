@@ -157,10 +157,13 @@ def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_p
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
+            signal.alarm(60)  # whatever happens, it ends, and the pipe with it
+            with cores._lock:  # as a signal handler finds it
+                os.write(write, repr((dict(cores._claims), cores.choose_cores(1, 2))).encode())
             signal.pause()
         finally:
             os._exit(1)
+    os.close(write)
     try:
         assert os.read(read, 100) == b"({}, [[1, 0]])"
         cores.release_cores(mine)
@@ -181,7 +184,6 @@ def test_a_forked_process_neither_has_nor_holds_its_parents_cores(machine, tmp_p
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(read)
-        os.close(write)
 
 
 def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
