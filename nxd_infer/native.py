@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,16 @@ class NativeLibrary:
         level = ctypes.CDLL(str(self.path)).nxd_cpu_level
         level.restype = ctypes.c_char_p
         return level().decode()
+
+    def engage_crew(self, threads: int, cores: Sequence[int] = ()) -> None:
+        """From now on its operators share work among ``threads`` threads: the calling one and new ones that wait awake
+        for more (``csrc/crew.h``), where until then they used torch's. 1 goes back to those.
+
+        ``cores`` names one for each thread; the new ones keep to theirs. For a process that does nothing but run
+        graphs, on cores of its own; not while operators run.
+        """
+        if hasattr(functions := ctypes.CDLL(str(self.path)), "nxd_engage_crew"):  # an artifact's may be older
+            functions.nxd_engage_crew(ctypes.c_int64(threads), (ctypes.c_int32 * threads)(*cores) if cores else None)
 
 
 def availability() -> Availability:

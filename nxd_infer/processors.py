@@ -10,8 +10,8 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def available_cores() -> list[int]:
-    """The logical cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
+    """The logical cores that this process may run on: its first thread, as another one may keep to fewer."""
+    return sorted(os.sched_getaffinity(os.getpid()))
 
 
 def physical_core(core: int, topology: Path = _TOPOLOGY) -> str:

@@ -19,7 +19,7 @@ from nxd_infer.backends.ir import graph_to_ir, ir_text
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
 from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
 
-CODE = 2
+CODE = 3
 """Counts up when graphs are compiled otherwise than before: code in a cache is that of an earlier count."""
 
 

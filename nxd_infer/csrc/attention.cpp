@@ -104,7 +104,7 @@ class Buffer {
 template <typename Work>
 void share(int64_t items, int64_t workers, int64_t scratch_bytes, const Work& work) {
   std::atomic<int64_t> next{0};
-  parallel_for(0, std::min(items, workers), 1, [&](int64_t, int64_t) {
+  work_together(std::min(items, workers), [&](int64_t) {
     static thread_local Buffer buffer;
     char* scratch = buffer.get(scratch_bytes);
     for (int64_t item = next++; item < items; item = next++) work(item, scratch);
@@ -319,6 +319,7 @@ Tensor cache_attention(
       static_cast<const int64_t*>(start.data_ptr()),
       static_cast<const int64_t*>(length.data_ptr()),
   };
+  const ManyRows elsewhere(B * S);
   check_rows(x, B, N);
   write(x, strided(k), k.scalar_type(), x.k_cache, B);
   write(x, strided(v), v.scalar_type(), x.v_cache, B);

@@ -1,5 +1,7 @@
 #include "connection.h"
 
+#include "cpu.h"
+
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -17,20 +19,8 @@
 #include <sstream>
 #include <stdexcept>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace nxd {
 namespace {
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 int64_t now_ns() {
   timespec t{};

@@ -17,6 +17,15 @@ Cpu cpu();
 // Same results; attention heeds it where bfloat16 is multiplied in pairs and not in tiles.
 bool asks();
 
+// Between two looks at what another thread or process is to write.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 } // namespace nxd
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -163,9 +163,28 @@ struct Layer {
   int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
 };
 
+// Tells the crew which weights each worker reads now: it fetches those that were read behind them the last time.
+template <typename T, typename W>
+void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
+  if (crew_size() == 0) return;
+  Spans& spans = begins(layers[0].weight);
+  int64_t before = 0;
+  for (const Layer<T, W>& layer : layers) {
+    const char* weight = reinterpret_cast<const char*>(layer.weight);
+    const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
+    for (int64_t worker = 0; worker < std::min(workers, kMostThreads); worker++) {
+      const int64_t column = (blocks * worker / workers - before) * kColumns;
+      if (column < 0 || column >= layer.N) continue;
+      spans.of[worker] = {weight + column * column_bytes, (layer.N - column) * column_bytes};
+    }
+    before += layer.blocks();
+  }
+}
+
 // Layers of one x, as if their weights stood below each other: the threads start and wait once for all of them.
 template <typename P, typename T, typename W>
 void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>>& layers, int64_t M, int64_t K) {
+  const ManyRows elsewhere(M);
   int64_t blocks = 0;
   for (const Layer<T, W>& layer : layers) blocks += layer.blocks();
   const int64_t row_bytes = round_up(K, kernel.step) * static_cast<int64_t>(kernel.widened ? 4 : sizeof(T));
@@ -178,30 +197,29 @@ void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>
     const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
     const int64_t workers = std::clamp<int64_t>(blocks / grain, 1, thread_count());
     Stretches stretches(blocks, workers);
-    parallel_for(0, workers, 1, [&](int64_t worker, int64_t behind) {
+    if (first + rows == M) announce(layers, blocks, workers, K);
+    work_together(workers, [&](int64_t worker) {
       float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
       kernel.begin();
-      for (; worker < behind; worker++) {
-        stretches.work(worker, [&](int64_t begin, int64_t end) {
-          int64_t before = 0;
-          for (const Layer<T, W>& layer : layers) {
-            Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
-            const int64_t last = std::min(end - before, layer.blocks());
-            for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
-              kernel.multiply(left, panels.at(block), sums);
-              const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
-              if constexpr (std::is_same_v<W, int8_t>) {
-                const int8_t* values = layer.weight + column * row_size<W>(K);
-                scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
-              }
-              store(
-                  sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
-                  layer.y + first * layer.N + column, layer.N);
+      stretches.work(worker, [&](int64_t begin, int64_t end) {
+        int64_t before = 0;
+        for (const Layer<T, W>& layer : layers) {
+          Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
+          const int64_t last = std::min(end - before, layer.blocks());
+          for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
+            kernel.multiply(left, panels.at(block), sums);
+            const int64_t column = block * kColumns, width = std::min(kColumns, layer.N - column);
+            if constexpr (std::is_same_v<W, int8_t>) {
+              const int8_t* values = layer.weight + column * row_size<W>(K);
+              scale(sums, rows, width, reinterpret_cast<const char*>(values + width * K));
             }
-            before += layer.blocks();
+            store(
+                sums, rows, width, layer.bias == nullptr ? nullptr : layer.bias + column,
+                layer.y + first * layer.N + column, layer.N);
           }
-        });
-      }
+          before += layer.blocks();
+        }
+      });
       kernel.end();
     });
   }

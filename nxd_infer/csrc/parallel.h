@@ -1,15 +1,25 @@
-// Work shared by torch's own threads: as many as torch.set_num_threads says, no pool of ours beside them.
+// Work shared by the rank's crew (crew.h), or by torch's own threads: as many as torch.set_num_threads says.
 #pragma once
+
+#include "crew.h"
 
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 
 namespace nxd {
+
+// Calls body(worker) on this thread and on those of the crew that come; see crew_works.
+template <typename Body>
+bool with_crew(int64_t workers, const Body& body) {
+  const Work call = [](int64_t worker, void* context) { (*static_cast<const Body*>(context))(worker); };
+  return crew_works(workers, call, const_cast<Body*>(&body));
+}
 
 // Calls body(begin, end) on pieces of [begin, end), none smaller than `grain` but the last; in the caller when one
 // piece is enough.
@@ -18,15 +28,34 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end <= begin) {
     return;
   }
-  if (end - begin <= grain) {
+  if (end - begin <= grain || in_crew()) {
     body(begin, end);
     return;
   }
+  const int64_t pieces = std::min((end - begin + grain - 1) / grain, crew_size());
+  std::atomic<int64_t> next{0};
+  const auto take = [&](int64_t) {
+    for (int64_t piece = next++; piece < pieces; piece = next++) {
+      body(begin + (end - begin) * piece / pieces, begin + (end - begin) * (piece + 1) / pieces);
+    }
+  };
+  if (pieces > 1 && with_crew(pieces, take)) return;
   auto call = [](int64_t from, int64_t to, void* context) { (*static_cast<const Body*>(context))(from, to); };
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, call, const_cast<Body*>(&body)));
 }
 
+// Calls body(worker) for workers of [0, workers), each on a thread of its own where there are as many. It has to go on
+// until nothing is left to do: of a crew, not every worker comes.
+template <typename Body>
+void work_together(int64_t workers, const Body& body) {
+  if (workers > 1 && with_crew(workers, body)) return;
+  parallel_for(0, workers, 1, [&](int64_t worker, int64_t behind) {
+    for (; worker < behind; worker++) body(worker);
+  });
+}
+
 inline int64_t thread_count() {
+  if (const int64_t crew = crew_size(); crew > 0) return crew;
   uint32_t threads = 1;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
   return threads;
@@ -40,7 +69,7 @@ class Stretches {
     for (int64_t w = 0; w < workers; w++) left_[w].span = pair(items * w / workers, items * (w + 1) / workers);
   }
 
-  // Calls body(begin, end) on pieces until nothing is left for `worker` to take. Every worker's call has to be made.
+  // Calls body(begin, end) on pieces until nothing is left to take; of others' stretches too, whether they come or not.
   template <typename Body>
   void work(int64_t worker, const Body& body) {
     int64_t begin, end;

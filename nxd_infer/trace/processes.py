@@ -73,6 +73,11 @@ class RankProcesses:
         self._following: threading.Thread | None = None
         self._begun = False  # no event: a signal handler may ask, and an event's lock cannot be taken twice
 
+    @property
+    def lead_cores(self) -> list[int]:
+        """The first core of each rank that keeps to several."""
+        return [cores[0] for cores in self._cores if len(cores) > 1]
+
     def start(self) -> None:
         """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
         spawned = threading.Event()

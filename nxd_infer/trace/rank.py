@@ -46,6 +46,11 @@ class Runtime:
             self._libraries[content_hash] = native.load_file(self.artifact.op_file(content_hash))
         return self._libraries[content_hash]
 
+    def engage_crews(self, cores: Sequence[int]) -> None:
+        """Have the operators of the libraries loaded so far share work among threads of their own, one a core."""
+        for library in self._libraries.values():
+            library.engage_crew(self.threads, cores)
+
     def packer(self) -> Any | None:
         """A library of the artifact that can pack weights; None where no graph reads packed ones, or it has none."""
         encodings = {spec.encoding for spec in self.artifact.manifest.weights if spec.encoding}

@@ -130,6 +130,12 @@ class RankModel:
         """Cores that this process may use and that the ranks' threads leave free."""
         return processors() - self.tp_degree * self.threads_per_rank
 
+    @property
+    def lead_cores(self) -> list[int]:
+        """The cores of the first threads of ranks that have several and keep to cores: one that is kept from running
+        keeps its whole rank waiting, where the others go on without one of theirs."""
+        return getattr(self._ranks, "lead_cores", [])
+
     def bucket_table(self) -> str:
         """The buckets as text."""
         from nxd_infer.trace.router import bucket_table

@@ -89,6 +89,11 @@ class Supervisor:
     def sides(self) -> Sequence[Side]:
         return self.arena.sides if self.arena is not None else ()
 
+    @property
+    def lead_cores(self) -> list[int]:
+        """See RankModel."""
+        return self._processes.lead_cores
+
     def start(self) -> None:
         """Start every rank and wait until all have loaded their graphs.
 

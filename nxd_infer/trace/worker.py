@@ -7,6 +7,7 @@ been verified by then. It never unpickles anything.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import json
@@ -67,6 +68,9 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
+        _settle_openmp(config.cores)
+    else:
+        os.sched_setaffinity(0, os.sched_getaffinity(config.parent))  # not what one thread of the caller's keeps to
 
     gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
     import torch
@@ -117,6 +121,7 @@ class _Steps:
     def __init__(self, rank: Rank, arena: Arena):
         self._rank, self._arena = rank, arena
         self._bound: dict[tuple[int, int], Callable[[], list[Tensor]]] = {}
+        self._places: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
         self._failed = False
 
     def run(self, side: int, bucket: int) -> None:
@@ -132,8 +137,30 @@ class _Steps:
             run = self._bound[side, bucket] = self._rank.bind(bucket, self._arena.sides[side].inputs[bucket])
         outputs = run()
         if self._rank.rank == 0:
-            for view, output in zip(self._arena.sides[side].outputs[bucket], outputs, strict=True):
-                view.copy_(output)
+            for (view, address, size), output in zip(self._outputs(side, bucket), outputs, strict=True):
+                if output.is_contiguous():
+                    ctypes.memmove(address, output.data_ptr(), size)  # 20 microseconds less than copy_, four times
+                else:
+                    view.copy_(output)
+
+    def _outputs(self, side: int, bucket: int) -> list[tuple[Tensor, int, int]]:
+        """Where each output goes: the arena's tensor, its address and bytes."""
+        found = self._places.get((side, bucket))
+        if found is None:
+            views = self._arena.sides[side].outputs[bucket]
+            found = self._places[side, bucket] = [(view, view.data_ptr(), view.nbytes) for view in views]
+        return found
+
+
+def _settle_openmp(cores: list[int]) -> None:
+    """OpenMP runs the larger loops of a compiled graph, on the cores of the operators' crew. Before torch is imported.
+
+    Its threads keep to a core each, the first of them to the first core, which the engine leaves alone; and they wait
+    asleep: one that waits awake, as they do by default for some milliseconds, takes half a core from the crew.
+    """
+    if len(cores) > 1:
+        os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # some 100 microseconds
 
 
 def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
@@ -171,7 +198,11 @@ def load_rank(config: WorkerConfig) -> Rank:
     set_default_context(context)
     if config.degree > 1:
         connect(config, context)
-    return Rank(artifact, config.rank, Runtime(context, config.threads, artifact))
+    runtime = Runtime(context, config.threads, artifact)
+    rank = Rank(artifact, config.rank, runtime)
+    if config.cores:
+        runtime.engage_crews(config.cores)
+    return rank
 
 
 def connect(config: WorkerConfig, context: ParallelContext) -> None:

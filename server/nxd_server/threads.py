@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def keep_off(cores: Iterable[int]) -> None:
+    """Keep the calling thread off ``cores``, where the process has others."""
+    rest = os.sched_getaffinity(os.getpid()) - set(cores)
+    if rest:
+        with contextlib.suppress(OSError):  # a core was taken away meanwhile
+            os.sched_setaffinity(0, rest)
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from nxd_infer.processors import available_cores, processor_share
 from nxd_infer.trace.rank_model import RankModel
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
@@ -52,6 +53,23 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm,
             assert output.outputs[0].token_ids == expected, f"prompt of {length}"
         assert output.usage.prompt_tokens == length
         assert output.outputs[0].text == llm.tokenizer.decode(expected)
+
+
+@pytest.mark.parametrize(("degree", "threads"), [(1, 2), (2, 1)])
+def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, degree, threads):
+    """Of a rank of several threads: all of it waits for the first one, and goes on without any of the others."""
+    everywhere = set(available_cores())
+    assert len(everywhere) > 1 and processor_share() >= len(everywhere), "ranks would not keep to cores here"
+    with LLM(traced[degree][1], threads_per_rank=threads) as llm:
+        llm.generate(prompt_of(5), GREEDY)
+        leads = llm.model.lead_cores
+        assert len(leads) == (1 if threads > 1 else 0)
+        assert os.sched_getaffinity(llm.engine._thread.native_id) == everywhere - set(leads)
+        assert os.sched_getaffinity(0) == everywhere  # the caller's own threads are left alone
+        for rank in llm.model.health():
+            kept = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{rank.pid}/task")]
+            assert len({core for cores in kept for core in cores if len(cores) == 1}) == threads
+            assert not leads or os.sched_getaffinity(rank.pid) == set(leads)
 
 
 def test_a_length_equal_to_a_bucket_runs_in_that_bucket(llm):

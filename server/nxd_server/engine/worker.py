@@ -32,6 +32,7 @@ from nxd_server.errors import (
     summary,
     weights_busy,
 )
+from nxd_server.threads import keep_off
 
 log = logging.getLogger("nxd_server.engine")
 
@@ -304,6 +305,7 @@ class ModelWorker(Admission, ABC):
                 continue
             self.costs.set(name, self.steps.measure(name, inputs))
         self._warmed()
+        keep_off(getattr(self.model, "lead_cores", ()))
         if on_progress is not None and names:
             on_progress(len(names), len(names), names[-1])
 

@@ -1,0 +1,257 @@
+#include "crew.h"
+
+#include "cpu.h"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace nxd {
+namespace {
+
+constexpr int64_t kAhead = 512 << 10;   // bytes fetched at most: half of the second cache
+constexpr int64_t kGulp = 512;          // bytes between two looks for work
+constexpr int64_t kAwake = 1 << 18;     // looks without work until a thread sleeps: some milliseconds
+constexpr int64_t kPatience = 1 << 10;  // looks until a thread offers its core to others: some 20 microseconds
+constexpr int64_t kFew = 32;            // rows that a step of decoding may have
+constexpr size_t kRemembered = 4096;    // pieces of work whose successors are known
+
+class Ahead {
+ public:
+  void set(Span span) {
+    if (span.begin != span_.begin) done_ = 0;
+    span_ = span;
+  }
+
+  // Asking for memory that is gone by now is harmless: it is no access.
+  bool fetch() {
+    if (done_ >= std::min(span_.bytes, kAhead)) return false;
+    for (int64_t line = 0; line < kGulp; line += 64) __builtin_prefetch(span_.begin + done_ + line, 0, 2);
+    done_ += kGulp;
+    return true;
+  }
+
+ private:
+  Span span_;
+  int64_t done_ = 0;
+};
+
+thread_local bool inside = false;
+thread_local bool apart = false;      // from the crew, for the time being
+thread_local Ahead mine;              // of a thread that shares out work
+thread_local const Spans* following;  // what came behind the work it began last
+
+// One word, so that a thread joins or stays out in one step: the number of a piece of work, whether it may be joined, its
+// workers, and how many have joined.
+struct State {
+  uint64_t word;
+  static constexpr uint64_t kOpen = 1ull << 31;
+  static State of(uint64_t number, int64_t workers) { return {number << 32 | kOpen | static_cast<uint64_t>(workers) << 16}; }
+  uint64_t number() const { return word >> 32; }
+  bool open() const { return word & kOpen; }
+  int64_t workers() const { return static_cast<int64_t>(word >> 16 & 0x7fff); }
+  int64_t joined() const { return static_cast<int64_t>(word & 0xffff); }
+};
+
+class Crew {
+ public:
+  // cores[worker] is where a thread keeps to; nullptr where it may go everywhere.
+  Crew(int64_t size, const int32_t* cores) : size_(size) {
+    for (int64_t worker = 1; worker < size; worker++) {
+      const int32_t core = cores == nullptr ? -1 : cores[worker];
+      threads_.emplace_back([this, worker, core] {
+        keep_to(core);
+        attend(worker);
+      });
+    }
+  }
+
+  ~Crew() {
+    ended_.store(true);
+    wake();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int64_t size() const { return size_; }
+
+  bool share(int64_t workers, Work work, void* context) {
+    if (busy_.exchange(true, std::memory_order_acquire)) return false;
+    work_ = work;
+    context_ = context;
+    spans_ = following;
+    done_.store(0, std::memory_order_relaxed);
+    number_ = (number_ + 1) & 0xffffffff;
+    state_.store(State::of(number_, std::min(workers, size_)).word, std::memory_order_seq_cst);
+    wake();
+    call(0);
+    const State closed{state_.fetch_and(~State::kOpen, std::memory_order_acq_rel)};
+    for (int64_t looks = 0; done_.load(std::memory_order_acquire) < closed.joined(); looks++) {
+      if (!mine.fetch()) relax();
+      if (looks > kPatience) give_way();  // one that has joined waits for a core
+    }
+    const std::exception_ptr failure = std::exchange(failure_, nullptr);
+    busy_.store(false, std::memory_order_release);
+    if (failure) std::rethrow_exception(failure);
+    return true;
+  }
+
+ private:
+  // --- on any thread, while a piece of work is joined ---
+
+  void call(int64_t worker) {
+    inside = true;
+    try {
+      work_(worker, context_);
+    } catch (...) {
+      const std::lock_guard<std::mutex> guard(failing_);
+      failure_ = std::current_exception();
+    }
+    inside = false;
+  }
+
+  // --- on the crew's own threads ---
+
+  void attend(int64_t worker) {
+    Ahead ahead;
+    uint64_t last = 0;
+    int64_t looks = 0;
+    while (!ended_.load(std::memory_order_relaxed)) {
+      const State found{state_.load(std::memory_order_acquire)};
+      if (found.number() != last && found.open() && worker < found.workers()) {
+        last = found.number();
+        if (!join(found)) continue;
+        call(worker);
+        ahead.set(spans_ == nullptr ? Span{} : spans_->of[worker]);
+        done_.fetch_add(1, std::memory_order_release);
+        looks = 0;
+      } else if (!ahead.fetch()) {
+        relax();
+        if (++looks > kPatience && looks % 64 == 0) give_way();  // torch's own threads may have a loop to run
+        if (looks > kAwake) {
+          sleep(last);
+          looks = 0;
+        }
+      }
+    }
+  }
+
+  bool join(State found) {
+    const uint64_t number = found.number();
+    while (found.open() && found.number() == number) {
+      if (state_.compare_exchange_weak(found.word, found.word + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+  }
+
+#ifdef __linux__
+  static void keep_to(int32_t core) {
+    if (core < 0) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    sched_setaffinity(0, sizeof set, &set);  // where it may not, it stays where it is
+  }
+
+  static void give_way() { sched_yield(); }
+
+  // Whoever posts work looks for sleepers afterwards, and whoever falls asleep looks for work afterwards.
+  void sleep(uint64_t last) {
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t bell = bell_.load(std::memory_order_seq_cst);
+    const State found{state_.load(std::memory_order_seq_cst)};
+    if ((!found.open() || found.number() == last) && !ended_.load()) {
+      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell_), FUTEX_WAIT_PRIVATE, bell, nullptr, nullptr, 0);
+    }
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+  void wake() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    bell_.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell_), FUTEX_WAKE_PRIVATE, kMostThreads, nullptr, nullptr, 0);
+  }
+#else
+  static void keep_to(int32_t) {}
+  static void give_way() { std::this_thread::yield(); }
+  void sleep(uint64_t) { std::this_thread::yield(); }
+  void wake() {}
+#endif
+
+  const int64_t size_;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  // Written before `state_` opens, read by those that have joined.
+  Work work_ = nullptr;
+  void* context_ = nullptr;
+  const Spans* spans_ = nullptr;
+  alignas(64) std::atomic<int64_t> done_{0};  // of those that have joined
+  alignas(64) std::atomic<bool> ended_{false};
+  std::atomic<uint32_t> bell_{0};
+  std::atomic<int32_t> sleepers_{0};
+  std::atomic<bool> busy_{false};
+  uint64_t number_ = 0;
+  std::mutex failing_;
+  std::exception_ptr failure_;
+  std::vector<std::thread> threads_;
+};
+
+Crew* crew = nullptr;
+
+} // namespace
+
+bool crew_works(int64_t workers, Work work, void* context) {
+  return crew != nullptr && !inside && !apart && crew->share(workers, work, context);
+}
+
+bool in_crew() { return inside; }
+
+ManyRows::ManyRows(int64_t rows) : before_(apart) { apart = apart || rows > kFew; }
+
+ManyRows::~ManyRows() { apart = before_; }
+
+int64_t crew_size() { return crew == nullptr ? 0 : crew->size(); }
+
+Spans& begins(const void* begin) {
+  struct Piece {
+    Spans spans;
+    const void* begin = nullptr;
+    Piece* next = nullptr;
+  };
+  static thread_local std::unordered_map<const void*, Piece> pieces;
+  static thread_local Piece* last = nullptr;
+  Piece* piece = last == nullptr ? nullptr : last->next;
+  if (piece == nullptr || piece->begin != begin) {
+    if (pieces.size() >= kRemembered) {
+      pieces.clear();
+      last = nullptr;
+    }
+    piece = &pieces[begin];
+    piece->begin = begin;
+    if (last != nullptr) last->next = piece;
+  }
+  last = piece;
+  following = piece->next == nullptr ? nullptr : &piece->next->spans;
+  mine.set(following == nullptr ? Span{} : following->of[0]);
+  return piece->spans;
+}
+
+} // namespace nxd
+
+// Has this process's operators share work among `threads` threads, the calling one included, instead of torch's: for a
+// process that does nothing but run graphs. `cores` names one for each, or is null. With 1 there is no crew. Not while
+// operators run.
+extern "C" __attribute__((visibility("default"))) void nxd_engage_crew(int64_t threads, const int32_t* cores) {
+  delete std::exchange(nxd::crew, nullptr);
+  if (threads > 1) nxd::crew = new nxd::Crew(std::min(threads, nxd::kMostThreads), cores);
+}
