@@ -85,10 +85,18 @@ class NativeLibrary:
         for more (``csrc/crew.h``), where until then they used torch's. 1 goes back to those.
 
         ``cores`` names one for each thread; the new ones keep to theirs. For a process that does nothing but run
-        graphs, on cores of its own; not while operators run.
+        graphs, on cores of its own; not while operators run. Raises ValueError for another number of cores.
         """
+        if cores and len(cores) != threads:
+            raise ValueError(f"{threads} threads need a core each, got {list(cores)}")
         if hasattr(functions := ctypes.CDLL(str(self.path)), "nxd_engage_crew"):  # an artifact's may be older
             functions.nxd_engage_crew(ctypes.c_int64(threads), (ctypes.c_int32 * threads)(*cores) if cores else None)
+
+    def crew_joins(self) -> int:
+        """How often a thread of the crew has come to share a piece of work."""
+        joins = ctypes.CDLL(str(self.path)).nxd_crew_joins
+        joins.restype = ctypes.c_int64
+        return joins()
 
 
 def availability() -> Availability:

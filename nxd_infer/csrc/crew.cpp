@@ -6,13 +6,14 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -68,14 +69,18 @@ struct State {
 class Crew {
  public:
   // cores[worker] is where a thread keeps to; nullptr where it may go everywhere.
-  Crew(int64_t size, const int32_t* cores) : size_(size) {
-    for (int64_t worker = 1; worker < size; worker++) {
-      const int32_t core = cores == nullptr ? -1 : cores[worker];
-      threads_.emplace_back([this, worker, core] {
-        keep_to(core);
-        attend(worker);
-      });
+  Crew(int64_t size, const int32_t* cores) : owner_(getpid()) {
+    try {
+      for (int64_t worker = 1; worker < size; worker++) {
+        const int32_t core = cores == nullptr ? -1 : cores[worker];
+        threads_.emplace_back([this, worker, core] {
+          if (keep_to(core)) attend(worker);
+        });
+      }
+    } catch (const std::system_error&) {
+      // The system gives no more threads: nobody has to come.
     }
+    size_ = static_cast<int64_t>(threads_.size()) + 1;
   }
 
   ~Crew() {
@@ -85,6 +90,10 @@ class Crew {
   }
 
   int64_t size() const { return size_; }
+  int64_t joins() const { return joins_; }
+
+  // Whether its threads are this process's, and not those of one that forked it.
+  bool present() const { return owner_ == getpid(); }
 
   bool share(int64_t workers, Work work, void* context) {
     if (busy_.exchange(true, std::memory_order_acquire)) return false;
@@ -101,6 +110,7 @@ class Crew {
       if (!mine.fetch()) relax();
       if (looks > kPatience) give_way();  // one that has joined waits for a core
     }
+    joins_ += closed.joined();
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
     busy_.store(false, std::memory_order_release);
     if (failure) std::rethrow_exception(failure);
@@ -156,12 +166,13 @@ class Crew {
   }
 
 #ifdef __linux__
-  static void keep_to(int32_t core) {
-    if (core < 0) return;
+  // False where it may not be: elsewhere it might take the core of a thread that is needed.
+  static bool keep_to(int32_t core) {
+    if (core < 0) return true;
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(core, &set);
-    sched_setaffinity(0, sizeof set, &set);  // where it may not, it stays where it is
+    return sched_setaffinity(0, sizeof set, &set) == 0;
   }
 
   static void give_way() { sched_yield(); }
@@ -183,13 +194,15 @@ class Crew {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell_), FUTEX_WAKE_PRIVATE, kMostThreads, nullptr, nullptr, 0);
   }
 #else
-  static void keep_to(int32_t) {}
+  static bool keep_to(int32_t) { return true; }
   static void give_way() { std::this_thread::yield(); }
   void sleep(uint64_t) { std::this_thread::yield(); }
   void wake() {}
 #endif
 
-  const int64_t size_;
+  const pid_t owner_;
+  int64_t size_ = 1;
+  int64_t joins_ = 0;
   alignas(64) std::atomic<uint64_t> state_{0};
   // Written before `state_` opens, read by those that have joined.
   Work work_ = nullptr;
@@ -220,7 +233,7 @@ ManyRows::ManyRows(int64_t rows) : before_(apart) { apart = apart || rows > kFew
 
 ManyRows::~ManyRows() { apart = before_; }
 
-int64_t crew_size() { return crew == nullptr ? 0 : crew->size(); }
+int64_t crew_size() { return crew == nullptr || apart ? 0 : crew->size(); }
 
 Spans& begins(const void* begin) {
   struct Piece {
@@ -249,9 +262,15 @@ Spans& begins(const void* begin) {
 } // namespace nxd
 
 // Has this process's operators share work among `threads` threads, the calling one included, instead of torch's: for a
-// process that does nothing but run graphs. `cores` names one for each, or is null. With 1 there is no crew. Not while
-// operators run.
+// process that does nothing but run graphs. `cores` names one for each, or is null. With 1, or more than kMostThreads,
+// there is no crew. Not while operators run.
 extern "C" __attribute__((visibility("default"))) void nxd_engage_crew(int64_t threads, const int32_t* cores) {
-  delete std::exchange(nxd::crew, nullptr);
-  if (threads > 1) nxd::crew = new nxd::Crew(std::min(threads, nxd::kMostThreads), cores);
+  nxd::Crew* before = std::exchange(nxd::crew, nullptr);
+  if (before != nullptr && before->present()) delete before;
+  if (threads > 1 && threads <= nxd::kMostThreads) nxd::crew = new nxd::Crew(threads, cores);
+}
+
+// How often another thread has come to share a piece of work.
+extern "C" __attribute__((visibility("default"))) int64_t nxd_crew_joins() {
+  return nxd::crew == nullptr ? 0 : nxd::crew->joins();
 }

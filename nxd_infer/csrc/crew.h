@@ -45,7 +45,7 @@ class ManyRows {
   const bool before_;
 };
 
-// Threads of the crew, this one included; 0 without one.
+// Threads of the crew, this one included; 0 without one, or where this thread is to do without.
 int64_t crew_size();
 
 // The spans of the work that this thread begins now, which reads the memory at `begin`; the caller fills them in. From

@@ -153,6 +153,7 @@ void unpack_row(const int8_t* packed, int64_t N, int64_t K, int64_t row, T* to) 
 
 template <typename T>
 void gather(const int8_t* packed, int64_t N, int64_t K, const std::vector<int64_t>& rows, T* to) {
+  const ManyRows elsewhere(static_cast<int64_t>(rows.size()));
   parallel_for(0, static_cast<int64_t>(rows.size()), std::max<int64_t>(1, 8192 / K), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) unpack_row(packed, N, K, rows[i], to + i * K);
   });

@@ -21,8 +21,8 @@ bool with_crew(int64_t workers, const Body& body) {
   return crew_works(workers, call, const_cast<Body*>(&body));
 }
 
-// Calls body(begin, end) on pieces of [begin, end), none smaller than `grain` but the last; in the caller when one
-// piece is enough.
+// Calls body(begin, end) on pieces of [begin, end), as many as threads are worth it; in the caller when there are no more
+// than `grain`.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end <= begin) {

@@ -92,6 +92,7 @@ Results sample_rows(const Tensor& raw, const Settings& settings, int64_t top, co
   auto* logprobs = static_cast<float*>(logprob.data_ptr());
   auto* ids = static_cast<int64_t*>(top_ids.data_ptr());
   auto* values = static_cast<float*>(top_logprobs.data_ptr());
+  const ManyRows elsewhere(rows);
   parallel_for(0, rows, std::max<int64_t>(1, kGrain / vocabulary), [&](int64_t begin, int64_t end) {
     static thread_local SampleScratch scratch;
     for (int64_t row = begin; row < end; row++) {

@@ -20,13 +20,15 @@ from nxd_infer.processors import available_cores, compute_threads, physical_core
 
 _lock = threading.RLock()  # a signal handler may close a model while its thread is in here
 _used: collections.Counter[int] = collections.Counter()
+_leads: collections.Counter[int] = collections.Counter()  # ranks whose first thread has the core
 _claims: dict[int, int] = {}  # core -> descriptor of its locked file
 
 
 def choose_cores(ranks: int, threads: int) -> list[list[int]]:
     """The cores of each rank, none twice. Empty lists mean "not pinned".
 
-    First those that no model uses, then one of each physical core, then high numbers: low ones serve the system.
+    First those that no model uses, then one of each physical core, then high numbers: low ones serve the system. The
+    first core of a rank, which its first thread keeps to, is one that is the first of as few others as possible.
     """
     cores = available_cores()
     needed = ranks * threads
@@ -42,17 +44,27 @@ def choose_cores(ranks: int, threads: int) -> list[list[int]]:
     with _lock:
         ordered = sorted(cores, key=lambda core: (_used[core], siblings[core], -core))
         chosen: list[int] = []
+        others: list[int] = []  # that another process has
         for core in ordered:
-            if len(chosen) < needed and _claim(core):
-                chosen.append(core)
+            if len(chosen) < needed:
+                (chosen if _claim(core) else others).append(core)
         chosen += [core for core in ordered if core not in chosen][: needed - len(chosen)]
         _used.update(chosen)
-    return [chosen[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
+        groups = [chosen[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
+        for group in groups:
+            if set(group) <= set(others):
+                group.reverse()  # its ranks begin at the other end
+            lead = min(group, key=lambda core: _leads[core])
+            group.remove(lead)
+            group.insert(0, lead)
+            _leads[lead] += 1
+    return groups
 
 
 def release_cores(cores: list[list[int]]) -> None:
     """Give back what :func:`choose_cores` returned."""
     with _lock:
+        _leads.subtract(group[0] for group in cores if group)
         for core in (core for group in cores for core in group):
             _used[core] -= 1
             if not _used[core] and core in _claims:
@@ -68,6 +80,7 @@ def _begin_anew() -> None:
         os.close(found)  # without unlocking, which would be for the parent too
     _claims.clear()
     _used.clear()
+    _leads.clear()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -67,6 +67,7 @@ class RankProcesses:
         self._counters: list[mmap.mmap] = []
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
         self._cores: list[list[int]] = []
+        self._crews = _engage_crews(artifact)
         self._directory: str | None = None
         self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
         self._stopped = False
@@ -75,8 +76,11 @@ class RankProcesses:
 
     @property
     def lead_cores(self) -> list[int]:
-        """The first core of each rank that keeps to several."""
-        return [cores[0] for cores in self._cores if len(cores) > 1]
+        """The first core of each rank that has a crew."""
+        return [cores[0] for cores in self._cores if self._has_crew(cores)]
+
+    def _has_crew(self, cores: list[int]) -> bool:
+        return len(cores) > 1 and self._crews
 
     def start(self) -> None:
         """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
@@ -210,6 +214,7 @@ class RankProcesses:
             arena=fds[0],
             threads=self.threads,
             cores=cores,
+            crew=self._has_crew(cores),
             timeout=self._collective_timeout,
             libraries=libraries,
             rendezvous=f"{directory}/rendezvous",
@@ -305,6 +310,15 @@ def _libraries(artifact: LoadedArtifact) -> list[str]:
         return [str(native.load().path)]
     except BackendUnavailableError:
         return []
+
+
+def _engage_crews(artifact: LoadedArtifact) -> bool:
+    """Whether the artifact's operators can have threads of their own; those of older artifacts cannot."""
+    try:
+        libraries = [artifact.op_file(digest).read_bytes() for digest in artifact.manifest.ops]
+    except OSError:
+        return False  # whoever verifies the files says what is wrong with them
+    return bool(libraries) and all(b"nxd_engage_crew" in content for content in libraries)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -44,6 +44,8 @@ class WorkerConfig:
     arena: int
     threads: int
     cores: list[int]
+    crew: bool
+    """Whether operators share work among threads of their own, one on each of ``cores``."""
     timeout: float
     libraries: list[tuple[str, int]]
     """Native libraries to connect, each with the descriptor of its shared memory; the first is the transport of
@@ -66,11 +68,10 @@ def main(arguments: list[str]) -> int:
     die_with_parent(config.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
+    # Without cores: where the caller's process may be, though the thread that has started this one may keep to fewer.
+    os.sched_setaffinity(0, config.cores or os.sched_getaffinity(config.parent))
+    if config.crew:
         _settle_openmp(config.cores)
-    else:
-        os.sched_setaffinity(0, os.sched_getaffinity(config.parent))  # not what one thread of the caller's keeps to
 
     gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
     import torch
@@ -79,6 +80,8 @@ def main(arguments: list[str]) -> int:
     from nxd_infer.trace.channel import Channel, Kind
 
     torch.set_num_threads(config.threads)
+    if config.crew:
+        os.sched_setaffinity(0, config.cores[:1])
     channel = Channel.from_fd(config.socket)
     message = channel.receive_request()
     if message is None:
@@ -138,7 +141,7 @@ class _Steps:
         outputs = run()
         if self._rank.rank == 0:
             for (view, address, size), output in zip(self._outputs(side, bucket), outputs, strict=True):
-                if output.is_contiguous():
+                if output.is_contiguous() and not (output.is_conj() or output.is_neg()):
                     ctypes.memmove(address, output.data_ptr(), size)  # 20 microseconds less than copy_, four times
                 else:
                     view.copy_(output)
@@ -158,9 +161,10 @@ def _settle_openmp(cores: list[int]) -> None:
     Its threads keep to a core each, the first of them to the first core, which the engine leaves alone; and they wait
     asleep: one that waits awake, as they do by default for some milliseconds, takes half a core from the crew.
     """
-    if len(cores) > 1:
-        os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # some 100 microseconds
+    for name in ("OMP_PLACES", "OMP_PROC_BIND"):  # they would go before the next
+        os.environ.pop(name, None)
+    os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # some 100 microseconds
 
 
 def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
@@ -200,7 +204,7 @@ def load_rank(config: WorkerConfig) -> Rank:
         connect(config, context)
     runtime = Runtime(context, config.threads, artifact)
     rank = Rank(artifact, config.rank, runtime)
-    if config.cores:
+    if config.crew:
         runtime.engage_crews(config.cores)
     return rank
 

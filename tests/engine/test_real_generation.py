@@ -15,6 +15,7 @@ from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent
 from nxd_server.errors import EngineFailedError, MaxTokensError, PromptTooLongError, RequestError
+from nxd_server.threads import keep_off
 from tests.engine.real_artifacts import MAX_LEN, PROMPT_BUCKETS, reference_generate, trace_llama
 from tests.engine.toy_model import Listener
 
@@ -56,20 +57,33 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm,
 
 
 @pytest.mark.parametrize(("degree", "threads"), [(1, 2), (2, 1)])
-def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, degree, threads):
-    """Of a rank of several threads: all of it waits for the first one, and goes on without any of the others."""
+def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, monkeypatch, degree, threads):
+    """Of a rank of several threads: all of it waits for the first one, and goes on without any of the others. Also once
+    the engine's thread, which keeps to fewer cores, has started the ranks again."""
     everywhere = set(available_cores())
-    assert len(everywhere) > 1 and processor_share() >= len(everywhere), "ranks would not keep to cores here"
+    if len(everywhere) < 2 or processor_share() < len(everywhere):
+        pytest.skip("ranks of two threads do not keep to cores here")
+    monkeypatch.delenv("NXD_INFER_PIN", raising=False)
+
+    def start_again(model):
+        keep_off(model.lead_cores)
+        model.restart()
+
     with LLM(traced[degree][1], threads_per_rank=threads) as llm:
         llm.generate(prompt_of(5), GREEDY)
         leads = llm.model.lead_cores
         assert len(leads) == (1 if threads > 1 else 0)
         assert os.sched_getaffinity(llm.engine._thread.native_id) == everywhere - set(leads)
         assert os.sched_getaffinity(0) == everywhere  # the caller's own threads are left alone
-        for rank in llm.model.health():
-            kept = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{rank.pid}/task")]
-            assert len({core for cores in kept for core in cores if len(cores) == 1}) == threads
-            assert not leads or os.sched_getaffinity(rank.pid) == set(leads)
+        for _ in range(2):
+            for rank in llm.model.health():
+                kept = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{rank.pid}/task")]
+                assert len({core for cores in kept for core in cores if len(cores) == 1}) == threads
+                assert not leads or os.sched_getaffinity(rank.pid) == set(leads)
+            restart = threading.Thread(target=start_again, args=(llm.model,))
+            restart.start()
+            restart.join(60)
+            assert not restart.is_alive() and llm.model.lead_cores == leads
 
 
 def test_a_length_equal_to_a_bucket_runs_in_that_bucket(llm):

@@ -59,10 +59,27 @@ assert threads() == alone and digest() == before
     run_at(native.load(), level, WORK + code)
 
 
+def test_its_threads_come_for_a_step_of_decoding_and_not_for_a_prompt():
+    """Torch's do the loops of a prompt's graph, so its operators are theirs too."""
+    code = """
+lib.engage_crew(2)
+many, few = torch.randn(33, 2048, generator=generator).bfloat16(), draw(32, 2048)
+weight = draw(8192, 2048)
+for _ in range(20):
+    linear(many, weight, None)
+    embed(weight, torch.arange(33))
+assert lib.crew_joins() == 0
+for _ in range(20):
+    linear(few, weight, None)
+assert lib.crew_joins() >= 10, lib.crew_joins()
+"""
+    run_at(native.load(), "avx2", WORK + code)
+
+
 def test_work_is_done_without_those_who_do_not_come():
     """Its other threads may run on one core only, at the lowest priority, where two processes are busy."""
     code = """
-import subprocess, sys, time
+import subprocess, sys
 core = min(os.sched_getaffinity(0))
 busy = [subprocess.Popen([sys.executable, "-c", f"import os\\nos.sched_setaffinity(0, [{core}])\\nwhile True: pass"])
         for _ in "ab"]
@@ -70,17 +87,14 @@ try:
     lib.engage_crew(3, [core] * 3)
     for task in os.listdir("/proc/self/task")[alone:]:
         os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
-    until, rounds = time.monotonic() + 3, 0
-    while time.monotonic() < until:
+    for _ in range(3):
         assert digest() == before
-        rounds += 1
 finally:
     for process in busy:
         process.kill()
         process.wait()
-print(rounds)
 """
-    assert int(run_at(native.load(), "avx2", WORK + code)) > 1
+    run_at(native.load(), "avx2", WORK + code)
 
 
 def test_threads_that_call_at_once_get_their_results():
@@ -95,7 +109,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 def test_threads_sleep_and_wake():
-    """They sleep after some milliseconds: two seconds without work take next to none of the processor's time."""
+    """They sleep after some milliseconds: a second without work takes next to none of the processor's time."""
     code = """
 import time
 lib.engage_crew(4)
@@ -136,11 +150,17 @@ lib.engage_crew(3)
 assert digest() == before
 child = os.fork()
 if child == 0:
+    lib.engage_crew(2)  # a crew of its own, while its parent keeps one
     torch.set_num_threads(1)  # OpenMP's do not outlive a fork either, and are waited for
     os._exit(0 if digest() == before else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
     run_at(native.load(), "avx2", WORK + code)
+
+
+def test_every_thread_needs_a_core():
+    with pytest.raises(ValueError, match=r"3 threads need a core each, got \[0, 1\]"):
+        native.load().engage_crew(3, [0, 1])
 
 
 def test_a_crew_ends_with_its_process():

@@ -82,6 +82,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv("NXD_INFER_PIN", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cores, "_used", type(cores._used)())
+    monkeypatch.setattr(cores, "_leads", type(cores._leads)())
     monkeypatch.setattr(cores, "_claims", {})
     return make
 
@@ -109,6 +110,15 @@ def test_models_of_one_process_share_the_cores_out(machine, monkeypatch):
     assert cores.choose_cores(1, 1) == [[]]
     assert cores.default_threads(1) == 4 and cores.default_threads(8) == 1
     assert cores.default_threads(2, 3) == 3  # what the graphs were compiled for
+
+
+def test_first_threads_of_models_that_share_cores_have_different_ones(machine):
+    machine(2, "alone")
+    found = [cores.choose_cores(1, 2) for _ in range(3)]
+    assert found == [[[1, 0]], [[0, 1]], [[1, 0]]]
+    cores.release_cores(found[1])
+    assert cores.choose_cores(1, 2) == [[0, 1]]
+    assert cores.choose_cores(2, 1) == [[1], [0]]
 
 
 def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
@@ -141,7 +151,7 @@ def test_processes_of_one_user_take_different_cores(machine, tmp_path):
         assert other.stdout.readline() == "[[3, 2]]\n"
         mine = cores.choose_cores(1, 2)
         assert mine == [[1, 0]]
-        assert cores.choose_cores(1, 3) == [[1, 0, 3]]  # its own before another's
+        assert cores.choose_cores(1, 3) == [[0, 1, 3]]  # its own before another's, and another one first
         cores.release_cores(mine)
         other.kill()
         other.wait(20)
