@@ -38,6 +38,9 @@ _COUNTER_BYTES = 64 << 10
 _BEGIN_SECONDS = 0.5
 """How long a thread whose start was interrupted gets to begin."""
 
+MOST_THREADS = 64
+"""Of a crew (``csrc/crew.h``); ranks of more use torch's."""
+
 
 class RankProcesses:
     """The processes of all ranks of ``artifact``, with what they share with the caller.
@@ -67,7 +70,7 @@ class RankProcesses:
         self._counters: list[mmap.mmap] = []
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
         self._cores: list[list[int]] = []
-        self._crews = _engage_crews(artifact)
+        self._crews = know_crews(artifact)
         self._directory: str | None = None
         self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
         self._stopped = False
@@ -80,7 +83,7 @@ class RankProcesses:
         return [cores[0] for cores in self._cores if self._has_crew(cores)]
 
     def _has_crew(self, cores: list[int]) -> bool:
-        return len(cores) > 1 and self._crews
+        return 1 < len(cores) <= MOST_THREADS and self._crews
 
     def start(self) -> None:
         """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
@@ -312,7 +315,7 @@ def _libraries(artifact: LoadedArtifact) -> list[str]:
         return []
 
 
-def _engage_crews(artifact: LoadedArtifact) -> bool:
+def know_crews(artifact: LoadedArtifact) -> bool:
     """Whether the artifact's operators can have threads of their own; those of older artifacts cannot."""
     try:
         libraries = [artifact.op_file(digest).read_bytes() for digest in artifact.manifest.ops]

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nxd_infer import processors
 from nxd_infer.processors import physical_core, processor_share
-from nxd_infer.trace import cores
+from nxd_infer.trace import cores, processes
 
 pytestmark = pytest.mark.check
 
@@ -133,7 +135,7 @@ def test_a_quota_bounds_the_threads_and_leaves_them_to_the_kernel(machine):
 
 HOLDER = """
 import sys
-from nxd_infer.trace import cores
+from nxd_infer.trace import cores, processes
 cores.available_cores = lambda: [0, 1, 2, 3]
 cores.processor_share = lambda: float("inf")
 cores.physical_core = str
@@ -201,3 +203,12 @@ def test_a_place_that_is_somebody_elses_is_not_used(machine, tmp_path):
     (tmp_path / f"nxd-infer-cores-{os.getuid()}").symlink_to(tmp_path)
     assert cores.choose_cores(1, 2) == [[1, 0]]
     assert [path.name for path in tmp_path.iterdir()] == [f"nxd-infer-cores-{os.getuid()}"]
+
+
+def test_ranks_have_crews_where_all_of_their_operators_know_of_them(tmp_path):
+    """Ranks of an older artifact keep torch's threads, and are not placed as if they had others."""
+    (tmp_path / "new").write_bytes(b"\x7fELF nxd_engage_crew")
+    (tmp_path / "old").write_bytes(b"\x7fELF")
+    for operators, expected in ((["new"], True), (["new", "old"], False), ([], False), (["gone"], False)):
+        artifact: Any = SimpleNamespace(manifest=SimpleNamespace(ops=operators), op_file=tmp_path.joinpath)
+        assert processes.know_crews(artifact) is expected
