@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <exception>
+#include <fstream>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -22,37 +24,63 @@
 namespace nxd {
 namespace {
 
-constexpr int64_t kAhead = 512 << 10;   // bytes fetched at most: half of the second cache
+constexpr int64_t kLeast = 512 << 10;   // bytes that a thread may fetch: half of the second cache
+constexpr int64_t kMost = 8 << 20;      // of 2, 4, 8, 16 and 32 MiB the best of two threads
 constexpr int64_t kGulp = 512;          // bytes between two looks for work
 constexpr int64_t kAwake = 1 << 18;     // looks without work until a thread sleeps: some milliseconds
 constexpr int64_t kPatience = 1 << 10;  // looks until a thread offers its core to others: some 20 microseconds
 constexpr int64_t kFew = 32;            // rows that a step of decoding may have
 constexpr size_t kRemembered = 4096;    // pieces of work whose successors are known
 
+// A piece of work, known by the first memory that it reads.
+struct Piece {
+  const void* begin = nullptr;
+  Spans spans;
+  std::atomic<Piece*> next{nullptr};  // what came behind it the last time
+};
+
+// What one thread fetches while it waits: its part of the work to come, of one piece after another.
 class Ahead {
  public:
-  void set(Span span) {
-    if (span.begin != span_.begin) done_ = 0;
-    span_ = span;
+  void follow(const Piece* work, int64_t worker, int64_t most) {
+    if (work == first_) return;
+    first_ = work_ = work;
+    worker_ = worker;
+    done_ = 0;
+    left_ = most;
   }
 
-  // Asking for memory that is gone by now is harmless: it is no access.
+  // False when there is nothing more. Asking for memory that is gone by now is harmless: it is no access.
   bool fetch() {
-    if (done_ >= std::min(span_.bytes, kAhead)) return false;
-    for (int64_t line = 0; line < kGulp; line += 64) __builtin_prefetch(span_.begin + done_ + line, 0, 2);
-    done_ += kGulp;
+    if (work_ == nullptr || left_ <= 0) return false;
+    const Span& span = work_->spans.of[worker_];
+    if (done_ < span.bytes()) {
+      for (int64_t line = 0; line < kGulp; line += 64) __builtin_prefetch(span.begin() + done_ + line, 0, 2);
+      done_ += kGulp;
+    } else {
+      work_ = work_->next.load(std::memory_order_relaxed);
+      done_ = 0;
+    }
+    left_ -= kGulp;  // here too: an end where nobody has anything to read
     return true;
   }
 
  private:
-  Span span_;
-  int64_t done_ = 0;
+  const Piece* first_ = nullptr;
+  const Piece* work_ = nullptr;
+  int64_t worker_ = 0, done_ = 0, left_ = 0;
 };
 
+// What each of `size` threads may fetch: together half of the outer cache, which others use too.
+int64_t most_ahead(int64_t size) {
+  std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");  // "32768K"
+  int64_t kibibytes = 0;
+  file >> kibibytes;
+  return std::clamp((kibibytes << 10) / 2 / size, kLeast, kMost);
+}
+
 thread_local bool inside = false;
-thread_local bool apart = false;      // from the crew, for the time being
-thread_local Ahead mine;              // of a thread that shares out work
-thread_local const Spans* following;  // what came behind the work it began last
+thread_local bool apart = false;  // from the crew, for the time being
 
 // One word, so that a thread joins or stays out in one step: the number of a piece of work, whether it may be joined, its
 // workers, and how many have joined.
@@ -69,7 +97,7 @@ struct State {
 class Crew {
  public:
   // cores[worker] is where a thread keeps to; nullptr where it may go everywhere.
-  Crew(int64_t size, const int32_t* cores) : owner_(getpid()) {
+  Crew(int64_t size, const int32_t* cores) : owner_(getpid()), most_(most_ahead(size)) {
     try {
       for (int64_t worker = 1; worker < size; worker++) {
         const int32_t core = cores == nullptr ? -1 : cores[worker];
@@ -99,7 +127,7 @@ class Crew {
     if (busy_.exchange(true, std::memory_order_acquire)) return false;
     work_ = work;
     context_ = context;
-    spans_ = following;
+    next_ = leads() ? following_ : nullptr;
     done_.store(0, std::memory_order_relaxed);
     number_ = (number_ + 1) & 0xffffffff;
     state_.store(State::of(number_, std::min(workers, size_)).word, std::memory_order_seq_cst);
@@ -107,7 +135,7 @@ class Crew {
     call(0);
     const State closed{state_.fetch_and(~State::kOpen, std::memory_order_acq_rel)};
     for (int64_t looks = 0; done_.load(std::memory_order_acquire) < closed.joined(); looks++) {
-      if (!mine.fetch()) relax();
+      if (!leads() || !ahead_.fetch()) relax();
       if (looks > kPatience) give_way();  // one that has joined waits for a core
     }
     joins_ += closed.joined();
@@ -117,7 +145,39 @@ class Crew {
     return true;
   }
 
+  // See crew.h.
+  Spans* begins(const void* begin) {
+    if (!leads()) return nullptr;
+    Piece* piece = last_ == nullptr ? nullptr : last_->next.load(std::memory_order_relaxed);
+    if (piece == nullptr || piece->begin != begin) {
+      piece = &known(begin);
+      if (last_ != nullptr) last_->next.store(piece, std::memory_order_relaxed);
+    }
+    last_ = piece;
+    following_ = piece->next.load(std::memory_order_relaxed);
+    ahead_.follow(following_, 0, most_);
+    return &piece->spans;
+  }
+
  private:
+  bool leads() const { return std::this_thread::get_id() == lead_; }
+
+  // The piece that reads the memory at `begin`: none is ever given back, since others may look at it; that of weights
+  // that were replaced long ago becomes another one.
+  Piece& known(const void* begin) {
+    Piece*& place = places_[begin];
+    if (place != nullptr) return *place;
+    if (pieces_.size() < kRemembered) {
+      place = &pieces_.emplace_back();
+    } else {
+      place = &pieces_[replaced_++ % kRemembered];
+      places_.erase(place->begin);
+      place->next.store(nullptr, std::memory_order_relaxed);
+    }
+    place->begin = begin;
+    return *place;
+  }
+
   // --- on any thread, while a piece of work is joined ---
 
   void call(int64_t worker) {
@@ -143,7 +203,7 @@ class Crew {
         last = found.number();
         if (!join(found)) continue;
         call(worker);
-        ahead.set(spans_ == nullptr ? Span{} : spans_->of[worker]);
+        ahead.follow(next_, worker, most_);
         done_.fetch_add(1, std::memory_order_release);
         looks = 0;
       } else if (!ahead.fetch()) {
@@ -201,13 +261,15 @@ class Crew {
 #endif
 
   const pid_t owner_;
+  const std::thread::id lead_ = std::this_thread::get_id();
+  const int64_t most_;
   int64_t size_ = 1;
   int64_t joins_ = 0;
   alignas(64) std::atomic<uint64_t> state_{0};
   // Written before `state_` opens, read by those that have joined.
   Work work_ = nullptr;
   void* context_ = nullptr;
-  const Spans* spans_ = nullptr;
+  const Piece* next_ = nullptr;
   alignas(64) std::atomic<int64_t> done_{0};  // of those that have joined
   alignas(64) std::atomic<bool> ended_{false};
   std::atomic<uint32_t> bell_{0};
@@ -216,6 +278,13 @@ class Crew {
   uint64_t number_ = 0;
   std::mutex failing_;
   std::exception_ptr failure_;
+  // Of the thread that leads; the others look at pieces, and end before them.
+  std::deque<Piece> pieces_;
+  std::unordered_map<const void*, Piece*> places_;
+  size_t replaced_ = 0;
+  Piece* last_ = nullptr;             // the work that was begun last
+  const Piece* following_ = nullptr;  // what came behind it
+  Ahead ahead_;
   std::vector<std::thread> threads_;
 };
 
@@ -235,29 +304,7 @@ ManyRows::~ManyRows() { apart = before_; }
 
 int64_t crew_size() { return crew == nullptr || apart ? 0 : crew->size(); }
 
-Spans& begins(const void* begin) {
-  struct Piece {
-    Spans spans;
-    const void* begin = nullptr;
-    Piece* next = nullptr;
-  };
-  static thread_local std::unordered_map<const void*, Piece> pieces;
-  static thread_local Piece* last = nullptr;
-  Piece* piece = last == nullptr ? nullptr : last->next;
-  if (piece == nullptr || piece->begin != begin) {
-    if (pieces.size() >= kRemembered) {
-      pieces.clear();
-      last = nullptr;
-    }
-    piece = &pieces[begin];
-    piece->begin = begin;
-    if (last != nullptr) last->next = piece;
-  }
-  last = piece;
-  following = piece->next == nullptr ? nullptr : &piece->next->spans;
-  mine.set(following == nullptr ? Span{} : following->of[0]);
-  return piece->spans;
-}
+Spans* begins(const void* begin) { return crew_size() == 0 ? nullptr : crew->begins(begin); }
 
 } // namespace nxd
 

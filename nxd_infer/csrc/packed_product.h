@@ -166,8 +166,8 @@ struct Layer {
 // Tells the crew which weights each worker reads now: it fetches those that were read behind them the last time.
 template <typename T, typename W>
 void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
-  if (crew_size() == 0) return;
-  Spans& spans = begins(layers[0].weight);
+  Spans* spans = begins(layers[0].weight);
+  if (spans == nullptr) return;
   int64_t before = 0;
   for (const Layer<T, W>& layer : layers) {
     const char* weight = reinterpret_cast<const char*>(layer.weight);
@@ -175,7 +175,8 @@ void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t wo
     for (int64_t worker = 0; worker < std::min(workers, kMostThreads); worker++) {
       const int64_t column = (blocks * worker / workers - before) * kColumns;
       if (column < 0 || column >= layer.N) continue;
-      spans.of[worker] = {weight + column * column_bytes, (layer.N - column) * column_bytes};
+      const int64_t end = std::min((blocks * (worker + 1) / workers - before) * kColumns, layer.N);
+      spans->of[worker].set(weight + column * column_bytes, (end - column) * column_bytes);
     }
     before += layer.blocks();
   }

@@ -144,6 +144,19 @@ for _ in range(20):
     run_at(native.load(), "avx2", WORK + code)
 
 
+def test_more_weights_than_are_remembered():
+    """Those that came long ago are forgotten; results are right all the same, in turns and in another order."""
+    code = """
+x, tiny = draw(1, 32), [draw(16, 32) for _ in range(4200)]
+expected = [linear(x, weight, None) for weight in tiny]
+lib.engage_crew(2)
+for order in (range(4200), range(4200), range(4199, -1, -1), [0, 4199, 0, 7, 4100] * 50):
+    assert all(torch.equal(linear(x, tiny[i], None), expected[i]) for i in order)
+assert digest() == before
+"""
+    run_at(native.load(), "avx2", WORK + code)
+
+
 def test_a_forked_process_works_alone():
     code = """
 lib.engage_crew(3)
