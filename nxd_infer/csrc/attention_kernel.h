@@ -3,20 +3,11 @@
 //
 // Few rows (decode): the cache is read in place, once, and every score is a dot product of a row of K. Many rows
 // (prefill): lanes are rows, so that nothing is ever transposed but the queries and the result; K and V are widened
-// into scratch, chunk by chunk, unless there are tiles to multiply bfloat16 with.
+// into scratch, chunk by chunk, unless there are pairs or tiles to multiply bfloat16 with.
 #include "attention_loops.h"
 
 namespace nxd {
 namespace {
-
-template <typename Bf16>
-constexpr bool has_tiles() {
-  if constexpr (std::is_void_v<Bf16>) {
-    return false;
-  } else {
-    return Bf16::kTiles;
-  }
-}
 
 template <typename V, typename Bf16>
 struct Kernel : Loops<V, Bf16> {
@@ -89,10 +80,13 @@ struct Kernel : Loops<V, Bf16> {
 
   // --- the kernels of attention.h ---------------------------------------------------------------------
 
-  // Whether this tile's bfloat16 operands are multiplied as tiles.
-  static bool tiled(const Attention& x, const Tile& tile) {
-    return has_tiles<Bf16>() && tile.rows > kFewRows && x.q_type == ScalarType::BFloat16 &&
-           x.cache_type == ScalarType::BFloat16;
+  // Whether this tile of many rows has bfloat16 operands that are multiplied as they are.
+  static bool narrow_many(const Attention& x, const Tile& tile) {
+    if constexpr (kPairs) {
+      return tile.rows > kFewRows && x.q_type == ScalarType::BFloat16 && x.cache_type == ScalarType::BFloat16 &&
+             (Bf16::kTiles || x.D % 2 == 0);
+    }
+    return false;
   }
 
   NXD_TARGET static void queries(const Attention& x, const Tile& tile, char* memory) {
@@ -103,8 +97,8 @@ struct Kernel : Loops<V, Bf16> {
       const int64_t row = tile.row + r;
       return x.q.at(tile.b, row / x.G, tile.kh * x.G + row % x.G);
     };
-    if constexpr (has_tiles<Bf16>()) {
-      if (tiled(x, tile)) {
+    if constexpr (kPairs) {
+      if (narrow_many(x, tile)) {
         const char* rows[kRows];
         for (int64_t r = 0; r < R; r++) rows[r] = at(std::min(r, tile.rows - 1));  // a row too many is nobody's
         return Bf16::queries(rows, R, x.D, reinterpret_cast<BFloat16*>(scratch.q));
@@ -195,8 +189,8 @@ struct Kernel : Loops<V, Bf16> {
       const int64_t position = tile.position(x, std::min(r, tile.rows - 1));
       seen[r] = static_cast<A>(std::clamp<int64_t>(position + 1 - begin, 0, n));
     }
-    if constexpr (has_tiles<Bf16>()) {
-      if (tiled(x, tile)) {
+    if constexpr (kPairs) {
+      if (narrow_many(x, tile)) {
         auto* keys = reinterpret_cast<BFloat16*>(scratch.k);
         auto* values = reinterpret_cast<BFloat16*>(scratch.v);
         Bf16::scores(k, n, x.D, keys, reinterpret_cast<const BFloat16*>(scratch.q), scratch.scores, R);
