@@ -3,7 +3,7 @@
 //
 // Few rows (decode): the cache is read in place, once, and every score is a dot product of a row of K. Many rows
 // (prefill): lanes are rows, so that nothing is ever transposed but the queries and the result; K and V are widened
-// into scratch, chunk by chunk, unless there are pairs or tiles to multiply bfloat16 with.
+// into scratch, chunk by chunk, unless there are pairs or tiles to multiply bfloat16 with (pairs: of an even D).
 #include "attention_loops.h"
 
 namespace nxd {
@@ -194,7 +194,7 @@ struct Kernel : Loops<V, Bf16> {
         auto* keys = reinterpret_cast<BFloat16*>(scratch.k);
         auto* values = reinterpret_cast<BFloat16*>(scratch.v);
         Bf16::scores(k, n, x.D, keys, reinterpret_cast<const BFloat16*>(scratch.q), scratch.scores, R);
-        Base::soften_lanes(scratch.scores, seen, n, R, factor(x), out.maximum, out.sum);
+        Base::template soften_lanes<BFloat16>(scratch.scores, seen, n, R, factor(x), out.maximum, out.sum);
         return Bf16::weigh(v, n, x.D, values, scratch.scores, out.values, R);
       }
     }
@@ -203,7 +203,7 @@ struct Kernel : Loops<V, Bf16> {
     const int64_t filled = round_up(n, 4);
     std::fill(scratch.k + n * Dp, scratch.k + filled * Dp, A(0));
     Base::products(scratch.k, Dp, 1, filled, x.D, scratch.q, scratch.scores, R);
-    Base::soften_lanes(scratch.scores, seen, n, R, factor(x), out.maximum, out.sum);
+    Base::template soften_lanes<A>(scratch.scores, seen, n, R, factor(x), out.maximum, out.sum);
     Base::products(scratch.v, 1, Dp, Dp, n, scratch.scores, out.values, R);
   }
 

@@ -250,6 +250,7 @@ struct Loops {
   }
 
   // soften() where lanes are rows: scores [n, R], of which row r sees the first seen[r].
+  template <typename Q>
   NXD_TARGET static void soften_lanes(
       A* scores, const A* seen, int64_t n, int64_t R, A factor, A* maximum, A* total) {
     const V least = V::set(-std::numeric_limits<A>::infinity()), scale = V::set(factor);
@@ -264,7 +265,8 @@ struct Loops {
       }
       for (int64_t t = 0; t < n; t++) {
         A* at = scores + t * R + lane;
-        const V weight = exp2(V::sub(V::load(at), most));
+        V weight = exp2(V::sub(V::load(at), most));
+        if constexpr (std::is_same_v<Q, BFloat16>) weight = Bf16::rounded(weight);
         weight.store(at);
         sum = V::add(sum, weight);
       }

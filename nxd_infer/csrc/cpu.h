@@ -14,7 +14,7 @@ Cpu cpu();
 
 // Whether kernels ask for all that they read soon, as most processors need, or for little: Zen 4 reads ahead well by
 // itself, and worse where somebody asks. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set.
-// Same results; attention heeds it where bfloat16 is multiplied in pairs and not in tiles.
+// Same results; attention heeds it where few rows of bfloat16 are multiplied in pairs.
 bool asks();
 
 // Between two looks at what another thread or process is to write.

@@ -25,7 +25,7 @@ namespace nxd {
 namespace {
 
 constexpr int64_t kLeast = 512 << 10;   // bytes that a thread may fetch: half of the second cache
-constexpr int64_t kMost = 8 << 20;      // of 2, 4, 8, 16 and 32 MiB the best of two threads
+constexpr int64_t kMost = 8 << 20;      // of 2, 4, 8, 16 and 32 MiB a thread the best, where there were two
 constexpr int64_t kGulp = 512;          // bytes between two looks for work
 constexpr int64_t kAwake = 1 << 18;     // looks without work until a thread sleeps: some milliseconds
 constexpr int64_t kPatience = 1 << 10;  // looks until a thread offers its core to others: some 20 microseconds
@@ -42,9 +42,11 @@ struct Piece {
 // What one thread fetches while it waits: its part of the work to come, of one piece after another.
 class Ahead {
  public:
-  void follow(const Piece* work, int64_t worker, int64_t most) {
-    if (work == first_) return;
-    first_ = work_ = work;
+  // `begun` counts the pieces until here: while no other one begins, what has been fetched is not fetched again.
+  void follow(const Piece* work, uint64_t begun, int64_t worker, int64_t most) {
+    if (begun == begun_) return;
+    begun_ = begun;
+    work_ = work;
     worker_ = worker;
     done_ = 0;
     left_ = most;
@@ -55,10 +57,11 @@ class Ahead {
     if (work_ == nullptr || left_ <= 0) return false;
     const Span& span = work_->spans.of[worker_];
     if (done_ < span.bytes()) {
-      for (int64_t line = 0; line < kGulp; line += 64) __builtin_prefetch(span.begin() + done_ + line, 0, 2);
+      const char* from = span.begin() + done_;
+      for (int64_t line = 0; line < kGulp; line += 64) __builtin_prefetch(from + line, 0, 2);
       done_ += kGulp;
     } else {
-      work_ = work_->next.load(std::memory_order_relaxed);
+      work_ = work_->next.load(std::memory_order_acquire);
       done_ = 0;
     }
     left_ -= kGulp;  // here too: an end where nobody has anything to read
@@ -66,12 +69,13 @@ class Ahead {
   }
 
  private:
-  const Piece* first_ = nullptr;
   const Piece* work_ = nullptr;
+  uint64_t begun_ = 0;
   int64_t worker_ = 0, done_ = 0, left_ = 0;
 };
 
-// What each of `size` threads may fetch: together half of the outer cache, which others use too.
+// What each of a crew's `size` threads may fetch: together half of the outer cache, which others use too, of other ranks
+// among them.
 int64_t most_ahead(int64_t size) {
   std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");  // "32768K"
   int64_t kibibytes = 0;
@@ -128,6 +132,7 @@ class Crew {
     work_ = work;
     context_ = context;
     next_ = leads() ? following_ : nullptr;
+    next_begun_ = leads() ? begun_ : 0;
     done_.store(0, std::memory_order_relaxed);
     number_ = (number_ + 1) & 0xffffffff;
     state_.store(State::of(number_, std::min(workers, size_)).word, std::memory_order_seq_cst);
@@ -136,7 +141,7 @@ class Crew {
     const State closed{state_.fetch_and(~State::kOpen, std::memory_order_acq_rel)};
     for (int64_t looks = 0; done_.load(std::memory_order_acquire) < closed.joined(); looks++) {
       if (!leads() || !ahead_.fetch()) relax();
-      if (looks > kPatience) give_way();  // one that has joined waits for a core
+      if (impatient(looks)) give_way();  // one that has joined waits for a core
     }
     joins_ += closed.joined();
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
@@ -151,11 +156,11 @@ class Crew {
     Piece* piece = last_ == nullptr ? nullptr : last_->next.load(std::memory_order_relaxed);
     if (piece == nullptr || piece->begin != begin) {
       piece = &known(begin);
-      if (last_ != nullptr) last_->next.store(piece, std::memory_order_relaxed);
+      if (last_ != nullptr) last_->next.store(piece, std::memory_order_release);
     }
     last_ = piece;
     following_ = piece->next.load(std::memory_order_relaxed);
-    ahead_.follow(following_, 0, most_);
+    ahead_.follow(following_, ++begun_, 0, most_);
     return &piece->spans;
   }
 
@@ -170,6 +175,7 @@ class Crew {
     if (pieces_.size() < kRemembered) {
       place = &pieces_.emplace_back();
     } else {
+      if (&pieces_[replaced_ % kRemembered] == last_) replaced_++;  // it would come behind itself
       place = &pieces_[replaced_++ % kRemembered];
       places_.erase(place->begin);
       place->next.store(nullptr, std::memory_order_relaxed);
@@ -203,12 +209,12 @@ class Crew {
         last = found.number();
         if (!join(found)) continue;
         call(worker);
-        ahead.follow(next_, worker, most_);
+        ahead.follow(next_, next_begun_, worker, most_);
         done_.fetch_add(1, std::memory_order_release);
         looks = 0;
-      } else if (!ahead.fetch()) {
+      } else if (!ahead.fetch()) {  // offers no core meanwhile: half a millisecond at most, and 2 % of a token's time
         relax();
-        if (++looks > kPatience && looks % 64 == 0) give_way();  // torch's own threads may have a loop to run
+        if (impatient(++looks)) give_way();  // torch's own threads may have a loop to run
         if (looks > kAwake) {
           sleep(last);
           looks = 0;
@@ -216,6 +222,8 @@ class Crew {
       }
     }
   }
+
+  static bool impatient(int64_t looks) { return looks > kPatience && looks % 64 == 0; }
 
   bool join(State found) {
     const uint64_t number = found.number();
@@ -270,6 +278,7 @@ class Crew {
   Work work_ = nullptr;
   void* context_ = nullptr;
   const Piece* next_ = nullptr;
+  uint64_t next_begun_ = 0;
   alignas(64) std::atomic<int64_t> done_{0};  // of those that have joined
   alignas(64) std::atomic<bool> ended_{false};
   std::atomic<uint32_t> bell_{0};
@@ -284,6 +293,7 @@ class Crew {
   size_t replaced_ = 0;
   Piece* last_ = nullptr;             // the work that was begun last
   const Piece* following_ = nullptr;  // what came behind it
+  uint64_t begun_ = 0;                // pieces
   Ahead ahead_;
   std::vector<std::thread> threads_;
 };

@@ -166,17 +166,19 @@ struct Layer {
 // Tells the crew which weights each worker reads now: it fetches those that were read behind them the last time.
 template <typename T, typename W>
 void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
-  Spans* spans = begins(layers[0].weight);
-  if (spans == nullptr) return;
+  const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
   int64_t before = 0;
   for (const Layer<T, W>& layer : layers) {
-    const char* weight = reinterpret_cast<const char*>(layer.weight);
-    const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
-    for (int64_t worker = 0; worker < std::min(workers, kMostThreads); worker++) {
-      const int64_t column = (blocks * worker / workers - before) * kColumns;
-      if (column < 0 || column >= layer.N) continue;
-      const int64_t end = std::min((blocks * (worker + 1) / workers - before) * kColumns, layer.N);
-      spans->of[worker].set(weight + column * column_bytes, (end - column) * column_bytes);
+    Spans* spans = begins(layer.weight);
+    if (spans == nullptr) return;
+    // The first column of this layer that is not of the workers before `worker`.
+    const auto column = [&](int64_t worker) {
+      const int64_t block = blocks * std::min(worker, workers) / workers - before;
+      return std::clamp<int64_t>(block * kColumns, 0, layer.N);
+    };
+    for (int64_t worker = 0; worker < crew_size(); worker++) {
+      const int64_t first = column(worker), bytes = (column(worker + 1) - first) * column_bytes;
+      spans->of[worker].set(reinterpret_cast<const char*>(layer.weight) + first * column_bytes, bytes);
     }
     before += layer.blocks();
   }

@@ -63,10 +63,13 @@ def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_othe
 def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypatch):
     """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
     engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
+    submitted = threading.Event()
     for inputs in engine._inputs.values():
         put = inputs.put
 
         def refuse(place, row, sampler, put=put):
+            if row.sequence.prompt[0] == 2 and row.start == 5:
+                assert submitted.wait(10)  # or the stream may be over by then, and the prompt is read alone
             if row.sequence.prompt[0] == 77 and row.start == 5:
                 raise OverflowError("no such number in float32")
             put(place, row, sampler)
@@ -77,6 +80,7 @@ def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypa
     tickets = [engine.submit([2, 1], long, stream)]
     wait_until(lambda: stream.tokens[0])
     tickets += [engine.submit([77, *range(6)], GREEDY, poor), engine.submit([3] * 9, GREEDY, late)]
+    submitted.set()
     assert all(ticket.wait(10) for ticket in tickets)
     assert isinstance(poor.end.error, GenerationError) and "no such number" in str(poor.end.error)
     assert stream.tokens[0] == naive_generate([2, 1], max_tokens=40, ignore_eos=True)

@@ -147,11 +147,14 @@ for _ in range(20):
 def test_more_weights_than_are_remembered():
     """Those that came long ago are forgotten; results are right all the same, in turns and in another order."""
     code = """
-x, tiny = draw(1, 32), [draw(16, 32) for _ in range(4200)]
-expected = [linear(x, weight, None) for weight in tiny]
+x, table = draw(1, 32), draw(32 * 4200 + 1024, 32)
+shifted = [table[32 * i : 32 * i + 1024] for i in range(4200)]  # enough work for two threads
+expected = [linear(x, weight, None) for weight in shifted]
 lib.engage_crew(2)
 for order in (range(4200), range(4200), range(4199, -1, -1), [0, 4199, 0, 7, 4100] * 50):
-    assert all(torch.equal(linear(x, tiny[i], None), expected[i]) for i in order)
+    joins = lib.crew_joins()
+    assert all(torch.equal(linear(x, shifted[i], None), expected[i]) for i in order)
+    assert lib.crew_joins() > joins
 assert digest() == before
 """
     run_at(native.load(), "avx2", WORK + code)
