@@ -14,7 +14,11 @@ class DType(str, enum.Enum):
     bfloat16 = "bfloat16"
 
 
-ckpt = typer.Typer(help="Look at training checkpoints and take weights out of them, offline.", no_args_is_help=True)
+ckpt = typer.Typer(
+    help="Look at training checkpoints and take weights out of them, offline.",
+    epilog="Example:  nxd-infer ckpt inspect ./ckpts",
+    no_args_is_help=True,
+)
 CheckpointDir = Annotated[
     Path,
     typer.Argument(

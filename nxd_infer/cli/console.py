@@ -71,8 +71,8 @@ def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Calla
 
 @contextmanager
 def spinner(description: str, on: Console = console) -> Iterator[None]:
-    """Show that something of unknown length goes on."""
-    with bar(on) as progress:
+    """Show that something of unknown length goes on, to whoever looks: not in a file."""
+    with bar(on, drawn=on.is_terminal) as progress:
         task = progress.add_task(description, total=None, note="")
         yield
         progress.update(task, total=1, completed=1)

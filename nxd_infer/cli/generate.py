@@ -47,8 +47,9 @@ def run(
         stats = llm.engine.stats()
     for output in outputs:
         answer = output.outputs[0]
-        console.print(output.prompt or "", style="bold", end="", markup=False)
-        console.print(answer.text, markup=False)
+        # Not by the console, which wraps lines, expands tabs and draws ":warning:" as a picture.
+        bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.is_dumb_terminal else ("", "")
+        print(f"{bold}{output.prompt or ''}{plain}{answer.text}", flush=True)
         aside.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )

@@ -16,13 +16,24 @@ from nxd_infer.errors import NxdError
 
 
 class Commands(typer.core.TyperGroup):
-    """Says that Ctrl-C was the end: typer leaves without a word."""
+    """Says that Ctrl-C was the end, and which value an option cannot have: typer does neither."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             sys.exit(_interrupted())
+        except typer.BadParameter as error:
+            error.message = _with_its_value(error)
+            raise
+
+
+def _with_its_value(error: typer.BadParameter) -> str:
+    """What is wrong, and with what: typer passes on what pydantic said where it asked it, and that lacks the value."""
+    message = error.message.removeprefix("Value error, ")
+    found = getattr(error.__cause__, "errors", list)()
+    given = repr(found[0]["input"]) if found else ""
+    return message if given in message else f"{message}, got {given}"
 
 
 def _interrupted() -> int:
@@ -38,6 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    epilog="Example:  nxd-infer demo --dir ./demo",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -7,7 +7,6 @@ nor a validation error ever shows one.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from pydantic_settings import (
 )
 
 from nxd_infer.errors import NxdError
+from nxd_server.errors import did_you_mean
 
 ENV_PREFIX = "NXD_"
 SINGLE_KEY = ENV_PREFIX + "API_KEY"
@@ -243,8 +243,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     for name in sorted(environment):
         read_as = name.upper()  # pydantic-settings takes any case of letters
         if read_as.startswith(ENV_PREFIX) and not read_as.startswith(others) and read_as not in known:
-            near = difflib.get_close_matches(read_as, known, n=1)
-            lines.append(f"{name} is no setting of the server" + (f"; did you mean {near[0]}?" if near else ""))
+            lines.append(f"{name} is no setting of the server{did_you_mean(read_as, known)}")
     return lines
 
 
@@ -252,7 +251,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the configuration file {str(path)!r} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise SettingsError(f"the configuration file {str(path)!r} cannot be read: {why}") from None
     try:
         if path.suffix == ".json":
             data = json.loads(text)
@@ -289,7 +289,7 @@ def _explain(error: ValidationError) -> str:
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         name = ".".join(str(part) for part in item["loc"]) or "settings"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{name}: there is no such setting")
+            lines.append(f"{name}: there is no such setting{did_you_mean(name, ServerSettings.model_fields)}")
         else:
             lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}")
     return "invalid server settings: " + "; ".join(lines)

@@ -5,12 +5,21 @@ Each says which HTTP status it becomes in its docstring; the HTTP half maps by c
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from nxd_infer.errors import ModelConfigError, NxdError, RankError
 
 
 def summary(error: BaseException) -> str:
     """What a client is told of ``error``: the output of a rank is for the log alone."""
     return error.summary if isinstance(error, RankError) else str(error)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean port?"`` for a name that resembles one that is known, else nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def forget_frames(error: BaseException) -> None:

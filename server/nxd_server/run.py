@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -99,10 +100,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise SettingsError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; "
-            "stop what uses the port, or choose another one with --port"
-        ) from None
+        way_out = {
+            errno.EADDRINUSE: "stop what uses the port, or choose another one with --port",
+            errno.EADDRNOTAVAIL: "choose an address of this machine with --host, or 0.0.0.0 for all of them",
+            errno.EACCES: "choose a port with --port that needs no more rights, such as 8000",
+        }.get(error.errno or 0, "choose others with --host and --port")
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from None
     return listener
 
 
@@ -144,7 +147,9 @@ class _Run:
         )
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        logger.info("listening on http://%s:%d", shown, port)
+        await asyncio.sleep(0)  # what has failed meanwhile is known from here on
+        if not self._failed.is_set():
+            logger.info("listening on http://%s:%d", shown, port)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(serving, self._stop, self._failed)
         graceful = not self._failed.is_set() and not serving.done()

@@ -18,7 +18,7 @@ class Done:
     err: str
 
 
-def nxd_infer(*arguments: object, timeout: float = 120, cwd: Path | None = None) -> Done:
+def nxd_infer(*arguments: object, timeout: float = 120, cwd: Path | None = None, columns: int = 160) -> Done:
     """``nxd-infer ARGUMENTS``; the environment is wide enough that tables are not wrapped."""
     command = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     done = subprocess.run(
@@ -27,7 +27,7 @@ def nxd_infer(*arguments: object, timeout: float = 120, cwd: Path | None = None)
         text=True,
         timeout=timeout,
         cwd=cwd,
-        env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "COLUMNS": str(columns), "OMP_NUM_THREADS": "1"},
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

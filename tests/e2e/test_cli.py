@@ -41,9 +41,9 @@ def artifact(model_dir) -> Path:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "ckpt", ""])
 def test_help_shows_an_example(command, capsys, monkeypatch):
-    done = nxd_infer_here(capsys, monkeypatch, command, "--help")
+    done = nxd_infer_here(capsys, monkeypatch, *command.split(), "--help")
     assert done.status == 0
     assert f"nxd-infer {command}" in done.out.replace("\n", " ").split("Example:")[1]
 
@@ -96,6 +96,15 @@ def test_what_is_no_answer_goes_to_the_error_stream(artifact):
     plain, record = nxd_infer(*asked), json.loads(nxd_infer(*asked, "--json").out)
     assert plain.out == f"def f{record['text']}\n"
     assert "[4 tokens, finish reason length]" in plain.err
+    assert "loading" not in plain.err  # a spinner is for who looks
+
+
+def test_a_prompt_and_its_answer_are_printed_as_they_are(artifact):
+    """Wider than the terminal, with a tab, and with what rich would draw as a picture."""
+    prompt = "[bold]\tx :warning: def f"
+    asked = ("generate", artifact, "--prompt", prompt, "--max-tokens", 24)
+    plain, record = nxd_infer(*asked, columns=20), json.loads(nxd_infer(*asked, "--json").out)
+    assert plain.out == f"{prompt}{record['text']}\n"
 
 
 def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
@@ -242,6 +251,11 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "1,x"], ["1,x"]),
         (["trace", "MODEL", "--out", "a", "--batch-sizes", "0"], ["0 is below 1"]),
         (["trace", "MODEL", "--out", "a", "--max-len", "100000"], ["100000", "256"]),
+        (["trace", "MODEL", "--out", "a", "--tp", "0"], ["--tp", "0", "1"]),
+        (["trace", "MODEL", "--out", "a", "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),
+        (["serve", "MODEL", "--port", "99999"], ["--port", "99999", "65535"]),
+        (["generate", "MODEL", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "0"]),
+        (["generate", "MODEL", "--prompt", "x", "--seed", "late"], ["--seed", "'late'"]),
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
         (["generate", "/no/such/artifact", "--prompt", "x", "--prompt", ""], ["a prompt is empty"]),

@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 # Made shorter, not left out: a test need not train for a minute, nor compile what other tests compile.
 SHORTER = {"--seconds 60": "--seconds 2 --backend eager", "--dtype float32": "--dtype float32 --backend eager"}
 PORT = "8000"
+VENV = re.findall(r"^VENV \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
 
 
 def console_commands() -> list[str]:
@@ -68,6 +69,9 @@ def test_the_console_session_runs_as_written(tmp_path):
             for long, short in SHORTER.items():
                 command = command.replace(long, short)
             arguments = shlex.split(command)
+            if arguments[0] == "source":
+                assert arguments[1] == f"{VENV}/bin/activate"
+                continue  # its programs are first on the PATH here, too
             if arguments[0] == "nxd-infer":
                 arguments[:1] = [sys.executable, "-m", "nxd_infer.cli.main"]
             if " serve " in command:

@@ -126,6 +126,24 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
     assert param is None or param.split(".")[-1].split("[")[0] in error["message"], error
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_token": 5}, "unknown field `max_token`; did you mean max_tokens?"),
+        (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "`messages[0].contents`; did you mean content?"),
+        (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "unknown field `frobnicate`"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "a valid number, got 'hot'"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "5" * 99}, "`max_tokens`: Input should be a valid integer"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": [5]}, "`max_tokens`: Input should be a valid integer"),
+        (CHAT, {"messages": "a secret"}, "`messages`: Input should be a valid list"),
+    ],
+)
+def test_a_refusal_names_the_value_and_the_likely_name(toy, route, body, message):
+    told = is_error(toy.post(route, body), 400, None)["message"]
+    assert told.endswith(message)
+
+
 def test_the_server_is_unharmed_by_all_of_that(toy, expect):
     answer = toy.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "max_tokens": 8}).json()
     assert answer["choices"][0]["text"] == expect("hello", max_tokens=8)[1]

@@ -50,7 +50,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if value not in ([], {}, ""):
                     raise unsupported(f"{where}.{name}")
                 continue
-            raise unknown_field(f"{where}.{clip(name)}")
+            raise unknown_field(f"{where}.{clip(name)}", MESSAGE_FIELDS)
         role = message.get("role")
         if role in ("tool", "function"):
             raise unsupported(f"{where}.role", f"messages of the role {role!r} need tool calls")

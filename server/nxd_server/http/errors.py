@@ -9,6 +9,7 @@ carries nothing but the request id, the log has the rest.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response
@@ -28,6 +29,7 @@ from nxd_server.errors import (
     TextTooLongError,
     UnknownModelError,
     WeightsBusyError,
+    did_you_mean,
     summary,
 )
 
@@ -124,8 +126,10 @@ def clip(name: str) -> str:
     return name if len(name) <= 100 else name[:97] + "..."
 
 
-def unknown_field(path: str) -> ApiError:
-    return bad_request(f"unknown field `{path}`", path, "unknown_parameter")
+def unknown_field(path: str, known: Iterable[str] = ()) -> ApiError:
+    """``known`` are the names that the last part of ``path`` may have."""
+    hint = did_you_mean(path.rpartition(".")[2], known)
+    return bad_request(f"unknown field `{path}`{hint}", path, "unknown_parameter")
 
 
 def missing_field(path: str) -> ApiError:

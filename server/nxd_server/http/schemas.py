@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from nxd_server.engine.params import SamplingParams
 
@@ -50,18 +51,26 @@ class Body(BaseModel):
                     raise unsupported(name)
                 continue
             if name not in cls.model_fields:
-                raise unknown_field(clip(name))
+                raise unknown_field(clip(name), cls.model_fields)
             given[name] = value
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            first = error.errors(include_url=False, include_context=False)[0]
             path = field_path(first["loc"])
             if first["type"] == "missing":
                 raise missing_field(path) from None
             if first["type"] == "extra_forbidden":
                 raise unknown_field(path) from None
-            raise bad_request(f"`{path}`: {first['msg']}", param=path) from None
+            raise bad_request(f"`{path}`: {first['msg']}{_got(first)}", param=path) from None
+
+
+def _got(error: ErrorDetails) -> str:
+    """What stood where a number belongs, if it is short; elsewhere it may be half a prompt."""
+    value = error["input"]
+    if not error["type"].startswith(("int", "float", "bool")) or not isinstance(value, (int, float, str)):
+        return ""
+    return f", got {value!r}" if len(str(value)) <= 40 else ""
 
 
 def field_path(loc: tuple[int | str, ...]) -> str:

@@ -36,9 +36,10 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
     shape: list[int] | None = None
     dtype = default
     if isinstance(value, dict):
-        unknown = sorted(set(value) - {"data", "dtype", "shape"})
+        known = {"data", "dtype", "shape"}
+        unknown = sorted(set(value) - known)
         if unknown:
-            raise unknown_field(f"{field}.{clip(unknown[0])}")
+            raise unknown_field(f"{field}.{clip(unknown[0])}", known)
         if "data" not in value:
             raise missing_field(f"{field}.data")
         dtype = _dtype(value["dtype"], field) if value.get("dtype") is not None else default
