@@ -16,6 +16,13 @@ aside = Console(highlight=False, stderr=True)
 """For what is no part of a command's answer: a redirected answer stays clean."""
 
 
+def verbatim(text: str, *, bold: bool = False, end: str = "") -> None:
+    """Print what is not ours: the console would wrap its lines, expand its tabs and draw ":warning:" as a picture."""
+    if bold and console.is_terminal and not console.is_dumb_terminal:
+        text = f"\x1b[1m{text}\x1b[0m"
+    print(text, end=end, flush=True)
+
+
 def duration(seconds: float) -> str:
     """Seconds as text: milliseconds below one second."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import aside, console, spinner
+from nxd_infer.cli.console import aside, spinner, verbatim
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -47,9 +47,8 @@ def run(
         stats = llm.engine.stats()
     for output in outputs:
         answer = output.outputs[0]
-        # Not by the console, which wraps lines, expands tabs and draws ":warning:" as a picture.
-        bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.is_dumb_terminal else ("", "")
-        print(f"{bold}{output.prompt or ''}{plain}{answer.text}", flush=True)
+        verbatim(output.prompt or "", bold=True)
+        verbatim(answer.text, end="\n")
         aside.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )

@@ -211,10 +211,7 @@ class ServerSettings(BaseSettings):
         """
         keys = [key.get_secret_value().strip().encode() for key in self.api_keys]
         if self.api_keys_file is not None:
-            try:
-                lines = self.api_keys_file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} cannot be read: {error}") from None
+            lines = _read_text(self.api_keys_file, "api_keys_file").splitlines()
             found = [line.strip().encode() for line in lines if line.strip()]
             if not found:
                 raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key: one a line is expected")
@@ -247,12 +244,16 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_text(path: Path, what: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise SettingsError(f"the configuration file {str(path)!r} cannot be read: {why}") from None
+        raise SettingsError(f"{what} {str(path)!r} cannot be read: {why}") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    text = _read_text(path, "the configuration file")
     try:
         if path.suffix == ".json":
             data = json.loads(text)

@@ -242,7 +242,7 @@ def artifact(tmp_path):
         (("--host", "203.0.113.7", "--port", "0"), "an address of this machine with --host"),
         (("--host", "a" * 70, "--port", "0"), "a" * 70),
         (("--log-format", "xml"), "log_format"),
-        (("--api-keys-file", "/nonexistent/keys"), "api_keys_file"),
+        (("--api-keys-file", "/nonexistent/keys"), "api_keys_file '/nonexistent/keys' cannot be read: No such file"),
         (("--config", "/nonexistent.json"), "nonexistent.json"),
         (("--port", "0"), "giving up"),  # the manifest is empty
     ],

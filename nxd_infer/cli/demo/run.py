@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_infer.cli.console import console, duration, spinner, table
+from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
 from nxd_infer.errors import ArtifactError
@@ -90,9 +90,8 @@ def ask(port: int) -> list[Answer]:
     for prompt, sampling in QUESTIONS:
         how = "greedy" if sampling is GREEDY else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
         console.print(f"\n({how})", style="dim", markup=False)
-        console.print(prompt, style="bold", end="", markup=False)
-        write = lambda piece: console.print(piece, end="", markup=False, soft_wrap=True)  # noqa: E731
-        answers.append(stream_completion(port, prompt, sampling, write))
+        verbatim(prompt, bold=True)
+        answers.append(stream_completion(port, prompt, sampling, verbatim))
         console.print()
     return answers
 
