@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_infer.backends import lowering
-from nxd_infer.backends.names import key_text, named_tensors, shared_memory
+from nxd_infer.backends.naming import key_text, named_tensors, shared_memory
 from nxd_infer.backends.swap import not_registered, swapped
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 

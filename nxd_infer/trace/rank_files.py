@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_infer.backends.lower import write_graph
-from nxd_infer.backends.names import named_tensors
+from nxd_infer.backends.naming import named_tensors
 from nxd_infer.errors import TraceError
 from nxd_infer.layout import layout_of
 from nxd_infer.modules.lora.slots import AdapterTables

@@ -19,7 +19,7 @@ from nxd_infer.backends import encoding
 from nxd_infer.backends.base import Lowered
 from nxd_infer.backends.export import Exported, Step
 from nxd_infer.backends.lower import encode, lower, rename_weights, weight_nodes
-from nxd_infer.backends.names import named_inputs, named_tensors, shared_memory, state_name
+from nxd_infer.backends.naming import named_inputs, named_tensors, shared_memory, state_name
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
 from nxd_infer.trace.manifest import PACKED, InputSpec, OutputSpec, TensorSpec, WeightSpec

@@ -108,7 +108,7 @@ def _check_native(settings: _Settings) -> None:
 
 def make_plan(settings: _Settings) -> TracePlan:
     """See ``trace_plan``."""
-    from nxd_infer.backends.names import named_inputs
+    from nxd_infer.backends.naming import named_inputs
 
     request = settings.request
     buckets = []

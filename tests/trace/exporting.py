@@ -11,7 +11,7 @@ from nxd_infer import backends
 from nxd_infer.backends.base import Executable, Lowered
 from nxd_infer.backends.export import Step
 from nxd_infer.backends.lower import lower, write_graph
-from nxd_infer.backends.names import named_inputs, named_tensors
+from nxd_infer.backends.naming import named_inputs, named_tensors
 from nxd_infer.context import make_context
 
 

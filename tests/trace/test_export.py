@@ -13,7 +13,7 @@ from nxd_infer import backends
 from nxd_infer.backends import ir
 from nxd_infer.backends.export import Step
 from nxd_infer.backends.lower import lower, read_ir
-from nxd_infer.backends.names import named_inputs
+from nxd_infer.backends.naming import named_inputs
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import (
     ArtifactCorruptError,

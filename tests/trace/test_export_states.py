@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.backends.names import state_name
+from nxd_infer.backends.naming import state_name
 from nxd_infer.errors import (
     TraceConfigError,
     TraceError,

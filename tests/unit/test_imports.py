@@ -168,3 +168,21 @@ def test_every_submodule_is_reachable_by_attribute():
     code = "import nxd_infer as n; [getattr(n, s) for s in n.__all__]; print('ok')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_no_submodule_takes_a_function_of_its_package_away():
+    """Importing ``package.name`` sets the attribute ``name`` of the package, whatever it was before."""
+    modules = {name for name, _ in sources()}
+    code = (
+        "import importlib, sys\n"
+        f"modules = {sorted(modules)!r}\n"
+        f"for package in {sorted(name for name, path in sources() if path.name == '__init__.py')!r}:\n"
+        "    for name in getattr(importlib.import_module(package), '__all__', ()):\n"
+        "        value = getattr(sys.modules[package], name)\n"
+        "        if f'{package}.{name}' in modules:\n"
+        "            importlib.import_module(f'{package}.{name}')\n"
+        "            if getattr(sys.modules[package], name) is not value:\n"
+        "                print(f'{package}.{name}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr or done.stdout
