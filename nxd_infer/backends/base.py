@@ -158,8 +158,8 @@ class Backend(Protocol):
         """Whether models can be traced for it here; loading may need less."""
         ...
 
-    def options(self, compiler_args: Any) -> dict[str, Any]:
-        """Check the user's ``compiler_args`` and return them as a dictionary. Raises TraceConfigError by name."""
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The user's options (``compiler_args``), checked and completed. Raises TraceConfigError by name."""
         ...
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.errors import TraceError
+from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.processors import processors
 
 WORKER_BYTES = 1 << 30
@@ -49,6 +49,17 @@ def worker_count(graphs: int, limit: int | None = None) -> int:
     """How many graphs to compile at a time: at most two, as many as fit into memory, at least one."""
     fitting = max(1, int(available_memory() * 0.8) // WORKER_BYTES)
     return max(1, min(graphs, 2, processors(), fitting, limit or 2))
+
+
+def make_workdir(path: Path | None) -> None:
+    """Make the directory that the user wants the compiler's files in. Raises TraceConfigError where it cannot be."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceConfigError(
+            f"compiler_workdir: the directory {path} cannot be made: {error.strerror}; choose another"
+        ) from error
 
 
 def compile_graphs(

@@ -31,11 +31,10 @@ class EagerBackend:
         """There is none to look for."""
         return self.probe()
 
-    def options(self, compiler_args: Any) -> dict[str, Any]:
-        given = dict(compiler_args) if isinstance(compiler_args, Mapping) else {OPTION: True}
-        if list(given) not in ([OPTION], []) or (compiler_args and not isinstance(compiler_args, Mapping)):
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.keys() - {OPTION}:
             raise TraceConfigError(
-                f"the eager backend compiles nothing and takes no compiler_args but {OPTION!r}, got {compiler_args!r}; "
+                f"the eager backend compiles nothing and takes no compiler_args but {OPTION!r}, got {dict(given)!r}; "
                 "leave them out, or trace with backend='inductor'"
             )
         return {OPTION: packed_option(given.get(OPTION, True))}

@@ -8,7 +8,6 @@ ranks share code, and new weights need no compiler. The cost against constants h
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -71,13 +70,13 @@ class InductorBackend:
             )
         return self.probe()
 
-    def options(self, compiler_args: Any) -> dict[str, Any]:
-        """``compiler_args`` (a dictionary, or ``key=value`` strings) checked and completed.
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The user's options checked and completed.
 
         Raises TraceConfigError for an unknown option (with close matches), one this package sets itself, or a value
         of another type than the option's.
         """
-        given = _parse(compiler_args)
+        given = dict(given)
         target = cpu_target(given.pop(CPU_TARGET, None), cpu_features())
         options: dict[str, Any] = {
             CPU_TARGET: target.name,
@@ -160,27 +159,6 @@ class InductorBackend:
 
 def _loader_class() -> Any:
     return getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
-
-
-def _parse(compiler_args: Any) -> dict[str, Any]:
-    if not compiler_args:
-        return {}
-    if isinstance(compiler_args, Mapping):
-        return {str(key): value for key, value in compiler_args.items()}
-    words = compiler_args.split() if isinstance(compiler_args, str) else [str(word) for word in compiler_args]
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not equals:
-            raise TraceConfigError(
-                f"compiler_args {word!r} is not key=value; the inductor backend takes torch._inductor.config options "
-                "such as cpp.threads=2 (flags of neuronx-cc mean nothing to it)"
-            )
-        try:
-            found[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
-        except ValueError:
-            found[key] = value
-    return found
 
 
 def _check_options(given: Mapping[str, Any]) -> None:

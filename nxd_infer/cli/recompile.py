@@ -17,6 +17,10 @@ def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]
         report = parallel_model_recompile(
             artifact, out, backend=backend, compiler_args=compiler_args, progress=Progress(display)
         )
+    if report["ignored_compiler_args"]:
+        console.print(
+            f"note: ignored, for the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False
+        )
     manifest = load_artifact(out, verify=False, runs_here=False).manifest
     target = manifest.target.get("march") or manifest.target.get("arch")
     console.print(

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.backends import Backend
+from nxd_infer.backends.arguments import split_arguments
 from nxd_infer.backends.base import GRAPH_FILE, IR_FILE
+from nxd_infer.backends.compile_pool import make_workdir
 from nxd_infer.backends.lower import canonical_text, configuration, digest_of, read_graph, read_ir
 from nxd_infer.backends.machine import architecture, versions
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
@@ -52,7 +54,7 @@ def parallel_model_recompile(
         compile_timeout: seconds that each graph may take.
 
     Returns:
-        ``{"graphs", "compiled", "cached", "seconds"}``.
+        ``{"graphs", "compiled", "cached", "ignored_compiler_args", "seconds"}``.
 
     Raises:
         ArtifactError, ArtifactCorruptError, ArtifactVersionError: as ``load_artifact``.
@@ -62,8 +64,11 @@ def parallel_model_recompile(
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
-    options = found.options(compiler_args)
+    own, ignored = split_arguments(compiler_args)
+    options = found.options(own)
     ArtifactWriter(save_dir, replace=replace).check_target()
+    workdir = Path(compiler_workdir) if compiler_workdir is not None else None
+    make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
     try:
         directories, renamed = _lower(source, found, options, build)
@@ -73,7 +78,7 @@ def parallel_model_recompile(
             names,
             found,
             options,
-            workdir=Path(compiler_workdir) if compiler_workdir is not None else None,
+            workdir=workdir,
             workers=max_parallel_compilations,
             timeout=compile_timeout,
             progress=report,
@@ -99,6 +104,7 @@ def parallel_model_recompile(
         "graphs": len(directories),
         "compiled": compiled.compiled,
         "cached": compiled.cached,
+        "ignored_compiler_args": ignored,
         "seconds": compiled.seconds,
     }
 

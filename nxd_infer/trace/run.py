@@ -82,6 +82,7 @@ def run(settings: _Settings, build: Path, kernel: Path | None, progress: Report)
         "graphs": len(compiled.directories),
         "compiled": compiled.compiled,
         "cached": compiled.cached,
+        "ignored_compiler_args": settings.ignored_arguments,
         "trace_seconds": traced - start,
         "compile_seconds": compiled.seconds,
         "seconds": time.monotonic() - start,
@@ -141,15 +142,22 @@ def make_plan(settings: _Settings) -> TracePlan:
         if settings.loader is not None
         else min(settings.max_parallel or request.tp_degree, request.tp_degree),
         compile_processes=worker_count(len(buckets), settings.max_parallel) if compiles else 0,
-        notes=_notes(request.configuration),
+        notes=_notes(settings),
         **sizes,
     )
 
 
-def _notes(configuration: dict[str, Any]) -> tuple[str, ...]:
-    if QUANTIZE not in configuration:
-        return ()
-    return (f"note: linear layers keep their weights in {configuration[QUANTIZE]}: serving needs less than this",)
+def _notes(settings: _Settings) -> tuple[str, ...]:
+    found = []
+    quantized = settings.request.configuration.get(QUANTIZE)
+    if quantized is not None:
+        found.append(f"note: linear layers keep their weights in {quantized}: serving needs less than this")
+    if settings.ignored_arguments:
+        found.append(
+            f"note: the {settings.backend.name} backend ignores what is for the Neuron compiler: "
+            f"{' '.join(settings.ignored_arguments)}"
+        )
+    return tuple(found)
 
 
 def _shapes(example: Any) -> tuple[str, ...]:

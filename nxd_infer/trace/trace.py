@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from nxd_infer import backends
+from nxd_infer.backends.arguments import split_arguments
+from nxd_infer.backends.compile_pool import make_workdir
 from nxd_infer.backends.encoding import quantize_option
 from nxd_infer.backends.lower import configuration
 from nxd_infer.errors import (
@@ -54,6 +56,7 @@ class _Settings:
     config: BucketModelConfig | None
     backend: backends.Backend
     options: dict[str, Any]
+    ignored_arguments: list[str]
     loader: Callable[[], Any] | None
     one_program: bool
     inline_weights: bool
@@ -100,10 +103,13 @@ def parallel_model_trace(
             output is not returned. Runs in a spawned process a rank, so it must be importable by name.
         example_inputs: a tensor, a tuple or list of tensors, or a dictionary of them by name; with a ``bucket_config``
             a list of such entries, one a bucket.
-        compiler_workdir: where everything the compiler writes is kept. Default: a private directory, removed. Graphs
-            that the compile cache holds are not compiled again (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
+        compiler_workdir: where everything the compiler writes is kept; made where it is not there. Default: a private
+            directory, removed. Graphs that the compile cache holds are not compiled again, and leave nothing there
+            (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
         compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
-            dictionary or ``key=value`` strings.
+            dictionary, a list or text of ``key=value``. Arguments of the Neuron compiler in its own words
+            (``"--model-type=transformer -O1"``, or a list of such) mean nothing on a CPU: they are ignored, and
+            ``trace_report["ignored_compiler_args"]`` names them.
         inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They
             are stored once, beside the graphs, in both cases.
         bucket_config: several shapes in one model. Needs ``inline_weights_to_neff=False``.
@@ -143,6 +149,7 @@ def parallel_model_trace(
     from nxd_infer.trace.run import run
 
     settings = _check(**arguments)
+    make_workdir(settings.workdir)
     build = Path(tempfile.mkdtemp(prefix=".nxd-trace-", dir=_temporary_root(settings)))
     try:
         kernel = None
@@ -261,7 +268,8 @@ def _check(
     if not isinstance(trace_timeout, (int, float)) or not 0 < trace_timeout < math.inf:
         raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
     found = tracing_backend(backend)
-    options = found.options(compiler_args)
+    own, ignored = split_arguments(compiler_args)
+    options = found.options(own)
     buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
     files = {str(name): Path(path) for name, path in (extra_files or {}).items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
@@ -290,6 +298,7 @@ def _check(
         config=bucket_config,
         backend=found,
         options=options,
+        ignored_arguments=ignored,
         loader=checkpoint_loader_callable,
         one_program=spmd_mode,
         inline_weights=bool(inline_weights_to_neff),

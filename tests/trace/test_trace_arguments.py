@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.backends.arguments import split_arguments
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.trace.manifest import InputSpec
@@ -44,7 +45,16 @@ X = torch.zeros(4)
         ({"extra_files": {"weights/rank_00.safetensors": __file__}}, "a name of the artifact's own"),
         ({"metadata": {"dtype": torch.float32}}, "stored as JSON"),
         ({"metadata": {"limit": float("inf")}}, "stored as JSON"),
-        ({"compiler_args": "--model-type=transformer -O1"}, "'-O1' is not key=value"),
+        ({"compiler_args": "--model-type transformer fast"}, "'fast' is neither key=value, .* nor an argument of neur"),
+        ({"compiler_args": ["--auto-cast none"]}, "'--auto-cast none' is neither"),
+        ({"compiler_args": "--model-type="}, "'--model-type=' is neither"),
+        ({"compiler_args": "-model-type=unet"}, "'-model-type=unet' is neither"),
+        ({"compiler_args": "--tensorizer-options='--one"}, "the quotation mark ' is not closed"),
+        ({"compiler_args": 1}, "must be a dictionary, a list of words or a text"),
+        ({"compiler_args": "--cpu-target z80 --cpu_target=z80"}, "there is no cpu_target 'z80'"),
+        ({"compiler_args": {"--model-type": "transformer"}}, "no option '--model-type'"),
+        ({"compiler_args": {"-O1": None}, "backend": "eager"}, "takes no compiler_args"),
+        ({"compiler_workdir": f"{__file__}/work", "backend": "eager"}, "cannot be made: Not a directory; choose"),
         ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; close matches: cpp.threads"),
         ({"compiler_args": {"cpp.threads": "two"}}, "cpp.threads='two' must be int"),
         ({"compiler_args": ["freezing=true"]}, "'freezing' is set to False by this package"),
@@ -52,9 +62,42 @@ X = torch.zeros(4)
     ],
 )
 def test_contradictions_are_refused(arguments, message):
-    for call in (nxd.trace.parallel_model_trace, trace_plan):
+    # The plan makes no directory.
+    for call in (nxd.trace.parallel_model_trace, trace_plan)[: 1 if "compiler_workdir" in arguments else 2]:
         with pytest.raises(TraceConfigError, match=message):
             call(models.plus, X, **arguments)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("given", "options", "neuron"),
+    [
+        (None, {}, []),
+        ({"cpp.threads": 2}, {"cpp.threads": 2}, []),
+        ("--cpp.threads=2 max_autotune=True", {"cpp.threads": 2, "max_autotune": True}, []),
+        ("-O1", {}, ["-O1"]),
+        ("--model-type=transformer -O1", {}, ["--model-type=transformer", "-O1"]),
+        (["--auto-cast", "none", "-O", "2"], {}, ["--auto-cast", "none", "-O", "2"]),
+        (
+            "--enable-saturate-infinity cpu_target=native --target trn1",
+            {"cpu_target": "native"},
+            ["--enable-saturate-infinity", "--target", "trn1"],
+        ),
+        ("--tensorizer-options='--one --two=3' -O1", {}, ["--tensorizer-options='--one --two=3'", "-O1"]),
+        (["--tensorizer-options=--one --two=3"], {}, ["--tensorizer-options=--one --two=3"]),
+        ('cpp.cxx=["g++"]', {"cpp.cxx": ["g++"]}, []),
+    ],
+)
+def test_words_of_the_neuron_compiler_are_told_from_options_of_the_backend(given, options, neuron):
+    assert split_arguments(given) == (options, neuron)
+
+
+@pytest.mark.check
+def test_the_plan_names_once_what_is_ignored():
+    table = trace_plan(models.plus, X, compiler_args="--model-type=transformer -O1").table()
+    assert (
+        table.count("the inductor backend ignores what is for the Neuron compiler: --model-type=transformer -O1") == 1
+    )
 
 
 @pytest.mark.check

@@ -1,0 +1,66 @@
+"""``compiler_args``: which words are options of the backend, and which are written for the Neuron compiler."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxd_infer.errors import TraceConfigError
+
+_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
+"""Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
+_NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
+"""``--model-type=transformer``, ``--auto-cast``, ``-O1``. None of its names holds a dot or an underscore."""
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+def split_arguments(compiler_args: Any) -> tuple[dict[str, Any], list[str]]:
+    """Options of the backend by name, and the words that are the Neuron compiler's.
+
+    A dictionary holds options of the backend only. In text and in lists, ``key=value`` is one, too; a word in the form
+    of a neuronx-cc argument is that compiler's, with the word after it where that can only be its value (``-O 1``).
+    Raises TraceConfigError for a word that is neither.
+    """
+    if compiler_args is None or isinstance(compiler_args, Mapping):
+        return {str(key): value for key, value in (compiler_args or {}).items()}, []
+    options: dict[str, Any] = {}
+    neuron: list[str] = []
+    takes_value = False
+    for word in _words(compiler_args):
+        if _NEURON.fullmatch(word):
+            neuron.append(word)
+            takes_value = "=" not in word
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        if takes_value and not equals and not word.startswith("-"):
+            neuron.append(word)
+        elif key and value and not key.startswith("-"):
+            options[key] = _value(value)
+        else:
+            raise TraceConfigError(
+                f"compiler_args: {word!r} is neither key=value, an option of the backend such as cpp.threads=2, nor "
+                "an argument of neuronx-cc such as --model-type=transformer or -O1: correct it or leave it out"
+            )
+        takes_value = False
+    return options, neuron
+
+
+def _words(compiler_args: Any) -> list[str]:
+    if isinstance(compiler_args, str):
+        if rest := _WORD.sub("", compiler_args).strip():
+            raise TraceConfigError(f"compiler_args: the quotation mark {rest[0]} is not closed in {compiler_args!r}")
+        return _WORD.findall(compiler_args)
+    if isinstance(compiler_args, Iterable):
+        return [str(word) for word in compiler_args]
+    raise TraceConfigError(
+        f"compiler_args must be a dictionary, a list of words or a text of them, got {compiler_args!r}"
+    )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(_CONSTANTS.get(text, text))
+    except ValueError:
+        return text
