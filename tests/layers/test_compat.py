@@ -96,6 +96,37 @@ REFUSAL = textwrap.dedent(
 )
 
 
+HELPER = textwrap.dedent(
+    """
+    import importlib.util, sys
+    from nxd_infer import compat
+    from nxd_infer.trace import BucketModelConfig as ours
+    assert importlib.util.find_spec("torch_neuronx") is None or "real" in sys.argv
+    compat.install()
+    import torch_neuronx
+    from torch_neuronx import BucketModelConfig
+    print(BucketModelConfig is ours, getattr(torch_neuronx, "REAL", "ours"))
+    try:
+        import torch_neuronx.xla_impl
+    except ModuleNotFoundError as error:
+        print(error.name)
+    compat.uninstall()
+    print("torch_neuronx" in sys.modules)
+    """
+)
+
+
+@pytest.mark.check
+def test_torch_neuronx_is_stood_in_for_where_it_is_absent_and_never_hidden(tmp_path: Path):
+    done = run("-c", HELPER, folder=tmp_path)
+    assert done.stdout.split("\n")[:3] == ["True ours", "torch_neuronx.xla_impl", "False"], done.stderr
+    real = tmp_path / "torch_neuronx"
+    real.mkdir()
+    (real / "__init__.py").write_text("REAL = 'theirs'\nclass BucketModelConfig: pass\n")
+    done = run("-c", HELPER, "real", folder=tmp_path)
+    assert done.stdout.split("\n")[:3] == ["False theirs", "torch_neuronx.xla_impl", "True"], done.stderr
+
+
 @pytest.mark.check
 def test_a_real_package_is_not_hidden(tmp_path: Path):
     real = tmp_path / "neuronx_distributed"

@@ -7,6 +7,7 @@
 
     import neuronx_distributed as nxd                               # this package
     from neuronx_distributed.parallel_layers import layers          # nxd_infer.parallel_layers.layers, the same object
+    from torch_neuronx import BucketModelConfig                     # nxd_infer.trace.BucketModelConfig
 
 or, without touching the script: ``python -m nxd_infer.compat script.py arguments...``.
 """
@@ -24,7 +25,8 @@ from types import ModuleType
 from nxd_infer.errors import NxdError
 
 ALIAS = "neuronx_distributed"
-TARGET = "nxd_infer"
+HELPER = "torch_neuronx"
+TARGETS = {ALIAS: "nxd_infer", HELPER: "nxd_infer.compat.torch_neuronx"}
 
 
 class AliasError(NxdError, ImportError):
@@ -32,14 +34,19 @@ class AliasError(NxdError, ImportError):
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``."""
+    """Finds ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``, say."""
+
+    def __init__(self, alias: str):
+        self.alias, self.target = alias, TARGETS[alias]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
+        if fullname.partition(".")[0] != self.alias:
             return None
-        ours = TARGET + fullname.removeprefix(ALIAS)
+        if fullname != self.alias and sys.modules.get(self.alias) is not sys.modules.get(self.target):
+            return None  # of a real package
+        ours = self.target + fullname.removeprefix(self.alias)
         try:
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:
@@ -49,15 +56,18 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
                 f"{fullname} was looked for as {ours}, which this package does not have", name=fullname
             )
         return importlib.machinery.ModuleSpec(
-            fullname, _AliasLoader(), is_package=found.submodule_search_locations is not None
+            fullname, _AliasLoader(ours), is_package=found.submodule_search_locations is not None
         )
 
 
 class _AliasLoader(importlib.abc.Loader):
     """Imports the module under its own name and hands it out: one object under two names."""
 
+    def __init__(self, name: str):
+        self.name = name
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(TARGET + spec.name.removeprefix(ALIAS))
+        module = importlib.import_module(self.name)
         self._own = getattr(module, "__spec__", None)
         return module
 
@@ -70,6 +80,9 @@ class _AliasLoader(importlib.abc.Loader):
 def install(*, force: bool = False) -> None:
     """Make ``neuronx_distributed`` and its submodules names of this package, in this process. Twice is once.
 
+    ``torch_neuronx`` becomes a name of :mod:`nxd_infer.compat.torch_neuronx` unless that package is installed: it is
+    never hidden, and its own BucketModelConfig is understood here.
+
     Raises AliasError when a package ``neuronx_distributed`` is installed or has been imported; ``force=True`` hides it.
     """
     if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
@@ -81,7 +94,8 @@ def install(*, force: bool = False) -> None:
         )
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _AliasFinder())
+    sys.meta_path.insert(0, _AliasFinder(ALIAS))
+    sys.meta_path.append(_AliasFinder(HELPER))  # asked when no other finder knows one
 
 
 def uninstall() -> None:
@@ -89,6 +103,8 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
+    if HELPER in sys.modules and sys.modules[HELPER] is sys.modules.get(TARGETS[HELPER]):
+        del sys.modules[HELPER]
 
 
 def _installed() -> str | None:
@@ -109,7 +125,3 @@ def main() -> None:
     install()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
