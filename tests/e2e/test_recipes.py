@@ -1,12 +1,8 @@
-"""The recipes of the documents for inference, as a user of them writes them, package name replaced.
-
-Nothing here had to be corrected: the inference chapter's samples are signatures, and are called with every argument.
-"""
+"""The recipe of the documents for BERT, as a user of them writes it, and a module that is copied before a trace."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -113,31 +109,6 @@ class Toy(torch.nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
-
-
-def get_toy():
-    torch.manual_seed(0)
-    return Toy().eval(), {}
-
-
-def test_every_documented_argument_of_the_trace_by_name_and_by_place(tmp_path):
-    parameters = list(inspect.signature(nxd.trace.parallel_model_trace).parameters)
-    documented = ["func", "example_inputs", "compiler_workdir", "compiler_args", "inline_weights_to_neff",
-                  "bucket_config", "tp_degree", "max_parallel_compilations"]  # fmt: skip
-    assert parameters[: len(documented)] == documented
-
-    x, expected = torch.randn(3, 8), None
-    torch.manual_seed(0)
-    expected = Toy()(x)
-    workdir = tmp_path / "workdir"
-    arguments = (get_toy, torch.zeros(3, 8), workdir, None, True, None, 2, 1)
-    by_name = dict(zip(documented, arguments, strict=True))
-    for positional, named in ((arguments, {}), ((), by_name)):
-        with nxd.trace.parallel_model_trace(*positional, **named, backend="eager") as model:
-            assert torch.allclose(model(x), expected, atol=1e-6)
-            nxd.trace.parallel_model_save(model, save_dir=tmp_path / "saved")
-        with nxd.trace.parallel_model_load(load_dir=tmp_path / "saved") as loaded:
-            assert torch.allclose(loaded(x), expected, atol=1e-6)
 
 
 def test_a_module_of_layers_can_be_copied_before_it_is_traced():

@@ -59,30 +59,6 @@ def test_documented_positions():
     assert config["model_init_config"]["sequential_move_factor"] == 3
 
 
-def test_the_sample_of_the_wrapper_guide():
-    """Seed document 001; its sample is no valid Python (the keywords are missing), which is corrected here."""
-    config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=1,
-        pipeline_config={
-            "transformer_layer_cls": torch.nn.Linear,
-            "num_microbatches": 1,
-            "output_loss_value_spec": (True, False),
-            "input_names": ["input_ids", "attention_mask", "labels"],
-            "pipeline_cuts": [],
-            "trace_file_path": None,
-            "param_init_fn": None,
-            "leaf_module_cls": ["LlamaRMSNorm"],
-            "autowrap_modules": [parallel_state],
-            "use_zero1_optimizer": True,
-            "use_optimizer_wrapper": True,
-        },
-        optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
-        sequence_parallel=False,
-        activation_checkpoint_config=torch.nn.Linear,
-    )
-    assert config["activation_checkpoint_config"] is torch.nn.Linear
-
-
 def test_the_callers_dicts_are_left_alone():
     given = {
         "optimizer_config": {"max_grad_norm": 2.0},

@@ -1,4 +1,4 @@
-"""ZeRO-1: the seed document's sample, the share of each rank, group mix-ups, saving and loading sharded states."""
+"""ZeRO-1: the share of each rank, group mix-ups, saving and loading sharded states."""
 
 from __future__ import annotations
 
@@ -21,24 +21,11 @@ from tests.trainer.jobs import ZERO1, AdamW, mine, training
 from tests.trainer.models import decoder, llama, tokens
 
 
-def seed_sample() -> dict[str, Any]:
-    """The sample of the seed document's chapter on the ZeRO-1 optimizer."""
+def shares_and_mix_ups() -> dict[str, Any]:
+    """What this rank holds of the states, and what is said of groups that are not those of their axis."""
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(2), llama)
-    no_decay = ["norm"]
-    param_optimizer = list(model.named_parameters())
-    grouped = [
-        {"params": [p for n, p in param_optimizer if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
-        {"params": [p for n, p in param_optimizer if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
-    ]
-    optimizer = NeuronZero1Optimizer(
-        grouped,
-        AdamW,
-        lr=1e-3,
-        pin_layout=False,
-        sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
-        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
-    )
+    optimizer = NeuronZero1Optimizer(model.parameters(), AdamW, lr=1e-3)
     model.run_train(**mine(tokens()))
     optimizer.step()
     params = sum(p.numel() for p in model.parameters())
@@ -56,8 +43,8 @@ def seed_sample() -> dict[str, Any]:
     return {"share": state / params, "messages": messages, "norm": float(optimizer.grad_norm or 0)}
 
 
-def test_the_seed_documents_sample():
-    found = run_ranks(seed_sample, 4, tp=2)
+def test_each_rank_holds_its_share_and_groups_are_not_mixed_up():
+    found = run_ranks(shares_and_mix_ups, 4, tp=2)
     for rank in found:
         assert 0.45 < rank["share"] < 0.55 and rank["norm"] > 0
         mixed_up, foreign, no_list = rank["messages"]
