@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
 import nxd_infer as nxd
@@ -26,8 +25,7 @@ args = parser.parse_args()
 if "RANK" not in os.environ:
     parser.error("one process a rank: start me with `torchrun --nproc_per_node=2 examples/train.py ...`")
 
-dist.init_process_group("gloo")  # "nccl" on GPUs
-nxd_config = nxd.neuronx_distributed_config(
+nxd_config = nxd.neuronx_distributed_config(  # joins the other processes: over gloo, or NCCL on GPUs
     tensor_parallel_size=args.tp,
     optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
 )
