@@ -72,7 +72,7 @@ def initialize_parallel_optimizer(
         return NeuronZero1Optimizer(
             parameters,
             optimizer_class,
-            optimizer_dtype=torch.float32 if precision["use_master_weights"] else None,
+            master_weights=precision["use_master_weights"],
             max_norm=options["max_grad_norm"],
             use_grad_acc_hook=precision["use_fp32_grad_acc"],
             **common,
