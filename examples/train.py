@@ -30,6 +30,7 @@ nxd_config = nxd.neuronx_distributed_config(  # joins the other processes: over 
     optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
 )
 model = nxd.initialize_parallel_model(nxd_config, registry.load_model, args.model, dtype=torch.float32)
+device = next(model.parameters()).device
 optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=args.lr)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 
@@ -47,6 +48,7 @@ dp = nxd.parallel_state.get_data_parallel_size()
 with TrainingProgress(total=last, initial=first) as progress:
     while step < last:
         for batch in loader:  # the rest of an epoch
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
             loss = model.run_train(**batch)  # forward and backward; or model(**batch) and loss.backward()
             optimizer.step()  # averages, clips, steps
             optimizer.zero_grad()

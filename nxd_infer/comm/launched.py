@@ -55,10 +55,11 @@ def _backend_of_the_devices() -> str:
         )
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
-    place, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"
+    place, here = int(os.environ[name]), torch.cuda.device_count()
     if place >= here:
         raise ParallelConfigError(
-            f"LOCAL_RANK={place}, but this machine has {here} GPU(s), and each rank needs one: start at most {here} "
+            f"{name}={place}, but this machine has {here} GPU(s), and each rank needs one: start at most {here} "
             'processes here, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
         )
     torch.cuda.set_device(place)

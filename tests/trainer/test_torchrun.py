@@ -33,7 +33,7 @@ def torchrun(script: Path, *arguments: object, cwd: Path) -> str:
     done = subprocess.run(
         [*launcher, "--redirects", "3", "--log-dir", str(logs), str(script), *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=140,
