@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
 import nxd_infer as nxd
@@ -26,12 +25,12 @@ args = parser.parse_args()
 if "RANK" not in os.environ:
     parser.error("one process a rank: start me with `torchrun --nproc_per_node=2 examples/train.py ...`")
 
-dist.init_process_group("gloo")  # "nccl" on GPUs
-nxd_config = nxd.neuronx_distributed_config(
+nxd_config = nxd.neuronx_distributed_config(  # joins the other processes: over gloo, or NCCL on GPUs
     tensor_parallel_size=args.tp,
     optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
 )
 model = nxd.initialize_parallel_model(nxd_config, registry.load_model, args.model, dtype=torch.float32)
+device = next(model.parameters()).device
 optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=args.lr)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 
@@ -49,6 +48,7 @@ dp = nxd.parallel_state.get_data_parallel_size()
 with TrainingProgress(total=last, initial=first) as progress:
     while step < last:
         for batch in loader:  # the rest of an epoch
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
             loss = model.run_train(**batch)  # forward and backward; or model(**batch) and loss.backward()
             optimizer.step()  # averages, clips, steps
             optimizer.zero_grad()

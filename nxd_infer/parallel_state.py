@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit
+from nxd_infer.comm.launched import join_launched_world, launched_world
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
 from nxd_infer.context import (
     AXES,
@@ -39,6 +40,7 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "ParallelGroups",
     "destroy_model_parallel",
+    "get_context_model_parallel_group",
     "get_context_model_parallel_rank",
     "get_context_model_parallel_size",
     "get_context_parallel_group",
@@ -98,16 +100,24 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     *,
     context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
     mesh_only: bool = False,
     shared_memory: bool = True,
 ) -> ParallelGroups | None:
     """Lay the ranks of the world out over pipeline, data, context and tensor parallel groups, once a process.
 
-    The world is that of ``torch.distributed`` when it is initialised, else this process alone. Every rank calls this
-    with the same arguments; data parallelism takes what the other degrees leave. Ranks are ordered
-    ``[pipeline, data, context, tensor]``: a tensor parallel group is a run of neighbouring ranks.
+    The world is that of ``torch.distributed``. Where that is not initialised and a launcher such as torchrun has
+    started several processes, its process group is made here: over gloo on the CPU, over NCCL where each rank has a
+    GPU. Without a launcher it is this process alone. Every rank calls this with the same arguments; data parallelism
+    takes what the other degrees leave. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group
+    is a run of neighbouring ranks.
 
+    ``expert_model_parallel_size``: 1; experts are not split over ranks yet.
+    ``lnc_size``: 1; physical cores are not joined to logical ones yet.
+    ``skip_collective_init``: the reference's, whose groups are tried out once. Here none is, so it changes nothing.
     ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError.
     ``mesh_only``: return the groups as lists of ranks and initialise nothing.
     ``shared_memory``: groups over gloo whose ranks are all on one host exchange through shared memory, in a fraction of
@@ -119,6 +129,9 @@ def initialize_model_parallel(
     without ``destroy_model_parallel()``. In a rank of ``parallel_model_trace``, which has done this, asking for the
     same degrees does nothing.
     """
+    for name, value in (("expert_model_parallel_size", expert_model_parallel_size), ("lnc_size", lnc_size)):
+        if value != 1:
+            raise ParallelConfigError(f"{name}={value!r} is not supported yet: leave it out, or pass 1")
     sizes = (tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     given = default_context()
     if given is not None and given.collectives == TRACE_COLLECTIVES and not mesh_only:
@@ -129,18 +142,19 @@ def initialize_model_parallel(
                 f"func asked for {sizes}: give tp_degree to parallel_model_trace instead"
             )
         return None
-    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (1, 0)
+    if not mesh_only and given is None:
+        join_launched_world()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (launched_world(), 0)
     if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
-            f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: call "
-            "torch.distributed.init_process_group() first (for example under torchrun)"
+            f"tensor x pipeline x context = {' x '.join(map(str, sizes))} needs more ranks than this one process: "
+            "start them with torchrun, or call torch.distributed.init_process_group() first"
         )
     layout = rank_layout(world, *sizes)
     if mesh_only:
         return ParallelGroups(*(layout.groups(axis) for axis in ("tp", "dp", "pp", "cp")))
-    before = default_context()
-    if before is not None:
-        degrees = ", ".join(f"{axis}={before.layout.degree(axis)}" for axis in AXES)
+    if given is not None:
+        degrees = ", ".join(f"{axis}={given.layout.degree(axis)}" for axis in AXES)
         raise ParallelConfigError(
             f"model parallelism is already initialised ({degrees}); call destroy_model_parallel() before changing it"
         )
@@ -343,11 +357,6 @@ def get_context_parallel_src_rank() -> int:
     return current_context().cp.ranks[0]
 
 
-# The reference's longer names for the same axis.
-get_context_model_parallel_size = get_context_parallel_size
-get_context_model_parallel_rank = get_context_parallel_rank
-
-
 @overload
 def get_context_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
 @overload
@@ -355,6 +364,12 @@ def get_context_parallel_group(as_list: bool = False) -> Any: ...
 def get_context_parallel_group(as_list: bool = False) -> Any:
     """This rank's ``torch.distributed`` group, or with ``as_list`` every context parallel group as global ranks."""
     return _axis_groups("cp", as_list)
+
+
+# The reference's longer names for the same axis.
+get_context_model_parallel_size = get_context_parallel_size
+get_context_model_parallel_rank = get_context_parallel_rank
+get_context_model_parallel_group = get_context_parallel_group
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:

@@ -176,7 +176,9 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
                 layout = ParamLayout.of(self.axes_of(name)).rank_layout(self.degree, self.rank)
                 part = name.partition("_")[2]
                 keep_own_part(getattr(self, name), layout, masters[kind] | {"": masters[kind].get(part, Tensor())})
-        self.master_weight = torch.cat(list(masters["weight"].values())) if self.keep_master_weight else None
+        if self.keep_master_weight:
+            self.master_weight = torch.cat(list(masters["weight"].values()))
+            self.master_bias = torch.cat(list(masters["bias"].values())) if self.use_bias else None
 
     # --- computation ----------------------------------------------------------------------------------
 

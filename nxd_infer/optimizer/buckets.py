@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,13 +62,18 @@ class Bucket:
     """The average: of the whole bucket, or with ``scatter`` of this rank's equal piece of it."""
 
 
-def make_buckets(params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0) -> list[Bucket]:
-    """Buckets over ``params[first:]``, last first, of one device and type each; a parameter is never split over two."""
+def make_buckets(
+    params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0, reduce_dtype: torch.dtype = torch.float32
+) -> list[Bucket]:
+    """Buckets over ``params[first:]``, last first, of one device and type each; a parameter is never split over two.
+
+    Gradients travel in ``reduce_dtype``, or in their own type where that is wider.
+    """
     buckets: list[Bucket] = []
     open_for: dict[tuple, Bucket] = {}
     for index in reversed(range(first, len(params))):
         param = params[index]
-        dtype = wide_type(param.dtype)
+        dtype = torch.promote_types(param.dtype, reduce_dtype)
         key = (param.device, param.dtype)
         bucket = open_for.get(key)
         if bucket is None or (bucket.size + param.numel()) * dtype.itemsize > cap_mb * MEGABYTE:
@@ -84,8 +90,9 @@ class GradReducer:
     """Brings the gradients of ``params`` from the data-parallel ranks together.
 
     ``scatter``: each rank gets the average of its equal piece of every bucket, instead of everything.
-    ``accumulate_wide``: gradients of less than float32 are summed over backward passes in ``param.main_grad``, in
-    float32, and ``param.grad`` is emptied.
+    ``accumulate_dtype``: gradients of a narrower type are summed over backward passes in ``param.main_grad``, in this
+    type, and ``param.grad`` is emptied.
+    ``reduce_dtype``: gradients of a narrower type are summed over the ranks in this one.
     """
 
     def __init__(
@@ -94,7 +101,8 @@ class GradReducer:
         context: ParallelContext,
         *,
         scatter: bool = False,
-        accumulate_wide: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
         cap_mb: float = 25.0,
     ):
         if not cap_mb > 0:
@@ -104,7 +112,7 @@ class GradReducer:
         self.scatter = scatter
         self.degree = context.dp.degree
         self.buckets: list[Bucket] = []
-        self._accumulate_wide, self._cap_mb = accumulate_wide, cap_mb
+        self._accumulate_dtype, self._reduce_dtype, self._cap_mb = accumulate_dtype, reduce_dtype, cap_mb
         self._place_of: dict[int, tuple[Bucket, Slot]] = {}
         self._wide: list[bool] = []
         self._passes: list[int] = []
@@ -120,21 +128,36 @@ class GradReducer:
         """Reduce the gradients of more parameters too, in buckets of their own after the others."""
         first = len(self.params)
         self.params += params
-        self._wide += [self._accumulate_wide and wide_type(p.dtype) != p.dtype for p in params]
+        self._wide += [self._sum_type(p) != p.dtype for p in params]
         self._passes += [0] * len(params)
         self._silent += [False] * len(params)
         self._known += [None] * len(params)
-        for bucket in make_buckets(self.params, self.degree, self._cap_mb, first):
+        for bucket in make_buckets(self.params, self.degree, self._cap_mb, first, self._reduce_dtype):
             self.buckets.append(bucket)
             self._place_of.update({slot.index: (bucket, slot) for slot in bucket.slots})
             self._empty(bucket)
-        for index, param in enumerate(params, first):
+        self._watch(first)
+
+    def _watch(self, first: int) -> None:
+        """Put hooks on the parameters from place ``first`` on."""
+        for index, param in enumerate(self.params[first:], first):
             former = _reducer_of.get(param)
             former = former and former()
             if former is not None:
                 former.close()  # its optimizer has been replaced; both reducing would be once too often
             _reducer_of[param] = weakref.ref(self)
             self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is between steps, whatever this one is doing: gradients are not copied, and its hooks are its own."""
+        buckets = [Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device) for bucket in self.buckets]
+        return {**vars(self), "buckets": buckets, "_place_of": {}, "_hooks": [], "_known": [None] * len(self.params)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._place_of = {slot.index: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        self._start_over()
+        self._watch(0)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -146,6 +169,11 @@ class GradReducer:
     def communicates(self) -> bool:
         return self.degree > 1 and bool(self.params)
 
+    def _sum_type(self, param: Tensor) -> torch.dtype:
+        """The type in which the gradients of a parameter are summed over backward passes."""
+        wanted = self._accumulate_dtype
+        return param.dtype if wanted is None else torch.promote_types(param.dtype, wanted)
+
     def sums_apart(self, index: int) -> bool:
         """Whether the gradient of a parameter is summed up in ``main_grad``."""
         return self._wide[index]
@@ -156,7 +184,7 @@ class GradReducer:
         return getattr(param, "main_grad", None) if self._wide[index] else param.grad
 
     def zero(self) -> None:
-        """Forget gradients summed in float32; those in ``param.grad`` are the optimizer's to zero."""
+        """Forget gradients summed in ``main_grad``; those in ``param.grad`` are the optimizer's to zero."""
         for param, wide in zip(self.params, self._wide, strict=True):
             if wide:
                 param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +196,7 @@ class GradReducer:
         param = self.params[index]
         if self._wide[index] and param.grad is not None:
             sum_ = getattr(param, "main_grad", None)
-            grad = param.grad.to(wide_type(param.dtype))
+            grad = param.grad.to(self._sum_type(param))
             param.main_grad = grad if sum_ is None else sum_.add_(grad)  # pyright: ignore
             param.grad = None
         self._passes[index] += 1

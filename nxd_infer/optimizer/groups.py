@@ -74,6 +74,12 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
     return list(values)
 
 
+def require_once(groups: list[dict[str, Any]]) -> None:
+    members = [id(param) for group in groups for param in group["params"]]
+    if len(set(members)) < len(members):
+        raise ParallelConfigError("a parameter stands more than once in the optimizer's groups; name each once")
+
+
 def with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     """The group of a user with the hyperparameters that it does not name, as the wrapped optimizer has them."""
     return {**{k: v for k, v in inner.items() if k not in NOT_HYPERPARAMETERS}, **group}

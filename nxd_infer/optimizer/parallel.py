@@ -3,7 +3,8 @@
 A step averages the gradients over the data-parallel ranks, sums those of sequence-parallel parameters, checks that they
 are finite, clips them by the norm of the whole model, lets the wrapped optimizer step, and writes back what it stepped
 elsewhere (float32 masters, ZeRO-1 shards). ``param_groups`` hold the model's own parameters, so schedulers and other
-users see what they expect; hyperparameters are handed on before each step.
+users see what they expect; hyperparameters are handed on before each step. Whatever the wrapper does not have itself,
+attributes and methods, is the wrapped optimizer's.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.context import ParallelContext, current_context
-from nxd_infer.errors import CheckpointError, NonFiniteGradientError, ParallelConfigError
+from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError, NonFiniteGradientError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
@@ -24,9 +26,11 @@ from nxd_infer.optimizer.groups import (
     parameter_groups,
     parameter_names,
     require_elementwise,
+    require_once,
     with_defaults,
 )
-from nxd_infer.optimizer.pieces import Piece, Publisher, make_pieces
+from nxd_infer.optimizer.pieces import Masters, Piece, Publisher, make_pieces
+from nxd_infer.optimizer.wrapper import OptimizerWrapper
 from nxd_infer.parallel_layers import grads as gradients
 
 __all__ = ["NxDOptimizer"]
@@ -34,7 +38,7 @@ __all__ = ["NxDOptimizer"]
 ON_NONFINITE = ("raise", "skip")
 
 
-class NxDOptimizer(torch.optim.Optimizer):
+class NxDOptimizer(OptimizerWrapper):
     """``optimizer_class(parameters, **defaults)`` over all ranks of the current context.
 
     Args:
@@ -45,15 +49,21 @@ class NxDOptimizer(torch.optim.Optimizer):
         grad_clipping, max_grad_norm: scale all gradients so that the 2-norm of the model's is at most so much.
         on_nonfinite: ``"raise"`` NonFiniteGradientError when a gradient is NaN or infinite on any rank, before anything
             is changed, or ``"skip"`` the step with a warning. Every rank does the same.
-        master_weights: step float32 copies of parameters of a narrower type.
-        fp32_grad_acc: sum the gradients of such parameters over backward passes in float32 (in ``param.main_grad``).
+        master_weights: step float32 copies of parameters of a narrower type; a type: copies of all others in that one.
+        fp32_grad_acc: sum gradients over backward passes (in ``param.main_grad``) in at least float32 and the type of
+            the copies.
+        reduce_dtype: sum gradients over the ranks in at least this type.
         bucket_cap_mb: gradients travel in flat buckets of about this size.
+        lazy_init: shard nothing and make no ``optimizer_class`` before :meth:`init_zero` is called.
         defaults: handed to ``optimizer_class``.
 
     Gradients are final after :meth:`synchronize_gradients`, which ``step`` calls; whoever clips or looks at ``.grad``
     himself calls it first. With ZeRO-1, ``.grad`` stays this rank's own, see :meth:`named_gradients`. Accumulated
     gradients are averages over ranks of sums over backward passes: divide the loss as in any PyTorch loop. Zero the
     gradients after each step.
+
+    Attributes and methods of the wrapped optimizer are found here too, and ``state`` is its state under the model's own
+    parameters. A copy is between two steps: parameters, state and settings are copied, gradients and hooks are not.
     """
 
     def __init__(
@@ -65,57 +75,74 @@ class NxDOptimizer(torch.optim.Optimizer):
         grad_clipping: bool = True,
         max_grad_norm: float = 1.0,
         on_nonfinite: str = "raise",
-        master_weights: bool = False,
+        master_weights: Masters = False,
         fp32_grad_acc: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
         bucket_cap_mb: float = 25.0,
+        lazy_init: bool = False,
         defaults: Mapping[str, Any] | None = None,
     ):
-        self._made = False
         if on_nonfinite not in ON_NONFINITE:
             raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         if grad_clipping and not max_grad_norm > 0:
             raise ParallelConfigError(f"max_grad_norm must be above 0, got {max_grad_norm!r}")
-        self.context: ParallelContext = current_context()
-        require_elementwise(optimizer_class, zero1, self.context)
         self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, float(max_grad_norm)
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
+        self.optimizer_class, self._options = optimizer_class, dict(defaults or {})
+        self._wide = master_weights if isinstance(master_weights, torch.dtype) else torch.float32
+        self._fp32_grad_acc, self._reduce_dtype, self._cap_mb = fp32_grad_acc, reduce_dtype, bucket_cap_mb
         self.skipped_steps = 0
         """Steps left out because of ``on_nonfinite="skip"``."""
         self._grad_norm: Tensor | None = None
-        self._final = False
-        groups = parameter_groups(parameters)
-        self._frozen: list[Tensor] = []
         self.names: list[str] = []
         """Of each trained parameter, in order."""
-        self._reducer = GradReducer(
-            [], self.context, scatter=zero1, accumulate_wide=fp32_grad_acc, cap_mb=bucket_cap_mb
-        )
-        self.pieces: list[Piece] = []
-        self.optimizer = optimizer_class(self._take(groups), **dict(defaults or {}))
-        """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
-        own = [with_defaults(group, inner) for group, inner in zip(groups, self.optimizer.param_groups, strict=True)]
-        super().__init__(own, self.optimizer.defaults)
-        self._made = True
-        self.state = self.optimizer.state
+        self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
+        groups = parameter_groups(parameters)
+        require_once(groups)
+        super().__init__(groups, dict(self._options))
+        if not lazy_init:
+            self.init_zero()
 
     # --- construction ---------------------------------------------------------------------------------
+
+    def init_zero(self) -> None:
+        """Take over the parameters as they are now, and make the wrapped optimizer. The constructor does, if not lazy.
+
+        Calling it again starts over: the wrapped optimizer is a new one, without a state.
+        """
+        require_no_lonely_rank(type(self).__name__)
+        self.inited, self.context = False, current_context()
+        require_elementwise(self.optimizer_class, self.zero1, self.context)
+        self._final = False
+        self._frozen: list[Tensor] = []
+        self.names, self.pieces = [], []
+        self._reducer = GradReducer(
+            [],
+            self.context,
+            scatter=self.zero1,
+            accumulate_dtype=torch.promote_types(self._wide, torch.float32) if self._fp32_grad_acc else None,
+            reduce_dtype=self._reduce_dtype,
+            cap_mb=self._cap_mb,
+        )
+        self.optimizer = self.optimizer_class(self._take(self.param_groups), **self._options)
+        for group, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            group.update(with_defaults(group, inner))
+        self.defaults = self.optimizer.defaults
+        self.inited = True
 
     def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Look after the parameters of more groups; the groups of the wrapped optimizer, over this rank's pieces."""
         first = len(self._params)
         members = [param for group in groups for param in group["params"]]
-        once = {id(param) for param in (*self._params, *self._frozen, *members)}
-        if len(once) < first + len(self._frozen) + len(members):
-            raise ParallelConfigError("a parameter stands more than once in the optimizer's groups; name each once")
         self._frozen += [param for param in members if not param.requires_grad]
         self._reducer.extend([param for param in members if param.requires_grad])
         self.names += parameter_names(
-            groups, self._params[first:], self.names, len(self.param_groups) if self._made else 0
+            groups, self._params[first:], self.names, len(self.param_groups) if self.inited else 0
         )
         added = make_pieces(self._reducer, self.master_weights, first)
         self.pieces += added
-        self._publisher = Publisher(self._reducer, self.pieces)
+        self.pieces_changed()
         tensors = {id(piece.param): piece.tensor for piece in added}
         return [
             {
@@ -124,6 +151,17 @@ class NxDOptimizer(torch.optim.Optimizer):
             }
             for group in groups
         ]
+
+    def pieces_changed(self) -> None:
+        super().pieces_changed()
+        self._publisher = Publisher(self._reducer, self.pieces)
+
+    def weights_changed(self) -> None:
+        self._publisher.publish()
+
+    def _require_inited(self, what: str) -> None:
+        if not self.inited:
+            raise NotInitializedError(f"lazy_init=True: call init_zero() before {what}")
 
     @property
     def _params(self) -> list[Tensor]:
@@ -142,8 +180,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         Every rank must call it, between steps; an optimizer that is to load its ``state_dict`` is made in the same
         order. Raises ParallelConfigError for a parameter that is there already.
         """
-        if self._made:
+        if self.inited:
             groups = parameter_groups([param_group])
+            require_once([*self.param_groups, *groups])
             self.optimizer.add_param_group(self._take(groups)[0])
             param_group = with_defaults(groups[0], self.optimizer.param_groups[-1])
         super().add_param_group(param_group)
@@ -169,6 +208,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         Afterwards the gradients of ``pieces`` are final; without ZeRO-1 and masters those are the parameters' own.
         Without a backward pass in between, a second call changes nothing.
         """
+        self._require_inited("synchronize_gradients() or step()")
         thawed = [param for param in self._frozen if param.grad is not None]
         if thawed:
             raise ParallelConfigError(
@@ -179,8 +219,8 @@ class NxDOptimizer(torch.optim.Optimizer):
             return
         present, fresh = self._reducer.finish()
         partial: list[Tensor] = []
+        self.refresh_pieces()
         for piece in self.pieces:
-            piece.refresh()
             source = self._reducer.gradient(piece.index)
             grad = self._average(piece) if present[piece.index] else None
             if piece.tensor is not piece.param:
@@ -232,8 +272,10 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     # --- the step -------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step over all ranks; see the class. Returns what ``closure`` returns, which is called once before.
+
+        ``kwargs`` are the wrapped optimizer's.
 
         Raises NonFiniteGradientError with the names of the parameters, unless such steps are skipped.
         """
@@ -254,9 +296,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         if self.grad_clipping:
             with torch.no_grad():
                 gradients.clip_with_norm([share.grad for share in shares], self.max_grad_norm, norm)
-        self._hand_on(self.param_groups, self.optimizer.param_groups)
-        self.optimizer.step()
-        self._hand_on(self.optimizer.param_groups, self.param_groups)
+        self.hand_on_hyperparameters()
+        self.optimizer.step(**kwargs)
+        self.take_back_hyperparameters()
         self._publisher.publish()
         return loss
 
@@ -275,11 +317,6 @@ class NxDOptimizer(torch.optim.Optimizer):
         warnings.warn(f"step skipped: {message}", stacklevel=3)
         return True
 
-    @staticmethod
-    def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for mine, theirs in zip(source, target, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k not in NOT_HYPERPARAMETERS})
-
     # --- state ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,19 +325,18 @@ class NxDOptimizer(torch.optim.Optimizer):
         Where it steps something else than the parameters themselves there is a key ``"pieces"`` as well: the range of
         the parameter that each entry belongs to, and its float32 master where there is one.
         """
-        self._hand_on(self.param_groups, self.optimizer.param_groups)
-        for piece in self.pieces:
-            piece.refresh()  # weights may have been loaded since the last step
+        self._require_inited("state_dict()")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self.hand_on_hyperparameters()
+        self.refresh_pieces()
         state = self.optimizer.state_dict()
         if any(piece.tensor is not piece.param for piece in self.pieces):
             state["pieces"] = [self._describe(piece) for piece in self.pieces]
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, state)
+            state = state if replaced is None else replaced
         return state
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled, because it hooks into the backward pass of its "
-            "parameters: make another one and hand over the state_dict()"
-        )
 
     def _describe(self, piece: Piece) -> dict[str, Any]:
         return {
@@ -314,7 +350,12 @@ class NxDOptimizer(torch.optim.Optimizer):
 
         Raises CheckpointError when it describes other pieces: another model, or other degrees.
         """
+        if not self.inited:
+            self.init_zero()
         state = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state)
+            state = state if replaced is None else replaced
         stored = state.pop("pieces", None)
         described = [self._describe(piece) for piece in self.pieces]
         if stored is not None or any(piece.tensor is not piece.param for piece in self.pieces):
@@ -333,13 +374,14 @@ class NxDOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"optimizer state: it does not fit this optimizer: {error!r}") from error
-        self.state = self.optimizer.state
-        self._hand_on(self.optimizer.param_groups, self.param_groups)
+        self.take_back_hyperparameters()
         with torch.no_grad():
             for piece, theirs in zip(self.pieces, stored or [], strict=False):
                 if piece.own_memory and theirs["master"] is not None:
                     piece.tensor.copy_(theirs["master"])
                     piece.settled()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
 
 def _give(param: Tensor, grad: Tensor | None) -> None:

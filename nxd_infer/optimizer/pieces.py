@@ -19,6 +19,9 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
 from nxd_infer.parallel_layers.grads import Spans, counted_spans, cut_spans
 
+NOWHERE = -1
+"""No memory address."""
+
 
 @dataclass
 class Piece:
@@ -66,11 +69,20 @@ class Piece:
         """Parameter and tensor agree now."""
         self.seen = self._now()
 
+    def copied(self) -> None:
+        """Parameter and tensor are copies of others, which agreed; they share no memory yet."""
+        self.seen = self._now() if self.own_memory else NOWHERE
+
     def _now(self) -> int:
         return self.param._version if self.own_memory else self.param.data_ptr()
 
 
-def make_pieces(reducer: GradReducer, master_weights: bool, first: int = 0) -> list[Piece]:
+Masters = bool | torch.dtype
+"""Whether and in which type copies of the parameters are stepped: False, at least float32 (True), or exactly this one.
+"""
+
+
+def make_pieces(reducer: GradReducer, master_weights: Masters, first: int = 0) -> list[Piece]:
     """What this rank steps of the parameters from place ``first`` on, in their order.
 
     Whole parameters, or where ``reducer`` scatters, what this rank's equal share of every bucket holds of them.
@@ -87,11 +99,11 @@ def make_pieces(reducer: GradReducer, master_weights: bool, first: int = 0) -> l
     return sorted(pieces, key=lambda piece: piece.index)
 
 
-def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, master_weights: bool) -> Piece:
+def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, master_weights: Masters) -> Piece:
     """The range ``shard`` of a parameter, flat; or all of it, in its shape."""
     param = reducer.params[index]
     start, stop = shard or (0, param.numel())
-    dtype = wide_type(param.dtype) if master_weights else param.dtype
+    dtype = wide_type(param.dtype) if master_weights is True else master_weights or param.dtype
     own_memory = dtype != param.dtype or not param.is_contiguous()
     if shard is None and not own_memory and not reducer.sums_apart(index):
         tensor = param

@@ -73,7 +73,7 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
         piece.refresh()  # weights may have been loaded since the last step
         name = optimizer.names[piece.index]
         scalars: dict[str, Any] = {}
-        for key, value in optimizer.state.get(piece.tensor, {}).items():
+        for key, value in optimizer.optimizer.state.get(piece.tensor, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}|{key}"] = value.detach()
             else:

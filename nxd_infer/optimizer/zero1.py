@@ -1,6 +1,6 @@
 """ZeRO-1: each data-parallel rank steps an equal share of the elements and holds the optimizer state of no others.
 
-Source: NxD Core training API, "Neuron Zero1 Optimizer".
+Source: NxD Core training API, "Neuron Zero1 Optimizer"; torch-xla 2.9, ``ZeroRedundancyOptimizer``.
 """
 
 from __future__ import annotations
@@ -19,48 +19,78 @@ from nxd_infer.optimizer.sharded_files import load_sharded, save_sharded
 __all__ = ["NeuronZero1Optimizer"]
 
 Groups = Sequence[Sequence[int]]
+OPTIMIZER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class NeuronZero1Optimizer(NxDOptimizer):
     """``NeuronZero1Optimizer(params, AdamW, lr=..., sharding_groups=..., grad_norm_groups=...)``.
 
+    The arguments are those of torch-xla's ``ZeroRedundancyOptimizer``, in its order.
+
     Args:
         params, optimizer_class: as for :class:`NxDOptimizer`.
-        optimizer_dtype: float32 steps float32 masters of narrower parameters; None steps them in their own type.
+        optimizer_dtype: the type in which copies of the parameters are stepped and the optimizer's state is held:
+            float16, bfloat16, float32 or float64. None is float32, and float64 for parameters of float64.
         grad_clipping, max_norm: clip the gradients by the 2-norm of the whole model's; ``max_norm`` None is 1.
         sharding_groups: the data-parallel groups as lists of ranks, the only ones there are to share a state; default.
         grad_norm_groups: the tensor-parallel groups as lists of ranks, over which the norm is taken; default.
-        use_grad_acc_hook: sum gradients of narrower parameters in float32 over backward passes.
+        lazy_init: shard nothing before :meth:`init_zero` is called, as after moving a model, or after
+            ``initialize_model_parallel``.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: parameters and gradients travel in the same flat
+            buckets, which are no larger than either; 0 leaves the size to ``bucket_cap_mb``.
+        use_grad_acc_hook: sum gradients over backward passes in ``optimizer_dtype``, and in no less than float32.
+        save_master_weights: a state holds the stepped copies in any case, so that training goes on bit by bit.
+        higher_cc_precision: sum gradients over the ranks in ``optimizer_dtype``; it is float32 at least without.
+        pin_layout, coalesce_cc: of XLA's transport, which has no part in this; accepted without effect.
+        master_weights: False steps every parameter in its own type, and in its own memory.
         on_nonfinite, bucket_cap_mb: as for :class:`NxDOptimizer`.
-        pin_layout, lazy_init, coalesce_cc: of the reference's transport; accepted without effect.
         defaults: handed to ``optimizer_class``.
 
     Every bucket is cut into equal shares, so a state is ``1 / dp`` of the whole plus at most one element a bucket.
-    Raises ParallelConfigError for groups that are not those of ``parallel_state``.
+    ``base_optimizer`` is the wrapped optimizer. Raises ParallelConfigError for groups that are not those of
+    ``parallel_state``, and for arguments out of range.
     """
 
     def __init__(
         self,
         params: Parameters,
         optimizer_class: type[torch.optim.Optimizer],
-        *,
-        optimizer_dtype: torch.dtype | None = torch.float32,
+        optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = None,
         pin_layout: bool = True,
         sharding_groups: Groups | None = None,
         grad_norm_groups: Groups | None = None,
         lazy_init: bool = False,
-        coalesce_cc: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
         use_grad_acc_hook: bool = False,
+        save_master_weights: bool = False,
+        higher_cc_precision: bool = False,
+        *,
+        coalesce_cc: bool = False,
+        master_weights: bool = True,
         on_nonfinite: str = "raise",
         bucket_cap_mb: float = 25.0,
         **defaults: Any,
     ):
-        if optimizer_dtype not in (None, torch.float32):
-            raise ParallelConfigError(f"optimizer_dtype must be torch.float32 or None, got {optimizer_dtype}")
-        _require_groups("sharding_groups", sharding_groups, "dp")
-        _require_groups("grad_norm_groups", grad_norm_groups, "tp")
+        if optimizer_dtype not in (None, *OPTIMIZER_DTYPES):
+            known = ", ".join(map(str, OPTIMIZER_DTYPES))
+            raise ParallelConfigError(f"optimizer_dtype must be one of {known}, or None; got {optimizer_dtype!r}")
+        caps = {
+            "bucket_cap_mb_all_gather": bucket_cap_mb_all_gather,
+            "bucket_cap_mb_reduce_scatter": bucket_cap_mb_reduce_scatter,
+        }
+        for name, cap in caps.items():
+            if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:
+                raise ParallelConfigError(f"{name} must be a number of megabytes, or 0 for the default; got {cap!r}")
+        self.optimizer_dtype = optimizer_dtype or torch.float32
+        self._sharding_groups, self.grad_norm_groups = sharding_groups, grad_norm_groups
+        self.pin_layout, self.coalesce_cc = pin_layout, coalesce_cc
+        self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
+        self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
+        self.use_grad_acc_hook, self.higher_cc_precision = use_grad_acc_hook, higher_cc_precision
+        self.save_master_weights = save_master_weights
         super().__init__(
             params,
             optimizer_class,
@@ -68,11 +98,58 @@ class NeuronZero1Optimizer(NxDOptimizer):
             grad_clipping=grad_clipping,
             max_grad_norm=1.0 if max_norm is None else max_norm,
             on_nonfinite=on_nonfinite,
-            master_weights=optimizer_dtype is not None,
+            master_weights=master_weights and (optimizer_dtype or True),
             fp32_grad_acc=use_grad_acc_hook,
-            bucket_cap_mb=bucket_cap_mb,
+            reduce_dtype=self.optimizer_dtype if higher_cc_precision else torch.float32,
+            bucket_cap_mb=min([cap for cap in caps.values() if cap], default=bucket_cap_mb),
+            lazy_init=lazy_init,
             defaults=defaults,
         )
+
+    def init_zero(self) -> None:
+        """Shard the parameters as they are now, and make ``base_optimizer``; again: a new one, without a state.
+
+        Raises ParallelConfigError for ``sharding_groups`` and ``grad_norm_groups`` of other axes.
+        """
+        _require_groups("sharding_groups", self._sharding_groups, "dp")
+        _require_groups("grad_norm_groups", self.grad_norm_groups, "tp")
+        super().init_zero()
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, over this rank's shards."""
+        return self.optimizer
+
+    @property
+    def sharding_groups(self) -> Groups:
+        """The groups of ranks that share a state. They can be set before :meth:`init_zero`."""
+        return current_context().layout.groups("dp") if self._sharding_groups is None else self._sharding_groups
+
+    @sharding_groups.setter
+    def sharding_groups(self, groups: Groups) -> None:
+        if self.inited:
+            raise ParallelConfigError("sharding_groups: the parameters are sharded already; set it before init_zero()")
+        self._sharding_groups = groups
+
+    @property
+    def max_norm(self) -> float:
+        """What the norm of the gradients is clipped to."""
+        return self.max_grad_norm
+
+    @max_norm.setter
+    def max_norm(self, norm: float) -> None:
+        self.max_grad_norm = float(norm)
+
+    def allgather_weights_and_update_full_parameter(self, sharding_scheme: None = None) -> None:
+        """Bring what ``base_optimizer``'s tensors are now into the parameters of all ranks. A collective."""
+        if sharding_scheme is not None:
+            raise ParallelConfigError("sharding_scheme is the data-parallel groups, in one step: leave it out")
+        self.weights_changed()
+
+    def get_shape_info(self) -> dict[int, torch.Size]:
+        """The shape of each parameter, by its place in ``param_groups``."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {place: param.shape for place, param in enumerate(params)}
 
     def save_sharded_state_dict(
         self, output_dir: str | os.PathLike[str], save_serially: bool = True, *, num_workers_per_step: int = 8

@@ -16,6 +16,7 @@ _NAMES = {
     "copy_to_tensor_model_parallel_region": "mappings",
     "gather_from_sequence_parallel_region": "mappings",
     "gather_from_tensor_model_parallel_region": "mappings",
+    "initialize_model_parallel": "parallel_state",
     "load": "checkpointing",
     "parallel_cross_entropy": "loss_functions",
     "reduce_from_tensor_model_parallel_region": "mappings",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         scatter_to_sequence_parallel_region,
         scatter_to_tensor_model_parallel_region,
     )
+    from nxd_infer.parallel_state import initialize_model_parallel
 
 __all__ = [
     "ColumnParallelLinear",
@@ -72,6 +74,7 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "initialize_model_parallel",
     "load",
     "parallel_cross_entropy",
     "reduce_from_tensor_model_parallel_region",

@@ -62,6 +62,7 @@ class ParallelLayer(nn.Module):
         self.context = current_context()
         self.axis = axis_of(process_group, self.context)
         self.master_weight: Tensor | None = None
+        self.master_bias: Tensor | None = None
         self._index_values: dict[str, Tensor | None] = {}
 
     @property

@@ -59,7 +59,8 @@ class _ParallelConv2d(ParallelLayer):
         fill = self.init_method or init_linear_weight
         self.master_weight = self.init_parameter("weight", fill, keep_master=self.keep_master_weight)
         if self.bias is not None:
-            self.init_parameter("bias", init_linear_bias(self.in_channels * self.kernel_size[0] * self.kernel_size[1]))
+            fill = init_linear_bias(self.in_channels * self.kernel_size[0] * self.kernel_size[1])
+            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def _make_parameters(self, bias: bool, dtype: torch.dtype, device: torch.device | None) -> None:
         self.plans_changed()

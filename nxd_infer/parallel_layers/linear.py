@@ -35,7 +35,8 @@ class ColumnParallelLinear(ParallelLayer):
         stride: the outputs are ``stride`` blocks (gate and up, say), and each rank holds a piece of every block.
         init_method: fills the *logical* ``[output_size, input_size]`` weight in place; default as in ``nn.Linear``.
         sequence_dimension: where the sequence is; None is 0, as in the reference.
-        keep_master_weight: keep the whole initial weight in float32 (or wider) as ``master_weight``.
+        keep_master_weight: keep the whole initial weight in float32 (or wider) as ``master_weight``, and the bias as
+            ``master_bias``.
         skip_bias_add: return ``(y, bias)`` and leave the addition to the caller.
         pad: pad the outputs to the next multiple of the degree (times ``pad_alignment_size_per_rank``) with zero rows.
         keep_padded_output: with ``pad`` and ``gather_output``, return the padded columns too, filled with the lowest
@@ -124,7 +125,8 @@ class ColumnParallelLinear(ParallelLayer):
             "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
         )
         if self.bias is not None:
-            self.init_parameter("bias", init_linear_bias(self.input_size))
+            fill = init_linear_bias(self.input_size)
+            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[..., input_size]`` -> ``[..., output_size]`` (gathered) or this rank's outputs; see the class."""
@@ -248,7 +250,8 @@ class RowParallelLinear(ParallelLayer):
             "weight", self.init_method or init_linear_weight, keep_master=self.keep_master_weight
         )
         if self.bias is not None:
-            self.init_parameter("bias", init_linear_bias(self.input_plan.size))
+            fill = init_linear_bias(self.input_plan.size)
+            self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[..., input_size]``, or this rank's part of it, -> ``[..., output_size]``; see the class."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
@@ -101,6 +102,7 @@ def save_checkpoint(
     if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
         raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
     tag = folders.checked_tag(tag)
+    require_no_lonely_rank("save_checkpoint")
     context, storage = current_context(), storage_of(path)
     contents: list[Content] = []
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from nxd_infer.comm.launched import launched_world
 from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.parallel_state import initialize_model_parallel
+from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 
 __all__ = ["neuronx_distributed_config"]
 
@@ -89,8 +90,9 @@ def neuronx_distributed_config(
         mixed_precision_config: ``use_master_weights`` and ``use_fp32_grad_acc`` (by default what ``zero_one_enabled``
             is), ``use_master_weights_in_ckpt`` (False).
 
-    Returns a dict of dicts with all of it, independent of what was passed. Where a ``torch.distributed`` process group
-    is up, ``initialize_model_parallel`` has been called (once; with other degrees it must be destroyed first).
+    Returns a dict of dicts with all of it, independent of what was passed. Where this process is one of several, by its
+    ``torch.distributed`` process group or by its launcher, ``initialize_model_parallel`` has been called (once; with
+    other degrees it must be destroyed first). It starts the process group that a launched program has not started.
 
     Raises ParallelConfigError for unknown keys (naming the nearest known one), values out of range, and degrees that do
     not fit the world or what is initialised already.
@@ -109,7 +111,7 @@ def neuronx_distributed_config(
             "mixed_precision_config": mixed_precision_config,
         }
     )
-    _initialize(config)
+    initialize(config)
     return config
 
 
@@ -216,25 +218,27 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _initialize(config: dict[str, Any]) -> None:
-    """Initialise model parallelism where there is a process group; keep what is there when it is the same."""
-    if default_context() is not None:
+def initialize(config: Mapping[str, Any]) -> None:
+    """Initialise model parallelism where this process is one of several; what is there already must be the same."""
+    if model_parallel_is_initialized():
         require_degrees(config)
-    elif dist.is_available() and dist.is_initialized():
+    elif (dist.is_available() and dist.is_initialized()) or launched_world() > 1:
         initialize_model_parallel(config["tensor_parallel_size"], config["pipeline_parallel_size"])
 
 
 def require_degrees(config: Mapping[str, Any]) -> None:
     """Raise unless the current context has the degrees of ``config``."""
-    wanted, context = config["tensor_parallel_size"], current_context()
-    if context.tp.degree == wanted:
-        return
-    if default_context() is None and context.world_size == 1:
-        raise NotInitializedError(
-            f"tensor_parallel_size={wanted} needs {wanted} processes: start them with torchrun and call "
-            "torch.distributed.init_process_group() before neuronx_distributed_config()"
+    context = current_context()
+    for name, found in (("tensor_parallel_size", context.tp.degree), ("pipeline_parallel_size", context.pp.degree)):
+        wanted = config[name]
+        if found == wanted:
+            continue
+        if default_context() is None and context.world_size == 1:
+            raise NotInitializedError(
+                f"{name}={wanted} needs {wanted} processes: start them with torchrun, or call "
+                "torch.distributed.init_process_group() before neuronx_distributed_config()"
+            )
+        raise ParallelConfigError(
+            f"{name}={wanted}, but model parallelism is initialised with {found}; call "
+            "parallel_state.destroy_model_parallel() before changing it"
         )
-    raise ParallelConfigError(
-        f"tensor_parallel_size={wanted}, but model parallelism is initialised with {context.tp.degree}; call "
-        "parallel_state.destroy_model_parallel() before changing it"
-    )

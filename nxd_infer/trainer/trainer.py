@@ -19,7 +19,7 @@ from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_infer.parallel_layers.pad import pad_model
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
 from nxd_infer.trainer.build import build_model, same_random_numbers
-from nxd_infer.trainer.config import checked, neuronx_distributed_config, require_degrees
+from nxd_infer.trainer.config import checked, initialize, neuronx_distributed_config, require_degrees
 from nxd_infer.trainer.model import NxDModel
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]
@@ -36,6 +36,7 @@ def initialize_parallel_model(
     Raises ParallelConfigError for a configuration that does not fit the model or the degrees in force.
     """
     config = checked(nxd_config)
+    initialize(config)
     require_degrees(config)
     model = build_model(config, model_fn, model_args, model_kwargs)
     if config["pad_model"]:
@@ -59,6 +60,7 @@ def initialize_parallel_optimizer(
     with ``zero_one_enabled`` it is a NeuronZero1Optimizer. Every rank must call it.
     """
     config = checked(nxd_config)
+    initialize(config)
     require_degrees(config)
     options, precision = config["optimizer_config"], config["mixed_precision_config"]
     common = {
@@ -70,7 +72,7 @@ def initialize_parallel_optimizer(
         return NeuronZero1Optimizer(
             parameters,
             optimizer_class,
-            optimizer_dtype=torch.float32 if precision["use_master_weights"] else None,
+            master_weights=precision["use_master_weights"],
             max_norm=options["max_grad_norm"],
             use_grad_acc_hook=precision["use_fp32_grad_acc"],
             **common,

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.layout import AxisPlan
-from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.parallel_layers import ColumnParallelLinear, OutputChannelParallelConv2d, RowParallelLinear
 from tests.layers.compare import LIMITS, error, failures, own_part, piece
 from tests.ranks import run_ranks
 
@@ -158,6 +159,25 @@ def plan_cases(dtype: torch.dtype) -> dict[str, float]:
     found["master"] = (
         0.0 if torch.equal(own_part(kept, "weight", kept.master_weight).bfloat16(), kept.weight) else float("inf")
     )
+    found |= master_biases()
+    return found
+
+
+def master_biases() -> dict[str, float]:
+    """The whole initial bias in float32, of every layer that keeps its weight; None without a bias, or unasked."""
+    narrow = {"dtype": torch.bfloat16, "keep_master_weight": True}
+    column, row = ColumnParallelLinear(8, 16, gather_output=False, **narrow), RowParallelLinear(16, 8, **narrow)
+    qkv = GQAQKVColumnParallelLinear(8, [16, 8], **narrow)
+    conv = OutputChannelParallelConv2d(8, 16, 1, **narrow)
+    found = {}
+    for name, layer, size in (("column", column, 16), ("row", row, 8), ("conv", conv, 16)):
+        master = layer.master_bias
+        good = master.shape == (size,) and master.dtype == torch.float32
+        good = good and torch.equal(own_part(layer, "bias", master).bfloat16(), layer.bias)
+        found[f"master bias {name}"] = 0.0 if good else float("inf")
+    found["master bias qkv"] = 0.0 if qkv.master_bias.shape == (32,) else float("inf")
+    without = ColumnParallelLinear(8, 16, bias=False, keep_master_weight=True), ColumnParallelLinear(8, 16)
+    found["no master bias"] = 0.0 if all(layer.master_bias is None for layer in without) else float("inf")
     return found
 
 

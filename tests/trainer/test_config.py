@@ -7,9 +7,11 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
+from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.trainer.config import checked
 from tests.ranks import run_ranks
@@ -143,3 +145,12 @@ def test_it_initialises_the_parallel_state():
         assert (tp, dp) == (2, 2)
         assert "tensor_parallel_size=1, but model parallelism is initialised with 2" in mismatch
         assert "does not divide the world of 2 ranks" in indivisible
+
+
+def test_a_pipeline_in_force_is_refused_at_once():
+    """With a configuration for one stage, each stage would train the whole model."""
+    config = nxd.neuronx_distributed_config()
+    with use_context(make_context(2, 0, pp=2)):
+        for action in (nxd.neuronx_distributed_config, lambda: nxd.initialize_parallel_model(config, nn.Linear, 2, 2)):
+            with pytest.raises(ParallelConfigError, match=r"pipeline_parallel_size=1, but .* is initialised with 2"):
+                action()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import nxd_infer as nxd
 from nxd_infer import comm, parallel_state
 from nxd_infer.context import current_context
-from nxd_infer.errors import CheckpointError, ParallelConfigError
+from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer import NeuronZero1Optimizer
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, mine, training
@@ -55,6 +56,156 @@ def test_each_rank_holds_its_share_and_groups_are_not_mixed_up():
         assert "grad_norm_groups must be the groups of axis 'tp'" in foreign
     for tp in range(2):  # the shares of the data-parallel ranks make one whole, and one element a bucket at most
         assert 1.0 <= found[tp]["share"] + found[tp + 2]["share"] < 1.001
+
+
+# --- torch-xla's interface ------------------------------------------------------------------------------------
+
+
+@pytest.mark.check
+def test_the_arguments_of_torch_xla():
+    """Those of ``torch_xla.distributed.zero_redundancy_optimizer.ZeroRedundancyOptimizer`` 2.9, by position too."""
+    found = list(inspect.signature(NeuronZero1Optimizer).parameters.values())
+    assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == {
+        "params": inspect.Parameter.empty,
+        "optimizer_class": inspect.Parameter.empty,
+        "optimizer_dtype": None,
+        "grad_clipping": True,
+        "max_norm": None,
+        "pin_layout": True,
+        "sharding_groups": None,
+        "grad_norm_groups": None,
+        "lazy_init": False,
+        "bucket_cap_mb_all_gather": 0,
+        "bucket_cap_mb_reduce_scatter": 0,
+        "use_grad_acc_hook": False,
+        "save_master_weights": False,
+        "higher_cc_precision": False,
+    }
+    groups = parallel_state.get_data_parallel_group(as_list=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = NeuronZero1Optimizer(
+        [weight], AdamW, torch.float32, True, 0.5, False, groups, [[0]], False, 16, 8, False, True, True, lr=1e-3
+    )
+    assert isinstance(optimizer.base_optimizer, AdamW) and optimizer.base_optimizer is optimizer.optimizer
+    assert optimizer.optimizer_class is AdamW and optimizer.optimizer_dtype == torch.float32
+    assert optimizer.sharding_groups == groups == [[0]] and optimizer.grad_norm_groups == [[0]]
+    assert (optimizer.bucket_cap_mb_all_gather, optimizer.bucket_cap_mb_reduce_scatter) == (16, 8)
+    assert optimizer.max_norm == 0.5 and optimizer.inited and not optimizer.pin_layout
+    assert optimizer.save_master_weights and optimizer.higher_cc_precision and not optimizer.use_grad_acc_hook
+    assert optimizer.get_shape_info() == {0: weight.shape}
+    optimizer.max_norm = 0.25
+    (weight * 4).sum().backward()
+    optimizer.step()
+    assert weight.grad is not None and weight.grad.norm() == pytest.approx(0.25)
+    assert NeuronZero1Optimizer([weight], AdamW, coalesce_cc=True).coalesce_cc
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_every_floating_type_to_step_in(given: torch.dtype, param_dtype: torch.dtype):
+    """The weights are what the optimizer makes of copies in this type, rounded to their own."""
+    values = torch.linspace(-1, 1, 9, dtype=param_dtype)
+    weight, alone = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.to(given, copy=True))
+    optimizer = NeuronZero1Optimizer([weight], AdamW, given, False, use_grad_acc_hook=True, lr=1e-2, eps=1e-3)
+    plain = AdamW([alone], lr=1e-2, eps=1e-3)
+    for _ in range(3):
+        (weight * values).sum().backward()
+        alone.grad = values.to(given)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    stepped = optimizer.base_optimizer.param_groups[0]["params"][0]
+    assert optimizer.state[weight]["exp_avg"].dtype == stepped.dtype == given
+    assert torch.equal(weight, alone.to(param_dtype))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer_dtype": torch.int8}, "optimizer_dtype must be one of torch.float16"),
+        ({"optimizer_dtype": "fp32"}, "or None; got 'fp32'"),
+        ({"bucket_cap_mb_all_gather": -1}, "bucket_cap_mb_all_gather must be a number of megabytes"),
+        ({"bucket_cap_mb_reduce_scatter": True}, "got True"),
+        ({"max_norm": 0}, "max_grad_norm must be above 0"),
+    ],
+)
+def test_arguments_out_of_range(options: dict, said: str):
+    with pytest.raises(ParallelConfigError, match=said):
+        NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(1))], AdamW, **options)
+
+
+def sharded_later() -> list[Any]:
+    """``lazy_init``: the optimizer is made before the groups, and takes the weights as they are when it is sharded."""
+    degree = current_context().dp.degree
+    parallel_state.destroy_model_parallel()
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(6))
+    optimizer = NeuronZero1Optimizer([weight], AdamW, lazy_init=True, lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    found: list[Any] = [optimizer.inited, len(optimizer.state)]
+    for action in (optimizer.step, optimizer.state_dict):
+        try:
+            action()
+        except NotInitializedError as error:
+            found.append(str(error))
+    parallel_state.initialize_model_parallel(1)
+    optimizer.sharding_groups = parallel_state.get_data_parallel_group(as_list=True)
+    with torch.no_grad():
+        weight.fill_(3.0)
+    optimizer.init_zero()
+    found += [optimizer.inited, optimizer.base_optimizer.param_groups[0]["params"][0].numel() * degree]
+    try:
+        optimizer.sharding_groups = [[0]]
+    except ParallelConfigError as error:
+        found.append(str(error))
+    weight.sum().backward()
+    optimizer.step()
+    schedule.step()
+    found += [weight.tolist(), optimizer.param_groups[0]["lr"]]
+    with torch.no_grad():
+        for shard in optimizer.base_optimizer.param_groups[0]["params"]:
+            shard.fill_(7.0 + current_context().rank)
+    optimizer.allgather_weights_and_update_full_parameter()
+    return [*found, weight.tolist()]
+
+
+def test_sharding_can_wait():
+    for inited, states, step, saving, after, whole, late, stepped, rate, gathered in run_ranks(sharded_later, 2, tp=1):
+        assert (inited, states, after, whole) == (False, 0, True, 6)
+        assert "call init_zero() before" in step and "call init_zero() before state_dict()" in saving
+        assert "set it before init_zero()" in late and rate == 0.25
+        assert stepped == pytest.approx([3 * (1 - 0.5 * 0.01) - 0.5] * 6)
+        assert gathered == [7.0] * 3 + [8.0] * 3
+
+
+def transported(dtype: torch.dtype) -> dict[str, Any]:
+    """Buckets no larger than either cap; gradients summed over the ranks in the optimizer's type where asked for."""
+    found: dict[str, Any] = {}
+    small = 1e-4
+    for name, options in {
+        "default": {},
+        "gather": {"bucket_cap_mb_all_gather": small},
+        "scatter": {"bucket_cap_mb_reduce_scatter": small, "bucket_cap_mb_all_gather": 1.0},
+        "precise": {"higher_cc_precision": True},
+    }.items():
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.ones(20, dtype=dtype)) for _ in range(4)]
+        optimizer = NeuronZero1Optimizer(weights, torch.optim.SGD, torch.float64, False, lr=1.0, **options)
+        tiny = 1.0 if current_context().rank == 0 else 2.0**-30
+        sum((weight * tiny).sum() for weight in weights).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        shard = optimizer.base_optimizer.param_groups[0]["params"][0]
+        found[name] = (len(optimizer._reducer.buckets), shard[0].item(), optimizer.get_shape_info()[3])
+    return found
+
+
+def test_what_the_transport_is_asked_for():
+    for found in run_ranks(transported, 2, torch.float32, tp=1):
+        assert [found[name][0] for name in ("default", "gather", "scatter", "precise")] == [1, 4, 4, 1]
+        assert found["default"][1] == 0.5  # the small gradient is lost in float32
+        assert found["precise"][1] == 1 - (1 + 2.0**-30) / 2
 
 
 def steps(model: Any, optimizer: Any, count: int) -> list[float]:

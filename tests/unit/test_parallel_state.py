@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_infer import parallel_layers
 from nxd_infer import parallel_state as ps
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
@@ -63,6 +64,27 @@ def test_a_degree_above_the_world_is_an_error_and_not_clamped(sizes):
     assert not ps.model_parallel_is_initialized()
     with pytest.raises(ParallelConfigError, match="at least 1"):
         ps.initialize_model_parallel(0)
+
+
+@pytest.mark.check
+def test_the_references_keywords_at_their_neutral_values():
+    neutral = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "skip_collective_init": True, "lnc_size": 1}
+    ps.initialize_model_parallel(1, 1, **neutral)
+    assert ps.get_context_model_parallel_group(as_list=True) == [[0]]
+    assert ps.get_context_model_parallel_group is ps.get_context_parallel_group
+    ps.destroy_model_parallel()
+    assert ps.initialize_model_parallel(mesh_only=True, **neutral).tp_groups == [[0]]
+    for name in ("expert_model_parallel_size", "lnc_size"):
+        with pytest.raises(ParallelConfigError, match=f"{name}=2 is not supported yet"):
+            ps.initialize_model_parallel(**{name: 2})
+    assert parallel_layers.initialize_model_parallel is ps.initialize_model_parallel
+
+
+@pytest.mark.check
+def test_the_groups_of_a_launched_world_without_starting_it(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ps.initialize_model_parallel(2, mesh_only=True).tp_groups == [[0, 1], [2, 3]]
+    assert not torch.distributed.is_initialized()
 
 
 def test_getters_follow_the_current_context():

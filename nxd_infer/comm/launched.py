@@ -1,0 +1,78 @@
+"""The world that a launcher has started this process in, and its process group.
+
+torchrun and its like start one process per rank and say so in the environment. Where the program starts no process
+group itself, model parallelism starts it: a process that went on alone would train a model of its own, and all of them
+would write the same files.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from nxd_infer.context import LOCAL, current_context, default_context
+from nxd_infer.errors import NotInitializedError, ParallelConfigError
+
+PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What ``torch.distributed`` reads beside ``WORLD_SIZE`` to find the other ranks."""
+
+
+def launched_world() -> int:
+    """How many processes the launcher has started, by ``WORLD_SIZE``; 1 without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ParallelConfigError(f"WORLD_SIZE must be a whole number of at least 1, got {text!r} in the environment")
+    return int(text)
+
+
+def join_launched_world() -> None:
+    """Start the process group of a launched world that has none: gloo's on the CPU, NCCL's with one GPU per rank.
+
+    Does nothing where there is a group already, or no launcher. Raises NotInitializedError when the environment does
+    not say where the others are, and ParallelConfigError when the devices do not fit the ranks.
+    """
+    world = launched_world()
+    if world == 1 or (dist.is_available() and dist.is_initialized()):
+        return
+    missing = [name for name in PLACE if not os.environ.get(name)]
+    if missing:
+        raise NotInitializedError(
+            f"WORLD_SIZE={world} says that this process is one of {world}, but the environment has no "
+            f"{', '.join(missing)}: start the processes with torchrun, call "
+            "torch.distributed.init_process_group() yourself, or unset WORLD_SIZE to run in this process alone"
+        )
+    dist.init_process_group(_backend_of_the_devices())
+
+
+def _backend_of_the_devices() -> str:
+    device = os.environ.get("PJRT_DEVICE", "CPU")  # torch_xla sets it when it is imported
+    if device != "CPU":
+        raise NotInitializedError(
+            f"PJRT_DEVICE={device}: training over XLA devices is not supported yet; set PJRT_DEVICE=CPU to train on "
+            "the CPU, or call torch.distributed.init_process_group() yourself"
+        )
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return "gloo"
+    name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"
+    place, here = int(os.environ[name]), torch.cuda.device_count()
+    if place >= here:
+        raise ParallelConfigError(
+            f"{name}={place}, but this machine has {here} GPU(s), and each rank needs one: start at most {here} "
+            'processes here, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
+        )
+    torch.cuda.set_device(place)
+    return "nccl"
+
+
+def require_no_lonely_rank(what: str) -> None:
+    """Raise NotInitializedError where this process is one of several and would do ``what`` as if it were alone."""
+    if default_context() is not None or current_context() is not LOCAL:
+        return
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else launched_world()
+    if world > 1:
+        raise NotInitializedError(
+            f"{what}: this process is one of {world}, and model parallelism is not initialised, so each would do it "
+            "alone: call neuronx_distributed_config() or initialize_model_parallel() first"
+        )

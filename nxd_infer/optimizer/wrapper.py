@@ -1,0 +1,201 @@
+"""An optimizer that stands for another one, which steps other tensors than the model's parameters.
+
+Attributes, methods and state of the wrapped optimizer are found here; what its methods do to weights reaches the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.optimizer.pieces import Piece
+
+OF_PYTORCH = ("_optimizer_", "_zero_grad_")
+"""How the names begin of what ``torch.optim.Optimizer`` keeps for each object: hooks, and names for a profiler."""
+NOT_COPIED = ("step", "_opt_called", "_publisher", "_stepped")
+"""What a learning-rate schedule puts into the optimizer that it follows, and what is derived from the pieces."""
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """``optimizer`` with this rank's ``pieces`` of the parameters, as an optimizer of the parameters themselves.
+
+    A copy is between two steps: parameters, state and settings are copied, gradients and hooks are not.
+    """
+
+    optimizer: torch.optim.Optimizer
+    """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
+    pieces: list[Piece]
+
+    _step_supports_amp_scaling = False  # that of a fused optimizer, which unscales gradients after the clipping
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
+        self.inited = False
+        """Whether the wrapped optimizer is made."""
+        self.pieces = []
+        self._stepped: dict[int, Tensor] = {}
+        super().__init__(groups, defaults)
+
+    def pieces_changed(self) -> None:
+        """``pieces`` is another list, or a longer one."""
+        self._stepped = {id(piece.param): piece.tensor for piece in self.pieces}
+
+    def weights_changed(self) -> None:
+        """The wrapped optimizer has changed the tensors of ``pieces``: bring them into the parameters."""
+
+    # --- attributes and methods -----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        inner = vars(self).get("optimizer")
+        if inner is None or name.startswith("_"):  # what is private is each optimizer's own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            value = getattr(inner, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the {type(inner).__name__} in it has an attribute {name!r}"
+            ) from None
+        return self._forwarded(value) if inspect.ismethod(value) and value.__self__ is inner else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("optimizer")
+        own = inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    def _forwarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the wrapped optimizer, called with the hyperparameters and on the weights in force.
+
+        Where it changes weights that are sharded, bringing them together is a collective: every rank must call it.
+        """
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.hand_on_hyperparameters()
+            self.refresh_pieces()
+            before = [piece.tensor._version for piece in self.pieces]
+            result = method(*args, **kwargs)
+            self.take_back_hyperparameters()
+            if before != [piece.tensor._version for piece in self.pieces]:
+                self.weights_changed()
+            return result
+
+        return call
+
+    def hand_on_hyperparameters(self) -> None:
+        """Give the wrapped optimizer's groups what users and schedules have set here."""
+        _hand_on(self.param_groups, self.optimizer.param_groups)
+
+    def take_back_hyperparameters(self) -> None:
+        """Show here what the wrapped optimizer has made of them."""
+        _hand_on(self.optimizer.param_groups, self.param_groups)
+
+    def refresh_pieces(self) -> None:
+        """Follow weights that have been loaded or moved since the last step."""
+        for piece in self.pieces:
+            piece.refresh()
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The wrapped optimizer's state, under the model's own parameters."""
+        return StateByParameter(self)
+
+    @state.setter
+    def state(self, value: Mapping[Any, Any]) -> None:
+        if self.inited:
+            fresh = dict(value)
+            self.state.clear()
+            self.state.update(fresh)
+
+    def stepped_in_place_of(self, param: Tensor) -> Tensor | None:
+        """What the wrapped optimizer steps for a parameter: None where other ranks do, or it is frozen.
+
+        A tensor that is no parameter stands for itself.
+        """
+        stepped = self._stepped.get(id(param))
+        ours = stepped is not None or any(param is own for group in self.param_groups for own in group["params"])
+        return stepped if ours else param
+
+    # --- copies ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.refresh_pieces()
+        own = {name: value for name, value in vars(self).items() if not name.startswith(OF_PYTORCH)}
+        for name in NOT_COPIED:
+            own.pop(name, None)
+        params = [param for group in self.param_groups for param in group["params"]]
+        marks = [{name: value for name, value in vars(param).items() if name != "main_grad"} for param in params]
+        return {**own, "_marks": marks, "_final": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop("_marks")
+        super().__setstate__(state)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, own in zip(params, marks, strict=True):  # a copied parameter has lost what was attached to it
+            for name, value in own.items():
+                if not hasattr(param, name):
+                    setattr(param, name, value)
+        for piece in self.pieces:
+            piece.copied()
+        self.pieces_changed()
+
+
+class StateByParameter(MutableMapping[Any, Any]):
+    """``optimizer.state[parameter]["exp_avg"]``, whatever the wrapped optimizer steps in the parameter's place.
+
+    With ZeRO-1 the tensors are flat and cover this rank's range; a parameter of which it holds none has no entry. Keys
+    that are no parameters are the wrapped optimizer's own.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper):
+        self._optimizer = optimizer
+        self._inner: MutableMapping[Any, Any] = optimizer.optimizer.state if optimizer.inited else {}
+
+    def _inner_key(self, key: Any) -> Any:
+        return self._optimizer.stepped_in_place_of(key) if isinstance(key, Tensor) else key
+
+    def __getitem__(self, key: Any) -> Any:
+        inner = self._inner_key(key)
+        return {} if inner is None else self._inner[inner]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:  # the wrapped optimizer's dictionary would make what it is asked for
+            return default
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        inner = self._inner_key(key)
+        if inner is None:
+            raise KeyError(f"other ranks step this parameter of shape {tuple(key.shape)}: it has no state here")
+        self._inner[inner] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._inner[self._inner_key(key)]
+
+    def __contains__(self, key: object) -> bool:
+        inner = self._inner_key(key)
+        return inner is not None and inner in self._inner
+
+    def __iter__(self) -> Iterator[Any]:
+        param_of = {id(piece.tensor): piece.param for piece in self._optimizer.pieces}
+        return iter([param_of.get(id(key), key) for key in self._inner])
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(source, target, strict=True):
+        theirs.update({k: v for k, v in mine.items() if k not in NOT_HYPERPARAMETERS})

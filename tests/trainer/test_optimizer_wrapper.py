@@ -1,0 +1,227 @@
+"""The wrapped optimizer through its wrapper: attributes, methods, state under the model's parameters, copies, hooks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_infer.context import current_context
+from nxd_infer.optimizer import NxDOptimizer
+from tests.ranks import run_ranks
+from tests.trainer.jobs import ZERO1, AdamW, mine, training
+from tests.trainer.models import decoder, llama, mlp, tokens, vectors
+
+MASTERS: dict[str, Any] = {"mixed_precision_config": {"use_master_weights": True}}
+SETTINGS = [{}, MASTERS, ZERO1]
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer with attributes, a property and methods of its own, in words of its own."""
+
+    def __init__(self, params: Any, lr: float, decay: float = 0.5):
+        super().__init__(params, {"lr": lr, "decay": decay})
+        self.scale, self.kind = 1.0, "momentum"
+
+    @property
+    def rate(self) -> float:
+        return self.scale * self.param_groups[0]["lr"]
+
+    def speed_of(self, factor: float) -> list[float]:
+        return [factor * float(state["speed"].norm()) for state in self.state.values()]
+
+    @torch.no_grad()
+    def stop(self, also_weights: bool = False) -> str:
+        for group in self.param_groups:
+            group["lr"] = 0.25
+            for param in group["params"]:
+                self.state[param]["speed"].zero_()
+                if also_weights:
+                    param.zero_()
+        return "stopped"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, times: int = 1) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                speed = self.state[param].setdefault("speed", torch.zeros_like(param))
+                speed.mul_(group["decay"]).add_(param.grad)
+                param.sub_(speed, alpha=times * self.scale * group["lr"])
+
+
+def momentum(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    model, optimizer = training(partial(decoder, "llama", dtype), optimizer_class=Momentum, **options)
+    model.run_train(**mine(tokens()))
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
+def test_attributes_and_methods_are_the_wrapped_optimizers(options: dict):
+    model, optimizer = momentum(torch.bfloat16, **options)
+    assert optimizer.kind == "momentum" and optimizer.rate == 1e-2
+    optimizer.scale = 0.5  # one that its step reads
+    assert optimizer.optimizer.scale == 0.5 and optimizer.rate == 5e-3
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert max(optimizer.speed_of(factor=2.0)) > 0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 1.0  # its methods see what a schedule has set
+    assert optimizer.stop() == "stopped" and max(optimizer.speed_of(2.0)) == 0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.mine = 3  # one that it does not have stays here
+    assert not hasattr(optimizer.optimizer, "mine") and optimizer.mine == 3
+    assert optimizer.stop(also_weights=True) == "stopped"
+    assert not any(param.any() for param in model.parameters())
+    with pytest.raises(AttributeError, match=r"neither .*Optimizer nor the Momentum in it has an attribute 'kinds'"):
+        _ = optimizer.kinds
+    assert not hasattr(optimizer, "_private")
+
+
+@pytest.mark.check
+def test_a_step_takes_what_the_wrapped_optimizers_does():
+    once, twice = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for param, times in ((once, 1), (twice, 2)):
+        optimizer = NxDOptimizer([param], Momentum, defaults={"lr": 0.125}, grad_clipping=False)
+        param.sum().backward()
+        optimizer.step(times=times)
+    assert torch.equal(1 - twice, 2 * (1 - once)) and once[0] == 0.875
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("options", SETTINGS, ids=["plain", "masters", "zero1"])
+def test_state_is_found_under_the_models_parameters(options: dict):
+    model, optimizer = momentum(torch.bfloat16, **options)
+    params = list(model.parameters())
+    assert {id(param) for param in optimizer.state} == {id(param) for param in params}
+    for param in params:
+        assert list(optimizer.state[param]) == ["speed"] and param in optimizer.state
+        assert optimizer.state[param]["speed"].numel() == param.numel()
+    first = params[0]
+    optimizer.state[first]["speed"].fill_(2.0)
+    assert max(optimizer.speed_of(1.0)) == pytest.approx(2.0 * first.numel() ** 0.5, rel=1e-2)
+    optimizer.state[first] = {"speed": torch.zeros_like(optimizer.state[first]["speed"])}
+    assert min(optimizer.speed_of(1.0)) == 0
+    del optimizer.state[first]
+    assert first not in optimizer.state and optimizer.state.get(first) is None
+    assert len(optimizer.state) == len(params) - 1 == len(optimizer.state_dict()["state"])
+    optimizer.state = {}
+    assert not optimizer.state and not optimizer.state_dict()["state"]
+    model.run_train(**tokens())
+    optimizer.step()
+    assert len(optimizer.state) == len(params)
+
+
+def state_of_a_share() -> list[float]:
+    """How much of each parameter this rank holds a state of; asking for the others' changes nothing."""
+    model, optimizer = momentum(**ZERO1)
+    found = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        found.append(state["speed"].numel() / param.numel() if param in optimizer.state else float(len(state)))
+    before = model.state_dict()["lm_head.weight"].clone()
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.state)
+    optimizer.stop(also_weights=True)  # what it does to its share reaches the parameters of all
+    assert before.any() and not model.state_dict()["lm_head.weight"].any()
+    return found
+
+
+def test_state_with_zero1_is_this_ranks_share():
+    first, second = run_ranks(state_of_a_share, 2, tp=1)
+    assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([1.0] * len(first))
+    assert 0.0 in first and 0.0 in second
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def goes_on(model: Any, optimizer: Any, batch: dict, count: int = 2) -> list[torch.Tensor]:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model.run_train(**batch)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def copied(dtype: torch.dtype, options: dict, how: str) -> list[bool]:
+    """A copy of a model with its optimizer trains on as the original does, and neither touches the other."""
+    build = partial(mlp) if dtype == torch.float32 else partial(decoder, "tied", dtype)
+    batch = mine(vectors() if dtype == torch.float32 else tokens())
+    model, optimizer = training(build, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    goes_on(model, optimizer, batch)
+    scheduler.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    if how == "pickle":
+        twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    elif how == "optimizer first":
+        other, twin = copy.deepcopy((optimizer, model))
+    else:
+        twin, other = copy.deepcopy((model, optimizer))
+    assert type(other) is type(optimizer) and type(other.optimizer) is AdamW
+    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
+    assert other.param_groups[0]["lr"] == 5e-3 and len(other.state) == len(optimizer.state)
+    theirs = goes_on(twin, other, batch)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    ours = goes_on(model, optimizer, batch)
+    equal = all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    moved = any(not torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+    named = other.names == optimizer.names and other.state_dict().keys() == optimizer.state_dict().keys()
+    return [untouched, equal, moved, named]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("how", ["model first", "optimizer first", "pickle"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_copy_goes_on_alike(dtype: torch.dtype, how: str):
+    for options in SETTINGS:
+        assert copied(dtype, options, how) == [True] * 4
+
+
+def copied_over_ranks() -> list[list[bool]]:
+    sequence = {"sequence_parallel": True} if current_context().tp.degree > 1 else {}
+    return [
+        copied(torch.float32, {**ZERO1, **sequence}, "model first"),
+        copied(torch.bfloat16, ZERO1, "optimizer first"),
+        copied(torch.float32, sequence, "optimizer first"),
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_copies_over_ranks_go_on_alike(tp: int):
+    assert run_ranks(copied_over_ranks, 2, tp=tp, timeout=120) == [[[True] * 4] * 3] * 2
+
+
+@pytest.mark.check
+def test_an_optimizer_is_copied_alone():
+    model, optimizer = training(llama, **ZERO1)
+    goes_on(model, optimizer, tokens())
+    twin = copy.deepcopy(optimizer)
+    wanted = vars(next(model.parameters()))
+    assert wanted.keys() <= vars(twin.param_groups[0]["params"][0]).keys()
+    assert twin.group_names == optimizer.group_names and twin.grad_norm == optimizer.grad_norm
+    for mine_, theirs in zip(optimizer.state.values(), twin.state.values(), strict=True):
+        assert torch.equal(mine_["exp_avg"], theirs["exp_avg"]) and mine_["exp_avg"] is not theirs["exp_avg"]
+    model.run_train(**tokens())
+    assert twin.param_groups[0]["params"][0].grad is None
+    assert copy.deepcopy(twin).names == optimizer.names
+
+
+@pytest.mark.check
+def test_hooks_on_a_state_dict():
+    _, optimizer = momentum()
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda one: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda one, state: {k: v for k, v in state.items() if k != "note"})
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append("loaded"))
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert seen == ["saving", "loaded"]
