@@ -5,6 +5,7 @@ Source: NxD Core training API, "GQA-QKV Linear Module".
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan
+from nxd_infer.layout import AxisPlan, ParamLayout, Run, gqa_plan
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, real_cpu_tensors
 from nxd_infer.parallel_layers.initialization import (
@@ -33,11 +34,12 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         output_size: ``[q_size, kv_size]``, or one int for both; also as ``output_sizes=``.
         bias, gather_output, sequence_parallel_enabled, dtype, device, init_method, sequence_dimension,
             tensor_model_parallel_group, reduce_dtype: as for ColumnParallelLinear. A bias is split like its weight.
-        kv_size_multiplier: copies of every key/value head over all ranks, so that the degree may exceed their number.
+        kv_size_multiplier: copies of every key/value head over all ranks, so that the degree may exceed their number;
+            k and v are that many times as wide, at every degree.
         fuse_qkv: one parameter ``weight_qkv`` (and ``bias_qkv``), a rank's rows of q, k and v in that order; else
             ``weight_q``, ``weight_k``, ``weight_v``. The logical tensors are the same three.
         head_dim: rows of one head. With it any degree works: heads are kept whole, padded and replicated as needed.
-            Without it each rank takes equal pieces, and with ``kv_size_multiplier`` one key/value head.
+            Without it each rank takes equal pieces; see below for ``kv_size_multiplier``.
         logical_names: what q, k and v are called in a checkpoint, as prefixes relative to this module, such as
             ``{"q": "../q_proj", "k": "../k_proj", "v": "../v_proj"}``.
 
@@ -45,6 +47,11 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     query heads, as grouped-query attention expects. The copies are one weight: their gradients are summed. With
     ``gather_output`` k and v are ``kv_size * kv_size_multiplier`` wide, in that same order. The initial values are
     those of three ``nn.Linear`` made one after the other.
+
+    Which rows are a head is not known without ``head_dim``. Gathered, the copies are then whole (K0, K1, K0, K1) at
+    every degree. Not gathered, at a multiple of ``kv_size_multiplier`` what a rank holds is taken for one head, which
+    suits its queries where each rank has one key/value head; at other degrees ranks hold pieces of whole copies, and
+    the module warns: an attention over a rank's own heads computes the same at every degree with ``head_dim`` only.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.keep_master_weight = keep_master_weight
         self.reduce_dtype = reduce_dtype
         self.use_bias = bias
-        self.head_dim = head_dim or self._head_dim_of_one_head_a_rank()
+        self.head_dim = head_dim
         self.names = dict(logical_names or {})
         if self.names and set(self.names) != set(PARTS):
             raise ParallelConfigError(f"logical_names must name q, k and v, got {sorted(self.names)}")
@@ -98,30 +105,39 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     # --- layout ---------------------------------------------------------------------------------------
 
-    def _head_dim_of_one_head_a_rank(self) -> int | None:
-        m = self.kv_size_multiplier
-        if not isinstance(m, int) or m < 1:
-            raise ParallelConfigError(f"kv_size_multiplier must be a whole number of at least 1, got {m!r}")
-        if m == 1:
-            return None
-        if self.degree % m or self.kv_size * m % self.degree:
-            raise ParallelConfigError(
-                f"kv_size_multiplier={m} with kv_size={self.kv_size} puts no whole key/value head on each of "
-                f"{self.degree} ranks; pass head_dim=, which makes every combination work"
-            )
-        return self.kv_size * m // self.degree
-
     def _plans(self) -> tuple[AxisPlan, AxisPlan]:
-        d = self.head_dim
+        d, m = self.head_dim, self.kv_size_multiplier
+        if not isinstance(m, int) or isinstance(m, bool) or m < 1:
+            raise ParallelConfigError(f"kv_size_multiplier must be a whole number of at least 1, got {m!r}")
         if d is None:
-            return AxisPlan.even(self.q_size), AxisPlan.even(self.kv_size)
+            return AxisPlan.even(self.q_size), AxisPlan.even(self.kv_size) if m == 1 else self._plan_without_heads()
         if self.q_size % d or self.kv_size % d:
             raise ParallelConfigError(
                 f"output sizes {self.q_size} and {self.kv_size} are not whole heads of {d}; check head_dim"
             )
-        multiplier = self.kv_size_multiplier if self.kv_size_multiplier > 1 else 0
-        plan = gqa_plan(self.q_size // d, self.kv_size // d, self.degree, kv_size_multiplier=multiplier)
+        plan = gqa_plan(self.q_size // d, self.kv_size // d, self.degree, kv_size_multiplier=m if m > 1 else 0)
         return plan.q_axis(d), plan.kv_axis(d)
+
+    def _plan_without_heads(self) -> AxisPlan:
+        """Copies of keys and values whose heads are not known: of a rank's piece, or of all of them."""
+        m = self.kv_size_multiplier
+        if self.kv_size * m % self.degree:
+            raise ParallelConfigError(
+                f"{m} copies of kv_size={self.kv_size} do not divide over {self.degree} ranks; pass head_dim=, which "
+                "makes every combination work"
+            )
+        pieces = 1
+        if self.degree % m == 0:
+            pieces = self.degree // m
+        elif not self.gather_output:
+            warnings.warn(
+                f"kv_size_multiplier={m} at the degree {self.degree} without head_dim: a rank's keys and values are "
+                "pieces of whole copies, which may not belong to its queries; pass head_dim= for an attention that "
+                "computes the same at every degree",
+                stacklevel=4,
+            )
+        size = self.kv_size // pieces
+        return AxisPlan.from_runs([Run("", i * size, (i + 1) * size) for i in range(pieces) for _ in range(m)])
 
     def _parameter_names(self, kind: str) -> list[str]:
         return [f"{kind}_qkv"] if self.fuse_qkv else [f"{kind}_{part}" for part in PARTS]
@@ -148,12 +164,18 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.kv_output_size_per_partition = self.kv_plan.local_size(self.degree)
         self.use_index("q_index", self.gather_index_of(self.q_plan) if self.gather_output else None)
         index = self.gather_index_of(self.kv_plan) if self.gather_output else None
-        if self.gather_output and self.kv_size_multiplier > 1 and self.head_dim:
+        if self.gather_output and self.kv_size_multiplier > 1:
             with real_cpu_tensors():
-                index = torch.arange(self.kv_size) if index is None else index
-                index = index.reshape(-1, self.head_dim).repeat_interleave(self.kv_size_multiplier, 0).flatten()
+                index = self.with_copies(torch.arange(self.kv_size) if index is None else index)
         self.use_index("kv_index", index)
         self.elements = {parts: self.elements_of(self._rows(parts)) for parts in (*PARTS, "qkv")}
+
+    def with_copies(self, features: Tensor) -> Tensor:
+        """Key or value features ``[..., kv_size]`` -> all copies, in the order of a gathered output."""
+        m = self.kv_size_multiplier
+        if self.head_dim is None:
+            return torch.cat([features] * m, -1)
+        return features.unflatten(-1, (-1, self.head_dim)).repeat_interleave(m, -2).flatten(-2)
 
     # --- values ---------------------------------------------------------------------------------------
 

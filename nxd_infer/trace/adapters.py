@@ -20,7 +20,7 @@ from torch import Tensor
 from nxd_infer.errors import AdapterError, CheckpointError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.peft import CONFIG, PREFIX, WEIGHTS, read_config
+from nxd_infer.modules.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter, read_config
 from nxd_infer.trace.manifest import Manifest, WeightSpec
 from nxd_infer.trace.weights import anonymous_file, entry_name
 
@@ -77,7 +77,7 @@ class AdapterUpdate:
     # --- reading --------------------------------------------------------------------------------------
 
     def _read(self, folder: Path) -> None:
-        if not (folder / CONFIG).is_file():
+        if not is_adapter(folder):
             raise AdapterError(f"{folder} holds no adapter: there is no {CONFIG} in it")
         if not (folder / WEIGHTS).is_file():
             raise AdapterError(

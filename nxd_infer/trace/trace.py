@@ -32,20 +32,28 @@ from nxd_infer.errors import (
     ParallelConfigError,
     TraceConfigError,
 )
-from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME
+from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME, parallel_model_load, parallel_model_save
 from nxd_infer.trace.buckets import BucketModelConfig, list_buckets, save_kernel
 from nxd_infer.trace.cores import check_degree
 from nxd_infer.trace.manifest import MANIFEST_NAME
+from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
 from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.trace.sources import Weights, weight_source
 from nxd_infer.trace.storage import ArtifactWriter, checked_name
 
 if TYPE_CHECKING:
-    from nxd_infer.trace.model import TensorParallelModel
     from nxd_infer.trace.plan import TracePlan
 
-__all__ = ["bucket_model_trace", "parallel_model_trace", "trace_plan"]
+__all__ = [
+    "TensorParallelModel",
+    "TensorParallelNeuronModel",
+    "bucket_model_trace",
+    "parallel_model_load",
+    "parallel_model_save",
+    "parallel_model_trace",
+    "trace_plan",
+]
 
 
 @dataclass

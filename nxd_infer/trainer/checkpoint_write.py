@@ -213,7 +213,8 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
             sign(0)
         written = {name: place / name for name in content.files}
         if content.adapter is not None and rank == 0:
-            write_adapter(place / SUBFOLDER, *content.adapter)
+            inside = content.adapter[1].get("save_lora_config_adapter", False)
+            write_adapter(place / SUBFOLDER, *content.adapter, apart=not inside)
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
         # What was just written is still in memory, and every rank reads its own.

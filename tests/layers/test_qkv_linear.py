@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.context import current_context
+from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import weight_layout
 from nxd_infer.layout.merge import merge_state_dicts
@@ -62,7 +63,9 @@ def compare(found: dict[str, float], name: str, layer: GQAQKVColumnParallelLinea
         expected, plan = references[part](x_plain), layer.q_plan if part == "q" else layer.kv_plan
         if layer.gather_output:
             copies = layer.kv_size_multiplier if part != "q" else 1
-            if copies > 1:
+            if layer.head_dim is None:  # whole copies
+                expected = torch.cat([expected] * copies, -1)
+            else:
                 expected = expected.unflatten(-1, (-1, layer.head_dim)).repeat_interleave(copies, -2).flatten(-2)
             weights = random(*expected.shape, dtype=dtype, seed=9)
             found[f"{name} {part}"] = error(y, expected)
@@ -97,14 +100,53 @@ def all_cases(dtype: torch.dtype) -> list[str]:
     for gather, degree_multiple in itertools.product((True, False), (1, 2)):
         options = {"gather_output": gather, "kv_size_multiplier": 2 * degree_multiple, "head_dim": 2}
         compare(found, f"multiplier {options}", module(16, 4, dtype, **options), x, options)
-    degree = current_context().tp.degree
-    if degree > 1:  # one key/value head a rank, head_dim left out
-        options = {"kv_size_multiplier": degree}
+    for gather, multiplier in itertools.product((True, False), (2, 4)):  # head_dim left out
+        options = {"gather_output": gather, "kv_size_multiplier": multiplier, "fuse_qkv": gather}
         compare(found, f"{options}", module(16, 4, dtype, **options), x, options)
     options = {"sequence_parallel_enabled": True, "gather_output": False}
     compare(found, "sequence", module(16, 8, dtype, **options), x, options)
     found |= attention_cases(dtype)
     return failures(found, LIMITS[dtype])
+
+
+def outputs_of_copies(bias: bool) -> list[Tensor]:
+    """What the document's call with two copies gives, on one rank."""
+    layer = module(16, 8, torch.float64, bias=bias, kv_size_multiplier=2)
+    return [y.detach() for y in layer(random(3, 2, HIDDEN, dtype=torch.float64, seed=1))]
+
+
+def test_copies_are_the_same_at_every_degree():
+    """A model with ``kv_size_multiplier`` and no ``head_dim`` is built and computes the same, also on one rank."""
+    whole = outputs_of_copies(True)
+    assert [y.shape[-1] for y in whole] == [16, 16, 16]
+    for degree in (2, 4):
+        for found in run_ranks(outputs_of_copies, degree, True):
+            assert max(map(error, found, whole)) < 1e-10
+
+
+def test_local_heads_that_may_not_fit_are_told():
+    """On one rank nothing says where a head ends; with its size there is nothing to tell."""
+    with pytest.warns(UserWarning, match="pass head_dim="):
+        layer = module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2)
+    x = random(2, HIDDEN, dtype=torch.float32)
+    assert [y.shape[-1] for y in layer(x)] == [16, 8, 8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(16, 4, torch.float32, gather_output=False, kv_size_multiplier=2, head_dim=2)
+        module(16, 4, torch.float32, kv_size_multiplier=2)
+
+
+def attention_of_one_head_a_rank() -> float:
+    """Without ``head_dim``, on as many ranks as there are copies of key/value heads: the error of the attention."""
+    x, d, tp = random(2, 5, HIDDEN, dtype=torch.float64, seed=5), 2, current_context().tp
+    references = plain(8 * d, 2 * d, True, torch.float64)
+    expected = attention(*(references[part](x) for part in PARTS), d)
+    layer = module(8 * d, 2 * d, torch.float64, gather_output=False, kv_size_multiplier=2)
+    return error(attention(*layer(x), d), expected.chunk(tp.degree, -1)[tp.rank])
+
+
+def test_one_key_value_head_a_rank():
+    assert max(run_ranks(attention_of_one_head_a_rank, 4)) < 1e-10
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
@@ -150,6 +192,7 @@ def attention_cases(dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:kv_size_multiplier")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_equal_to_plain(tp: int, dtype: torch.dtype):
@@ -181,7 +224,10 @@ def test_sizes():
     for arguments in ({}, {"output_size": 8, "output_sizes": 8}, {"output_size": [8]}, {"output_size": [8, 0]}):
         with pytest.raises(ParallelConfigError):
             GQAQKVColumnParallelLinear(8, **arguments)
-    with pytest.raises(ParallelConfigError, match="pass head_dim="):
+    with use_context(make_context(3, 1, tp=3)), pytest.raises(ParallelConfigError, match="3 ranks; pass head_dim="):
         GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=2)
+    for multiplier in (0, True, 1.5):
+        with pytest.raises(ParallelConfigError, match="whole number of at least 1"):
+            GQAQKVColumnParallelLinear(8, [8, 4], kv_size_multiplier=multiplier)
     with pytest.raises(ParallelConfigError, match="whole heads of 3"):
         GQAQKVColumnParallelLinear(8, [8, 4], head_dim=3)

@@ -214,6 +214,21 @@ def changed_tensors(adapter, change):
     save_file(tensors, path)
 
 
+def test_an_adapter_whose_configuration_lies_in_its_weights(one_slot, tmp_path):
+    """As ``save_lora_config_adapter=True`` saves it in a checkpoint."""
+    case, model, step = one_slot
+    adapter = write_adapter(tmp_path / "a", case.base, rank=4, targets=("q_proj", "v_proj"), seed=9)
+    model.load_adapter(1, adapter)
+    expected = case.generate(model, step, [1] * len(ROWS))
+    model.load_adapter(1, None)
+    path = adapter / "adapter_model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is mapped
+    save_file(tensors, path, {"format": "pt", "adapter_config": (adapter / "adapter_config.json").read_text()})
+    (adapter / "adapter_config.json").unlink()
+    model.load_adapter(1, adapter)
+    assert case.generate(model, step, [1] * len(ROWS)) == expected
+
+
 Q, O = (f"{PREFIX}model.layers.0.self_attn.{name}_proj" for name in "qo")
 REFUSED = {
     "rank": (lambda a: changed_config(a, r=5), "rank is 5 .* at most 4.*--lora-rank 5"),

@@ -17,7 +17,7 @@ import nxd_infer as nxd
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, LoraModel, load_adapter, save_adapter
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model, load_adapter, save_adapter
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tests.layers.compare import error
@@ -97,6 +97,10 @@ def test_the_documented_calls():
         f"qkv.lora_{kind}.{part}.weight" for kind in "AB" for part in "qkv"
     }
     assert lora_config.scaling == 2 and lora_config.save_lora_base is False and lora_config.merge_lora is False
+    assert "LoraModel(" in str(model) and model.local_module().get_base_model() is model.local_module().module
+    by_position = LoraConfig(True, 16, 32, 0.05, "none", ["q_proj", "v_proj", "k_proj"], False, "default")
+    assert by_position == lora_config and LoraConfig(True, 16) == LoraConfig(enable_lora=True, lora_rank=16)
+    assert isinstance(get_lora_model(net(), lora_config), LoRAModel)
     off = nxd.neuronx_distributed_config(lora_config=LoraConfig(enable_lora=False))
     assert isinstance(nxd.initialize_parallel_model(off, net).local_module(), Net)
 
@@ -130,6 +134,7 @@ def test_targets_are_words_in_names():
         ({"target_modules": [1]}, "target_modules must be a list of names"),
         ({"use_rslora": 1}, "use_rslora must be True or False"),
         ({"merge_lora": True}, "pass save_lora_base=True"),
+        ({"enable_lora": 16}, "enable_lora must be True or False (the rank is lora_rank=), got 16"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str):

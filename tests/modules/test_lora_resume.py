@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.errors import CheckpointError
-from nxd_infer.modules.lora import LoraConfig, LoRAModel
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
 from nxd_infer.modules.lora.peft import find_adapter
 from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 
@@ -128,6 +131,63 @@ def test_adapters_that_have_no_number(tmp_path: Path):
     (tmp_path / "manifest.json").write_text("{}")  # of something else
     adapted(8.0).save_adapter(tmp_path / "lora_adapter")
     assert resumed(tmp_path / "lora_adapter") == 8
+
+
+FULL = {
+    "lora_alpha": 6.0,
+    "lora_dropout": 0.25,
+    "bias": "lora_only",
+    "use_rslora": True,
+    "init_lora_weights": "gaussian",
+    "modules_to_save": ["1"],
+    "lora_verbose": True,
+    "save_lora_base": True,
+    "merge_lora": True,
+    "merge_sharded_lora": False,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the adapter's file", "in a file of its own"])
+def test_the_whole_configuration_comes_back(tmp_path: Path, inside: bool):
+    """``save_lora_config_adapter`` says where it is saved; every option is what it was, wherever that is."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = LoraConfig(target_modules=["0"], lora_rank=2, save_lora_config_adapter=inside, **FULL)
+    save_checkpoint(tmp_path, "a", LoRAModel(net, config))
+    folder = tmp_path / "a" / "lora_adapter"
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        stored = file.metadata().get("adapter_config")
+    assert (stored is not None) == inside
+    assert (folder / "adapter_config.json").exists() != inside
+    text = stored or (folder / "adapter_config.json").read_text()
+    assert json.loads(text)["r"] == 2 and json.loads(text)["peft_type"] == "LORA"
+    found = LoraConfig(load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), lora_load_tag="a")
+    other = LoRAModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), found)
+    wanted = dataclasses.asdict(config) | {
+        name: getattr(found, name) for name in ("load_lora_from_ckpt", "lora_save_dir", "lora_load_tag")
+    }
+    assert dataclasses.asdict(other.lora_config) == wanted
+    assert torch.equal(other.get_parameter("0.lora_A.weight"), net[0].get_parameter("lora_A.weight"))
+    load_adapter(LoRAModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config), folder)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_adapter_without_a_configuration_is_named(tmp_path: Path, inside: bool):
+    save_checkpoint(tmp_path, "a", adapted(1.0, save_lora_config_adapter=inside))
+    folder = tmp_path / "a" / "lora_adapter"
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "adapter_config.json").unlink(missing_ok=True)
+    if inside:
+        assert resumed(tmp_path / "copy") == 0
+    else:
+        with pytest.raises(CheckpointError, match=r"no adapter_config.json, and .* holds no configuration"):
+            resumed(tmp_path / "copy")
+
+
+def test_how_to_save_may_be_given_anew(tmp_path: Path):
+    """An adapter that was saved alone is loaded to be merged: what is asked for counts before what the file says."""
+    saved(tmp_path, 1)
+    model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), save_lora_base=True, merge_lora=True)
+    assert model.lora_config.merge_lora and set(model.state_dict()) == {"0.weight", "0.bias"}
 
 
 def job(**options: Any) -> tuple[Any, Any]:

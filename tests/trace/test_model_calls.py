@@ -23,6 +23,7 @@ from nxd_infer.errors import (
     RankFailedError,
     WeightSchemaError,
 )
+from nxd_infer.trace import trace
 from nxd_infer.trace.artifact import load_artifact, parallel_model_load
 from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel, parallel_model_save
 from tests.trace import toy
@@ -234,7 +235,7 @@ def test_closing_in_process(artifacts):
 @pytest.mark.check
 def test_a_model_of_processes_is_not_copied(artifacts):
     model = TensorParallelModel(load_artifact(artifacts[2]))
-    assert TensorParallelNeuronModel is TensorParallelModel
+    assert TensorParallelNeuronModel is TensorParallelModel is trace.TensorParallelNeuronModel
     assert isinstance(model, torch.nn.Module)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArtifactError, match="cannot be"):

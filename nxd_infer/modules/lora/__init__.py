@@ -12,7 +12,7 @@ Source: NxD Core training API, "Enable LoRA fine-tuning".
 """
 
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.modules.lora.model import LoRAModel
+from nxd_infer.modules.lora.model import LoRAModel, get_lora_model
 from nxd_infer.modules.lora.peft import load_adapter, save_adapter
 from nxd_infer.modules.lora.slots import AdapterRows, add_adapter_slots
 
@@ -25,6 +25,7 @@ __all__ = [
     "LoraConfig",
     "LoraModel",
     "add_adapter_slots",
+    "get_lora_model",
     "load_adapter",
     "save_adapter",
 ]

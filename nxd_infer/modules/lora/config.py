@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any
 
 from nxd_infer.errors import CheckpointError, ParallelConfigError
@@ -34,6 +34,9 @@ UNSUPPORTED = (
 KEEPING_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of PEFT's ``init_lora_weights`` that leave the base weights alone; the others (PiSSA, OLoRA, ...) do not."""
 
+SAVING = ("lora_verbose", "merge_lora", "merge_sharded_lora", "save_lora_base", "save_lora_config_adapter")
+"""Options of ours that are stored with an adapter, beside PEFT's."""
+
 
 @dataclass
 class LoraConfig:
@@ -42,27 +45,32 @@ class LoraConfig:
     ``LoRAModel(module, config)`` is the only reader; nothing happens when a configuration is made.
     """
 
+    # In the order of the document, which may be given by position; what it does not list there, by name only.
+    enable_lora: bool = True
+    """False: ``initialize_parallel_model`` adapts nothing."""
     lora_rank: int = 16
     """Columns of B and rows of A."""
-    target_modules: Sequence[str] | str | None = None
-    """Layers whose full name contains one of these words are adapted. One string may also be a regular expression that
-    matches the whole name. None: by ``model.config.model_type``, the query and value projections."""
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     """Of the adapter's input, in training; 0 to below 1."""
     bias: str = "none"
     """Which biases are trained: "none", "all", or those of adapted layers ("lora_only")."""
+    target_modules: Sequence[str] | str | None = None
+    """Layers whose full name contains one of these words are adapted. One string may also be a regular expression that
+    matches the whole name. None: by ``model.config.model_type``, the query and value projections."""
     use_rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
     init_lora_weights: str = "default"
     """A begins as ``nn.Linear`` does ("default") or normal with standard deviation 1/rank ("gaussian"), B with zeros.
     For embeddings A begins with zeros and B normal, as in PEFT."""
+    _: KW_ONLY
     modules_to_save: Sequence[str] | None = None
     """Modules that are trained and saved as a whole, by their name or its last components."""
     lora_verbose: bool = False
     """Print what is adapted."""
     load_lora_from_ckpt: bool = False
-    """Take the configuration and the weights of the adapter in ``lora_save_dir``."""
+    """Take the configuration and the weights of the adapter in ``lora_save_dir``. Of the options that say how to save
+    (:data:`SAVING`), one that is given here other than its default counts before the checkpoint's."""
     lora_load_tag: str | None = None
     """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else that of its newest checkpoint."""
     lora_save_dir: str = "lora_adapter"
@@ -71,11 +79,10 @@ class LoraConfig:
     save_lora_base: bool = False
     """State dicts hold the base weights beside the adapter."""
     save_lora_config_adapter: bool = False
-    """State dicts hold this configuration under the key ``lora_config``."""
+    """Save this configuration in the adapter's own file, and in state dicts under the key ``lora_config``. False: in a
+    checkpoint it is the file ``lora_adapter/adapter_config.json``."""
     merge_sharded_lora: bool = True
     """Accepted for ported code: state dicts are this rank's, adapter files always whole."""
-    enable_lora: bool = field(default=True, kw_only=True)
-    """False: ``initialize_parallel_model`` adapts nothing."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.lora_rank, int) and not isinstance(self.lora_rank, bool)
@@ -93,7 +100,8 @@ class LoraConfig:
         for option in fields(self):
             if option.type == "bool":
                 value = getattr(self, option.name)
-                _check(option.name, value, isinstance(value, bool), "True or False")
+                fix = " (the rank is lora_rank=)" if option.name == "enable_lora" else ""
+                _check(option.name, value, isinstance(value, bool), f"True or False{fix}")
         if self.merge_lora and not self.save_lora_base:
             raise ParallelConfigError(
                 "merge_lora=True saves the base weights with the adapter in them: pass save_lora_base=True as well, "
@@ -124,8 +132,12 @@ class LoraConfig:
         return {name: list(v) if isinstance(v, set | frozenset | tuple) else v for name, v in plain.items()}
 
     def to_peft(self, target_modules: Sequence[str]) -> dict[str, Any]:
-        """The content of ``adapter_config.json``; ``target_modules`` by PEFT's rule (names or their last parts)."""
-        return {
+        """The content of ``adapter_config.json``; ``target_modules`` by PEFT's rule (names or their last parts).
+
+        Options that PEFT does not have are there only where they are not the default: PEFT warns of each.
+        """
+        own = {name: getattr(self, name) for name in SAVING if getattr(self, name) != _default(name)}
+        return own | {
             "peft_type": "LORA",
             "auto_mapping": None,
             "base_model_name_or_path": None,
@@ -168,7 +180,13 @@ class LoraConfig:
             use_rslora=bool(stored.get("use_rslora", False)),
             init_lora_weights="gaussian" if init == "gaussian" else "default",
             modules_to_save=stored.get("modules_to_save"),
+            **{name: stored[name] for name in SAVING if name in stored and getattr(self, name) == _default(name)},
         )
+
+
+def _default(name: str) -> Any:
+    """What an option is when nobody gives it."""
+    return LoraConfig.__dataclass_fields__[name].default
 
 
 def _number(value: Any) -> bool:

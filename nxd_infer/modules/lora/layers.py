@@ -191,12 +191,8 @@ class LoraGQAQKVColumnParallelLinear(_OnSequence):
         return tuple(outputs.values())
 
     def _as_wide(self, update: Tensor, width: int) -> Tensor:
-        """Every head as often as the base returns it, side by side, with ``gather_output`` and copies of heads."""
-        copies = width // update.shape[-1]
-        if copies == 1:
-            return update
-        head_dim: Any = self.base_layer.head_dim
-        return update.unflatten(-1, (-1, head_dim)).repeat_interleave(copies, -2).flatten(-2)
+        """Every head as often as the base returns it, with ``gather_output`` and copies of heads."""
+        return update if update.shape[-1] == width else self.base_layer.with_copies(update)
 
     def deltas(self) -> dict[str, Tensor]:
         base, found = self.base_layer, {}

@@ -19,7 +19,7 @@ from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.modules.wrapper import ModelWrapper
 
-__all__ = ["LoRAModel"]
+__all__ = ["LoRAModel", "get_lora_model"]
 
 DEFAULT_TARGETS = {
     "bert": ("query", "value"),
@@ -72,6 +72,13 @@ class LoRAModel(ModelWrapper):
             peft.load_adapter(self, stored)
         if config.lora_verbose and current_context().rank == 0:
             print(self.describe())
+
+    def _get_name(self) -> str:
+        return "LoraModel"  # as the reference's prints itself
+
+    def get_base_model(self) -> nn.Module:
+        """The module that was adapted, with its adapters; without what this class adds to it."""
+        return self.module
 
     # --- construction ---------------------------------------------------------------------------------
 
@@ -314,6 +321,11 @@ class LoRAModel(ModelWrapper):
         total = sum(param.numel() for param in self.module.parameters())
         paths = [path for layer in self.lora_layers.values() for path in layer.paths.values()]
         return f"LoRA on {len(paths)} projections: {', '.join(paths)}\ntrained: {trained} of {total} parameters"
+
+
+def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> LoRAModel:
+    """``LoRAModel(model, config)``, under the reference's name."""
+    return LoRAModel(model, config)
 
 
 def _contains(name: str, words: Sequence[str] | str) -> bool:

@@ -1,5 +1,7 @@
 """Adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder.
 
+With ``save_lora_config_adapter`` a checkpoint has no second file: its content is in the header of the first.
+
 The file holds whole logical tensors, whatever the degree: ``base_model.model.<path>.lora_A.weight`` [rank, in] and
 ``lora_B.weight`` [out, rank], for embeddings ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B``, and the
 weights of the base that are trained. q, k and v of one joint layer are three projections, under their own names.
@@ -24,6 +26,7 @@ from nxd_infer import comm
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
+from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.base import Place
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sha256_of
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["load_adapter", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_KEY = "adapter_config"
+"""Of the configuration in the header of the weights."""
 PREFIX = "base_model.model."
 SUBFOLDER = "lora_adapter"
 """Where a checkpoint keeps its adapter."""
@@ -118,14 +123,19 @@ def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]
     return found, model.lora_config.to_peft(_targets(model))
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write the two files, the weights first. Raises CheckpointError when they cannot be written."""
+def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], apart: bool = True) -> None:
+    """Write the weights, then the configuration: ``apart`` in its own file, else in that of the weights.
+
+    Raises CheckpointError when they cannot be written.
+    """
+    inside = {} if apart else {CONFIG_KEY: json.dumps(config)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-        with replacing(folder / CONFIG) as temporary:
-            temporary.write_text(json.dumps(config, indent=2) + "\n")
+            save_file(tensors, temporary, metadata={"format": "pt", **inside})
+        if apart:
+            with replacing(folder / CONFIG) as temporary:
+                temporary.write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
@@ -150,7 +160,7 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     """
     root = Path(folder) / tag if tag else Path(folder)
     for found in (root, root / SUBFOLDER):
-        if (found / CONFIG).is_file():
+        if is_adapter(found):
             return _verified(found)
     below = sorted(path for path in root.glob("*") if path.is_dir() and not path.name.startswith(REMOVING))
     saved = [path for path in below if _of_checkpoint(path)]
@@ -158,7 +168,7 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     if newest is not None:
         return _verified(newest / SUBFOLDER)
     places = (place for path in below if path not in saved for place in (path, path / SUBFOLDER))
-    plain = [place for place in places if (place / CONFIG).is_file()]
+    plain = [place for place in places if is_adapter(place)]
     if tag or not plain:
         raise CheckpointError(f"{root} holds no adapter: there is no {CONFIG} in it")
     if len(plain) > 1:
@@ -168,6 +178,11 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
             "lora_load_tag"
         )
     return plain[0]
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether there is an adapter, whatever state it is in."""
+    return any((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
 
 def _newest_checkpoint(folders: list[Path]) -> Path | None:
@@ -181,7 +196,7 @@ def _newest_checkpoint(folders: list[Path]) -> Path | None:
             if (folder / SUBFOLDER).is_dir():
                 damaged.append((marked_number(_reader(folder)), error))
             continue
-        if manifest is not None and f"{SUBFOLDER}/{CONFIG}" in manifest["files"]:
+        if manifest is not None and f"{SUBFOLDER}/{WEIGHTS}" in manifest["files"]:
             numbers[folder] = manifest["counter"]
     last = max(numbers.values(), default=0)
     for number, error in damaged:
@@ -218,6 +233,8 @@ def _verified(adapter: Path) -> Path:
     if manifest is None:
         raise CheckpointError(f"{folder} holds an adapter, and the checkpoint is not whole: load another tag")
     for name in (CONFIG, WEIGHTS):
+        if f"{SUBFOLDER}/{name}" not in manifest["files"]:  # a configuration that lies in the weights' header
+            continue
         if not (adapter / name).is_file():
             raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
         recorded = manifest.get("sha256", {}).get(f"{SUBFOLDER}/{name}")  # the first checkpoints had none
@@ -233,7 +250,17 @@ def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
     """``config`` with what the adapter in ``folder`` says of itself. Raises CheckpointError when it cannot be read."""
     path = folder / CONFIG
     try:
-        stored = json.loads(path.read_text())
+        if path.is_file() or not (folder / WEIGHTS).is_file():
+            text = path.read_text()
+        else:
+            path = folder / WEIGHTS
+            with open_safetensors(path) as file:
+                text = (file.metadata() or {}).get(CONFIG_KEY)
+            if text is None:
+                raise CheckpointError(
+                    f"{folder} has no {CONFIG}, and {WEIGHTS} holds no configuration; restore the file"
+                )
+        stored = json.loads(text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(stored, dict):
