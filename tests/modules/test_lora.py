@@ -1,4 +1,4 @@
-"""Adapted models: what is trained, saved and merged, at several degrees; the documented calls; PEFT's files."""
+"""Adapted models: what is trained, saved and merged, at several degrees; PEFT's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import nxd_infer as nxd
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
-from nxd_infer.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model, load_adapter, save_adapter
+from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, save_adapter
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tests.layers.compare import error
@@ -79,30 +79,6 @@ def lora(seed: int = 0, dtype: torch.dtype = torch.float32, filled: bool = True,
 
 
 # --- configuration and targets ----------------------------------------------------------------------------
-
-
-def test_the_documented_calls():
-    lora_config = nxd.modules.lora.LoraConfig(
-        enable_lora=True,
-        lora_rank=16,
-        lora_alpha=32,
-        lora_dropout=0.05,
-        bias="none",
-        target_modules=["q_proj", "v_proj", "k_proj"],
-    )
-    nxd_config = nxd.neuronx_distributed_config(lora_config=lora_config)
-    model = nxd.initialize_parallel_model(nxd_config, net)
-    assert isinstance(model.local_module(), LoRAModel) and LoraModel is LoRAModel
-    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
-        f"qkv.lora_{kind}.{part}.weight" for kind in "AB" for part in "qkv"
-    }
-    assert lora_config.scaling == 2 and lora_config.save_lora_base is False and lora_config.merge_lora is False
-    assert "LoraModel(" in str(model) and model.local_module().get_base_model() is model.local_module().module
-    by_position = LoraConfig(True, 16, 32, 0.05, "none", ["q_proj", "v_proj", "k_proj"], False, "default")
-    assert by_position == lora_config and LoraConfig(True, 16) == LoraConfig(enable_lora=True, lora_rank=16)
-    assert isinstance(get_lora_model(net(), lora_config), LoRAModel)
-    off = nxd.neuronx_distributed_config(lora_config=LoraConfig(enable_lora=False))
-    assert isinstance(nxd.initialize_parallel_model(off, net).local_module(), Net)
 
 
 def test_targets_are_words_in_names():

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.seeds.model import get_model, tokens
 
-inputs = tokens()
 total_steps = 0
 
 import neuronx_distributed as nxd
@@ -22,6 +21,9 @@ nxd_config = nxd.neuronx_distributed_config(
     tensor_parallel_size=int(sys.argv[1]),
     optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
 )
+
+# every data-parallel rank its rows
+inputs = tokens().chunk(nxd.parallel_state.get_data_parallel_size())[nxd.parallel_state.get_data_parallel_rank()]
 
 # wrap model
 model = nxd.initialize_parallel_model(nxd_config, get_model)

@@ -229,7 +229,12 @@ def test_functions_of_the_trainer_are_names_of_the_package():
 def test_module_paths():
     """The paths that the documents and ported code import from."""
     for path, names in {
-        "parallel_layers": ["ParallelEmbedding", "ColumnParallelLinear", "RowParallelLinear", "clip_grad_norm"],
+        "parallel_layers": [
+            "ParallelEmbedding",
+            "ColumnParallelLinear",
+            "RowParallelLinear",
+            "initialize_model_parallel",
+        ],
         "parallel_layers.layers": ["BaseParallelLayer", "SPMDRank", "OutputChannelParallelConv2d"],
         "parallel_layers.mappings": [
             "copy_to_tensor_model_parallel_region",
@@ -249,8 +254,9 @@ def test_module_paths():
         "modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
         "modules.lora": ["LoraConfig", "LoraModel", "LoRAModel", "get_lora_model"],
         "optimizer": ["NeuronZero1Optimizer"],
-        "parallel_state": ["move_model_to_device", "get_tensor_model_parallel_group"],
+        "parallel_state": ["move_model_to_device", "get_context_model_parallel_group"],
         "trace": ["parallel_model_trace", "parallel_model_save", "parallel_model_load"],
+        "trace.trace": ["parallel_model_trace", "TensorParallelNeuronModel"],
         "trainer.model": ["NxDModel"],
         "trainer.optimizer": ["NxDOptimizer"],
         "trainer.checkpoint": ["save_checkpoint", "load_checkpoint"],

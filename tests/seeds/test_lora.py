@@ -16,7 +16,7 @@ compat.install()
 
 import neuronx_distributed
 import neuronx_distributed as nxd
-from neuronx_distributed.modules.lora import LoraConfig, LoRAModel
+from neuronx_distributed.modules.lora import LoraConfig, LoRAModel, LoraModel, get_lora_model
 
 from tests.seeds.degrees import alone, at_degree
 from tests.seeds.model import get_model, tokens
@@ -72,6 +72,8 @@ def test_the_printed_configuration_finds_the_printed_names():
                 setattr(self, name, nxd.parallel_layers.ColumnParallelLinear(4, 4))
 
     model = LoRAModel(Attention(), printed_config())
+    assert "LoraModel(" in str(model) and model.get_base_model() is model.module
+    assert LoraModel is LoRAModel and isinstance(get_lora_model(Attention(), printed_config()), LoRAModel)
     assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {
         "q_proj",
         "k_proj",
@@ -94,7 +96,9 @@ def test_every_flag():
         )
         assert lora_config.scaling == scaling
         LoRAModel(get_model(), lora_config)
-    assert LoraConfig(True, 16).lora_rank == 16
+    by_position = LoraConfig(True, 16, 32, 0.05, "none", ["q_proj", "v_proj", "k_proj"], False, "default")
+    assert by_position == printed_config() and LoraConfig(True, 16) == LoraConfig(enable_lora=True, lora_rank=16)
+    assert by_position.save_lora_base is False and by_position.merge_lora is False
     off = nxd.neuronx_distributed_config(lora_config=LoraConfig(enable_lora=False))
     assert not isinstance(nxd.initialize_parallel_model(off, get_model).local_module(), LoRAModel)
 
@@ -148,8 +152,9 @@ def save_and_load(checkpoint_dir: str, tp: int, config_in_adapter: bool) -> None
         assert float(model.run_eval(tokens())) == pytest.approx(expected, rel=1e-5), mode
         if not mode["merge_lora"]:
             restored = model.local_module().lora_config
-            assert (restored.lora_rank, restored.lora_alpha, list(restored.target_modules)) == (2, 4, ["qkv_proj"])
-            assert restored.save_lora_base == mode["save_lora_base"]
+            assert (restored.lora_rank, restored.lora_alpha) == (2, 4)
+            assert {name: getattr(restored, name) for name in mode} == mode
+            assert restored.save_lora_config_adapter == config_in_adapter
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -160,4 +165,4 @@ def test_saving_and_loading(tp: int, config_in_adapter: bool, tmp_path: Path):
     files = list((tmp_path / "mode0").rglob("lora_adapter/adapter_config.json"))
     assert len(files) == (0 if config_in_adapter else 1)
     for file in files:
-        assert json.loads(file.read_text())["lora_rank"] == 2
+        assert json.loads(file.read_text())["r"] == 2

@@ -4,7 +4,6 @@ docs/training.md shows. They train, resume, and every process ends well.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import NotInitializedError, NxdError
 from nxd_infer.optimizer import NxDOptimizer
-from nxd_infer.trainer import load_checkpoint, save_checkpoint
+from nxd_infer.trainer import save_checkpoint
 from nxd_models import registry
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
@@ -98,104 +97,6 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert f"[1, 64, {VOCAB_SIZE}]" in done.stdout
-
-
-# What the sample leaves to the reader: the model, the data, a schedule.
-BEFORE_THE_SAMPLE = """
-import os
-import sys
-import torch
-from torch.optim import AdamW
-import nxd_infer.compat
-nxd_infer.compat.install()
-from neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParallelLinear
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = ColumnParallelLinear(4, 8, gather_output=False)
-        self.down = RowParallelLinear(8, 4, input_is_parallel=True)
-
-    def forward(self, inputs):
-        return (self.down(torch.tanh(self.up(inputs))) - inputs).square().mean()
-
-get_model = Model
-"""
-# Training API, "Sample usage". Its ellipses are Python; "(training loop):" is not, and its degree of 8 is the test's.
-SAMPLE = """
-import neuronx_distributed as nxd
-
-# create config
-nxd_config = nxd.neuronx_distributed_config(
-    tensor_parallel_size=8,
-    optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
-)
-
-# wrap model
-model = nxd.initialize_parallel_model(nxd_config, get_model)
-
-# wrap optimizer
-optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-3)
-
-...
-(training loop):
-    loss = model.run_train(inputs)
-    optimizer.step()
-
-...
-# loading checkpoint (auto-resume)
-user_content = nxd.load_checkpoint(
-    "ckpts",
-    model=model,
-    optimizer=optimizer,
-    scheduler=scheduler,
-)
-...
-# saving checkpoint
-nxd.save_checkpoint(
-    "ckpts",
-    nxd_config=nxd_config,
-    model=model,
-    optimizer=optimizer,
-    scheduler=scheduler,
-    user_content={"total_steps": total_steps},
-)
-"""
-BEFORE_THE_LOOP = """
-total_steps = 3
-scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(nxd.parallel_state.get_data_parallel_rank()))
-for _ in range(total_steps):"""
-AFTER_THE_SAMPLE = """
-import json
-state = nxd.parallel_state
-found = {
-    "degrees": [state.get_data_parallel_size(), state.get_tensor_model_parallel_size()],
-    "backend": torch.distributed.get_backend(),
-    "bias": model.down.bias.tolist(),
-    "loss": loss.item(),
-    "resumed": user_content,
-}
-open(f"rank_{os.environ['RANK']}.json", "w").write(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_seed_documents_sample_as_printed(tp: int, tmp_path: Path):
-    """No line of it starts a process group: the configuration joins the world that torchrun has made."""
-    sample = SAMPLE.replace("tensor_parallel_size=8", f"tensor_parallel_size={tp}")
-    sample = sample.replace("(training loop):", BEFORE_THE_LOOP.strip())
-    program = tmp_path / "sample.py"
-    program.write_text(BEFORE_THE_SAMPLE + sample + AFTER_THE_SAMPLE)
-    torchrun(program, cwd=tmp_path)
-    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
-    assert first["degrees"] == second["degrees"] == [2 // tp, tp]
-    assert first["backend"] == "gloo" and first["resumed"] is None
-    assert first["bias"] == second["bias"]  # with tp 1 the ranks had different inputs and averaged their gradients
-    assert (first["loss"] == second["loss"]) == (tp == 2)
-    manifests = [json.loads(path.read_text()) for path in (tmp_path / "ckpts").rglob("manifest.json")]
-    assert [manifest["world_size"] for manifest in manifests] == [2]
-    assert load_checkpoint(tmp_path / "ckpts", model=None) == {"total_steps": 3}
 
 
 @pytest.mark.check
