@@ -19,7 +19,8 @@ from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
-from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, sha256_of
+from nxd_infer.parallel_layers.checkpoint_files import replacing, sha256_of
+from nxd_infer.parallel_layers.checkpoint_values import pack
 from nxd_infer.trace.manifest import WeightSpec
 from nxd_infer.trace.weights import write_safetensors
 from nxd_infer.trainer import checkpoint_folder as folders

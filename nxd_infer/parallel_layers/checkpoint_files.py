@@ -1,20 +1,16 @@
 """The files of a checkpoint: nested values with tensors, as safetensors and JSON, written all or nothing.
 
-A checkpoint is whatever one would give to ``torch.save``: dictionaries, lists and tuples of numbers, text, None, torch
-types and tensors. Its structure is JSON, in which a tensor is a number; the tensors are safetensors. Nothing here is
-ever unpickled with the right to run code.
+Its structure is JSON, in which a tensor is a number (:mod:`~nxd_infer.parallel_layers.checkpoint_values`); the tensors
+are safetensors. Nothing here is ever unpickled with the right to run code.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +23,7 @@ from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.sources import DTYPES, open_safetensors
+from nxd_infer.parallel_layers.checkpoint_values import unpack
 
 FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
@@ -36,9 +33,6 @@ REMOVING = ".removing-"
 """Begins the name of a folder that is being removed."""
 
 
-# --- structure: values to JSON and back ------------------------------------------------------------------
-
-
 def require_sliceable(dtype: torch.dtype, what: str) -> None:
     """Raise CheckpointError for a type that could be written, and not be read in slices."""
     if dtype not in DTYPES.values():
@@ -46,103 +40,6 @@ def require_sliceable(dtype: torch.dtype, what: str) -> None:
             f"{what} is a tensor of {dtype}, which a checkpoint does not hold; convert it (a complex one with "
             "torch.view_as_real, an unsigned one to int64)"
         )
-
-
-def pack(value: Any, down_cast_bf16: bool = False, sliceable: bool = False) -> tuple[Any, list[Tensor]]:
-    """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
-
-    With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed.
-    ``sliceable`` refuses tensors of types that cannot be read in slices.
-    Raises CheckpointError for a value of another kind, with the path to it.
-    """
-    tensors: list[Tensor] = []
-    numbers: dict[tuple, int] = {}
-
-    def number_of(tensor: Tensor) -> int:
-        tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if not tensor.numel() or key not in numbers:
-            numbers[key] = len(tensors)
-            tensors.append(tensor.to(torch.bfloat16) if down_cast_bf16 and _wide(tensor.dtype) else tensor)
-        return numbers[key]
-
-    def visit(item: Any, path: str) -> Any:
-        if isinstance(item, Tensor):
-            if item.layout != torch.strided or item.is_meta:
-                raise CheckpointError(
-                    f"{path} is a {item.layout} tensor on {item.device}; only dense ones can be saved"
-                )
-            if sliceable:
-                require_sliceable(item.dtype, path)
-            return {"tensor": number_of(item)}
-        if isinstance(item, Mapping):
-            kind = "counter" if isinstance(item, collections.Counter) else "dict"  # of a MultiStepLR's milestones
-            return {kind: [[visit(k, f"{path} key"), visit(v, f"{path}[{k!r}]")] for k, v in item.items()]}
-        if isinstance(item, torch.Size):
-            return {"size": list(item)}
-        if isinstance(item, list | tuple):
-            kind = "list" if isinstance(item, list) else "tuple"
-            return {kind: [visit(v, f"{path}[{i}]") for i, v in enumerate(item)]}
-        if isinstance(item, torch.dtype):
-            return {"dtype": str(item).removeprefix("torch.")}
-        if isinstance(item, float) and not math.isfinite(item):
-            return {"float": str(float(item))}
-        if item is None or type(item) in (bool, int, float, str):
-            return item
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(item, numpy.generic):
-            return visit(item.item(), path)  # pyright: ignore[reportAttributeAccessIssue]
-        raise CheckpointError(
-            f"{path} is a {type(item).__name__}, which a checkpoint does not hold: it takes tensors, numbers, text, "
-            "None, and dictionaries, lists and tuples of them"
-        )
-
-    try:
-        return visit(value, "the checkpoint"), tensors
-    except RecursionError:
-        raise CheckpointError(
-            "the checkpoint holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
-        ) from None
-
-
-def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """The value that :func:`pack` was given. Raises CheckpointError when ``structure`` is not one of its own."""
-    made: dict[int, Tensor] = {}
-
-    def visit(item: Any) -> Any:
-        if not isinstance(item, dict):
-            if item is None or type(item) in (bool, int, float, str):
-                return item
-            raise CheckpointError(f"the structure of the checkpoint is damaged at {str(item)[:80]!r}")
-        ((kind, content),) = item.items()
-        if kind == "tensor":
-            if content not in made:
-                made[content] = tensor(content)
-            return made[content]
-        if kind == "dict":
-            return {visit(key): visit(value) for key, value in content}
-        if kind == "counter":
-            return collections.Counter({visit(key): visit(value) for key, value in content})
-        if kind == "list":
-            return [visit(value) for value in content]
-        if kind == "tuple":
-            return tuple(visit(value) for value in content)
-        if kind == "size":
-            return torch.Size(content)
-        if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
-            return getattr(torch, content)
-        if kind == "float":
-            return float(content)
-        raise CheckpointError(f"the structure of the checkpoint holds the unknown kind {kind!r}")
-
-    try:
-        return visit(structure)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error
-
-
-def _wide(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 2
 
 
 # --- files -----------------------------------------------------------------------------------------------

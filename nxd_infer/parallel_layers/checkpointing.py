@@ -27,6 +27,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
 from nxd_infer.parallel_layers import checkpoint_files as files
+from nxd_infer.parallel_layers.checkpoint_values import pack
 
 CHECKPOINT = "checkpoint.safetensors"
 REFERENCE_CHECKPOINT = "checkpoint.pt"
@@ -42,21 +43,24 @@ def save(
     """Save this rank's ``state_dict`` in ``save_dir``; every rank calls it. Ranks of data-parallel rank 0 write.
 
     Args:
-        state_dict: what one would give to ``torch.save``, such as ``{"model": model.state_dict(), "step": 3}``.
+        state_dict: what one would give to ``torch.save``, such as ``{"model": model.state_dict(), "step": 3}``:
+            tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them. A dataclass
+            comes back as its class where ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
+            :mod:`~nxd_infer.parallel_layers.checkpoint_values`.
         save_serially: one model-parallel rank writes at a time.
         save_xser: a file a tensor, written one by one: less memory. Load it with ``load_xser=True``.
         down_cast_bf16: store floating tensors as bfloat16; ``state_dict`` itself is not changed.
 
     A rank's part is replaced in one step: an interrupted save leaves the old one, and :func:`load` refuses parts of two
-    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored or a file not
-    be written, and on the other ranks when one of them failed.
+    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored, with the
+    path to it (``state_dict['a'][3]``), or a file not be written, and on the other ranks when one of them failed.
     """
     context = current_context()
     root = Path(save_dir)
     facts = {"degrees": {"tp": context.tp.degree, "pp": context.pp.degree}, "save": _new_save(context)}
 
     def write() -> None:
-        structure, tensors = files.pack(dict(state_dict), down_cast_bf16)
+        structure, tensors = pack(dict(state_dict), down_cast_bf16)
         root.mkdir(parents=True, exist_ok=True)
         path = root / _rank_name(context)
         if save_xser:

@@ -82,8 +82,11 @@ def save_checkpoint(
         model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
         optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
             writes its share, float32 masters included.
-        scheduler: anything with ``state_dict()`` of plain values and tensors.
-        user_content: tensors, numbers, text, None, and dictionaries, lists and tuples of them; rank 0's is saved.
+        scheduler: anything with ``state_dict()`` of such values as ``user_content``.
+        user_content: what one would give to ``torch.save``: tensors, arrays, numbers, text, bytes, dates, paths, and
+            collections and dataclasses of them; rank 0's is saved. A dataclass comes back as its class where
+            ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
+            :mod:`~nxd_infer.parallel_layers.checkpoint_values`.
         num_workers: ranks that write at the same time, 1 to 32.
         use_xser: all ranks write at the same time, whatever ``num_workers`` is.
         num_kept_ckpts: remove all but so many newest checkpoints of ``path`` once this one is whole; None keeps all.
@@ -95,8 +98,8 @@ def save_checkpoint(
         dataloader: anything with ``state_dict()`` that knows the position in the data, such as
             :class:`~nxd_infer.trainer.data.ResumableLoader`; every rank's is saved.
 
-    The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents cannot be
-    represented or a rank cannot write.
+    The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents could be
+    stored in a pickle only, with the path to them (``user_content['a'][3]``), or a rank cannot write.
     """
     _check_workers(num_workers)
     if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):

@@ -18,7 +18,7 @@ from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
-from nxd_infer.parallel_layers.checkpoint_files import pack
+from nxd_infer.parallel_layers.checkpoint_values import pack
 from nxd_infer.trainer.checkpoint_optimizer import optimizer_layouts, read_optimizer
 from nxd_infer.trainer.checkpoint_read import RunsSource
 from nxd_infer.trainer.checkpoint_write import EXTRA, local_module, modules_with_extra_state

@@ -34,7 +34,8 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
-from nxd_infer.parallel_layers.checkpoint_files import pack, replacing, require_sliceable, sha256_of
+from nxd_infer.parallel_layers.checkpoint_files import replacing, require_sliceable, sha256_of
+from nxd_infer.parallel_layers.checkpoint_values import pack, pack_named
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 from nxd_infer.trainer.model import NxDModel
 from nxd_infer.trainer.storage import Storage
@@ -78,7 +79,7 @@ def collect(
         if isinstance(model, nn.Module):
             files[name], described = _describe_model(local_module(model), context)
         else:
-            files[name], described = _packed(model)
+            files[name], described = _packed(*pack(model, what="model"))
         record["model"] = {"file": name, **described}
     sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
     if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
@@ -87,13 +88,14 @@ def collect(
             files[name], described = describe(optimizer)
         else:
             state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-            files[name], described = _packed(state)
+            files[name], described = _packed(*pack(state, what="optimizer"))
         record["optimizer"] = {"file": name, **described}
     extra = modules_with_extra_state(local_module(model)) if isinstance(model, nn.Module) else {}
     if extra:
         own_values = {**own_values, EXTRA: {name: module.get_extra_state() for name, module in extra.items()}}
     name = f"{rank_stem(context.rank)}.safetensors"
-    files[name], described = _packed({**own_values, "random": random_state(), **(values if context.rank == 0 else {})})
+    own_values = {**own_values, "random": random_state(), **(values if context.rank == 0 else {})}
+    files[name], described = _packed(*pack_named(own_values))
     record["values"] = {"file": name, **described}
     return Content({name: _storable(tensors, copy) for name, tensors in files.items()}, record)
 
@@ -143,8 +145,7 @@ def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
     return {name: (here[name], layout) for name, layout in weight_layout(model).items()}
 
 
-def _packed(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    structure, tensors = pack(value, sliceable=True)
+def _packed(structure: Any, tensors: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}, {"structure": structure}
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -202,22 +201,21 @@ OTHERS = ["float8_e4m3fn", "complex64", "complex128", "uint16", "uint32", "uint6
 @pytest.mark.check
 @pytest.mark.parametrize("name", [*TYPES, *OTHERS])
 def test_every_type_comes_back_or_is_refused_when_it_is_saved(tmp_path: Path, name: str):
-    """Never a checkpoint that says later that it cannot be read."""
+    """Never a checkpoint that says later that it cannot be read. Only what is cut into slices may be refused."""
     value = torch.tensor([1, 0, 1, 1]).to(getattr(torch, name))
+    save_checkpoint(tmp_path, "content", user_content=[value])
+    found = load_checkpoint(tmp_path, "content")
     model, other = Held(value), Held(torch.zeros_like(value))
-    refused = []
-    for kind, arguments in (("content", {"user_content": [value]}), ("model", {"model": model})):
-        try:
-            save_checkpoint(tmp_path, kind, **arguments)
-        except CheckpointError as error:
-            refused.append(f"torch.{name}" in str(error))
-    if refused:
-        assert refused == [True, True] and name in OTHERS and not list(tmp_path.iterdir())
-        return
-    (content,) = load_checkpoint(tmp_path, "content")
-    load_checkpoint(tmp_path, "model", model=other)
-    for found in (content, other.get_buffer("held")):
-        assert found.dtype == value.dtype and torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+    if name in OTHERS[1:]:
+        with pytest.raises(CheckpointError, match=f"torch.{name}"):
+            save_checkpoint(tmp_path, "model", model)
+        assert [path.name for path in tmp_path.iterdir()] == ["content"]
+    else:
+        save_checkpoint(tmp_path, "model", model)
+        load_checkpoint(tmp_path, "model", model=other)
+        found.append(other.get_buffer("held"))
+    for one in found:
+        assert one.dtype == value.dtype and torch.equal(one.view(torch.uint8), value.view(torch.uint8))
 
 
 def small() -> tuple[Any, Any]:
@@ -349,11 +347,7 @@ def test_a_path_that_is_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"user_content": {"a": [object()]}}, r"\['user_content'\]\['a'\]\[0\] is a object"),
-        (
-            {"user_content": {"a": numpy.zeros(1)}},
-            r"\['user_content'\]\['a'\] is a ndarray, .* it takes tensors",
-        ),
+        ({"user_content": {"a": [object()]}}, r"user_content\['a'\]\[0\] is a object, .* it takes tensors"),
         ({"tag": "../a"}, "cannot be a tag"),
         ({"tag": "theirs"}, "exists and is no checkpoint; it is left alone"),
         ({"num_workers": 33}, "num_workers must be a whole number of 1 to 32, got 33"),

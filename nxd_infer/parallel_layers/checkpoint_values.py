@@ -1,0 +1,387 @@
+"""Nested values as JSON and tensors, and back: what one would give to ``torch.save``, without a pickle.
+
+Plain JSON values stand for themselves; everything else is an object with one key, the kind::
+
+    {"tensor": 3}    {"dict": [[1, "one"]]}    {"set": [1, 2]}    {"path": ["PosixPath", "/data"]}
+
+Nothing that a file names is imported, looked up among the loaded modules, or called. A dataclass, a named tuple or an
+enumeration comes back as its class where the process has allowed it, with ``torch.serialization.add_safe_globals``, as
+it would for ``torch.load``; its fields are then set without calling it. Elsewhere a dataclass is a :class:`Record` of
+its fields, a named tuple one of an equal class made for it, and a member of an enumeration its value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import json
+import math
+import pathlib
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.sources import DTYPES
+from nxd_infer.parallel_layers.checkpoint_arrays import pack_numpy, unpack_numpy
+
+__all__ = ["Record", "pack", "unpack"]
+
+INLINE = 4096
+"""Bytes up to which raw memory is base64 text in the structure; longer ones are tensors."""
+HOW = "it takes tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them"
+FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""What a defaultdict may make."""
+PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
+SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+NAMESPACES: dict[str, Any] = {"namespace": types.SimpleNamespace, "arguments": argparse.Namespace}
+TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+BUILT: dict[str, Callable[..., Any]] = {
+    "complex": complex,
+    "range": range,
+    "slice": slice,
+    "size": lambda *sizes: torch.Size(sizes),
+    "device": torch.device,
+    "decimal": decimal.Decimal,
+    "fraction": fractions.Fraction,
+    "uuid": uuid.UUID,
+    "date": datetime.date,
+    "timedelta": datetime.timedelta,
+    "timezone": datetime.timezone,
+    "zone": zoneinfo.ZoneInfo,
+    "time": lambda fold, zone, *parts: datetime.time(*parts, tzinfo=zone, fold=fold),
+    "datetime": lambda fold, zone, *parts: datetime.datetime(*parts, tzinfo=zone, fold=fold),
+}
+"""Kinds that are a call of their own with values; of Python and of torch, and free of effects."""
+
+
+class Record(types.SimpleNamespace):
+    """The fields of a dataclass that this process has not allowed; ``class_name`` is what it was, with its module."""
+
+    __slots__ = ("class_name",)
+    class_name: str
+
+    def __hash__(self) -> int:  # type: ignore[override]  # may have been a key
+        return hash(tuple(vars(self).items()))
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _arguments(item: Any) -> tuple[str, tuple[Any, ...]] | None:
+    """The kind of BUILT that makes ``item``, and its arguments."""
+    kind = type(item)
+    if kind is complex:
+        return "complex", (item.real, item.imag)
+    if kind is range or kind is slice:
+        return kind.__name__, (item.start, item.stop, item.step)
+    if kind is torch.Size:
+        return "size", tuple(item)
+    if kind in (torch.device, decimal.Decimal, uuid.UUID):
+        return kind.__name__.lower(), (str(item),)
+    if kind is fractions.Fraction:
+        return "fraction", (item.numerator, item.denominator)
+    if kind is datetime.date:
+        return "date", (item.year, item.month, item.day)
+    if kind is datetime.timedelta:
+        return "timedelta", (item.days, item.seconds, item.microseconds)
+    if kind is datetime.timezone:
+        name = item.tzname(None)
+        offset = item.utcoffset(None)
+        return "timezone", (offset,) if name == datetime.timezone(offset).tzname(None) else (offset, name)
+    if kind is zoneinfo.ZoneInfo and item.key is not None:
+        return "zone", (item.key,)
+    if kind is datetime.time or kind is datetime.datetime:
+        day = (item.year, item.month, item.day) if kind is datetime.datetime else ()
+        clock = (item.hour, item.minute, item.second, item.microsecond)
+        return kind.__name__, (item.fold, item.tzinfo, *day, *clock)
+    return None
+
+
+class _Packer:
+    def __init__(self, down_cast_bf16: bool):
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[tuple, int] = {}
+        self._down_cast = down_cast_bf16
+
+    def number_of(self, tensor: Tensor) -> int:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if not tensor.numel() or key not in self._numbers:
+            self._numbers[key] = len(self.tensors)
+            wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 2
+            self.tensors.append(tensor.to(torch.bfloat16) if self._down_cast and wide else tensor)
+        return self._numbers[key]
+
+    def raw(self, data: bytes) -> Any:
+        """Bytes: base64 text, or a tensor when they are many."""
+        if len(data) <= INLINE:
+            return base64.b64encode(data).decode("ascii")
+        return {"tensor": self.number_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))}
+
+    def tensor(self, item: Tensor, path: str) -> Any:
+        if item.layout != torch.strided or item.is_meta or item.is_quantized:
+            form = "quantized" if item.is_quantized else str(item.layout)
+            raise CheckpointError(f"{path} is a {form} tensor on {item.device}; only dense ones can be saved")
+        requires_grad, is_parameter = item.requires_grad, isinstance(item, nn.Parameter)
+        item = item.detach().resolve_conj().resolve_neg()  # views that negate what is in memory
+        if item.dtype in DTYPES.values():
+            stored: Any = {"tensor": self.number_of(item)}
+        else:  # as its bytes: safetensors has no such type, or none that can be read in slices
+            raw = item.contiguous().reshape(-1).view(torch.uint8)
+            stored = {"viewed": [self.number_of(raw), str(item.dtype).removeprefix("torch."), list(item.shape)]}
+        return {"parameter": [stored, requires_grad]} if is_parameter else stored
+
+    def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:
+        return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
+
+    def visit(self, item: Any, path: str) -> Any:
+        kind = type(item)
+        if item is None or kind in (bool, str):
+            return item
+        if kind is int:
+            return item if item.bit_length() < 4096 else {"int": hex(item)}  # Python reads no longer ones in decimal
+        if kind is float:
+            return item if math.isfinite(item) else {"float": str(item)}
+        if isinstance(item, Tensor):
+            return self.tensor(item, path)
+        if isinstance(item, enum.Enum):
+            return {"enum": [_name_of(kind), self.visit(item.value, f"{path}.value")]}
+        if kind in (bytes, bytearray):
+            return {kind.__name__: self.raw(bytes(item))}
+        if kind is Record:
+            return {"dataclass": [item.class_name, self.fields(vars(item), path)]}
+        for name, namespace in NAMESPACES.items():
+            if kind is namespace:
+                return {name: self.fields(vars(item), path)}
+        if dataclasses.is_dataclass(kind) and not isinstance(item, Mapping):
+            names = [field.name for field in dataclasses.fields(kind) if hasattr(item, field.name)]
+            found = {name: getattr(item, name) for name in names} | getattr(item, "__dict__", {})
+            return {"dataclass": [_name_of(kind), self.fields(found, path)]}
+        names = getattr(kind, "_fields", None) if isinstance(item, tuple) else None
+        if names is not None:
+            return {"named_tuple": [_name_of(kind), self.fields(dict(zip(names, item, strict=True)), path)]}
+        if isinstance(item, Mapping):
+            return self.mapping(item, path)
+        if isinstance(item, collections.deque):
+            return {"deque": [item.maxlen, self.visit(list(item), path)]}
+        if kind in (set, frozenset):  # in an order that is the same in every process
+            return {kind.__name__: sorted((self.visit(one, f"{path} element") for one in item), key=json.dumps)}
+        built = _arguments(item)
+        if built is not None:
+            return {built[0]: [self.visit(one, path) for one in built[1]]}
+        if isinstance(item, list | tuple):
+            name = "list" if isinstance(item, list) else "tuple"
+            return {name: [self.visit(one, f"{path}[{i}]") for i, one in enumerate(item)]}
+        if isinstance(item, TORCH_NAMES):
+            return {"dtype": str(item).removeprefix("torch.")}
+        if kind.__name__ in PATHS and isinstance(item, pathlib.PurePath):
+            return {"path": [kind.__name__, str(item)]}
+        if item is ...:
+            return {"ellipsis": 0}
+        packed = pack_numpy(item, self.raw, lambda one, at: self.visit(one, f"{path}{at}"))
+        if packed is None:
+            raise CheckpointError(
+                f"{path} is {_described(item)}, which a checkpoint does not hold, because only a pickle could: {HOW}"
+            )
+        return packed
+
+    def mapping(self, item: Mapping[Any, Any], path: str) -> Any:
+        """A dictionary, or what is used like one and comes back as one."""
+        pairs = [[self.visit(k, f"{path} key"), self.visit(v, f"{path}[{k!r}]")] for k, v in item.items()]
+        if type(item) is collections.defaultdict:
+            factory = item.default_factory
+            name = None if factory is None else getattr(factory, "__name__", "")
+            if name is not None and FACTORIES.get(name) is not factory:
+                raise CheckpointError(
+                    f"{path} is a defaultdict that makes {_described(factory)}, which a checkpoint does not hold: save "
+                    f"dict(...) of it, or let it make one of {', '.join(FACTORIES)}"
+                )
+            return {"default": [name, pairs]}
+        return {next((name for name, one in MAPPINGS.items() if type(item) is one), "dict"): pairs}
+
+
+def _described(item: Any) -> str:
+    return f"a {type(item).__name__}" if type(item).__module__ == "builtins" else f"a {_name_of(type(item))}"
+
+
+def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> tuple[Any, list[Tensor]]:
+    """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
+
+    With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed; ``what`` is
+    what messages call it. Raises CheckpointError for a value of another kind, with the path to it.
+    """
+    packer = _Packer(down_cast_bf16)
+    try:
+        return packer.visit(value, what), packer.tensors
+    except RecursionError:
+        raise CheckpointError(
+            f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+        ) from None
+
+
+def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    """:func:`pack` of a dictionary whose values are what messages call by its keys."""
+    packer, pairs = _Packer(False), []
+    for name, value in values.items():
+        try:
+            pairs.append([name, packer.visit(value, name)])
+        except RecursionError:
+            raise CheckpointError(
+                f"{name} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+            ) from None
+    return {"dict": pairs}, packer.tensors
+
+
+# --- back ----------------------------------------------------------------------------------------------------
+
+
+def _allowed() -> dict[str, type]:
+    """The classes that this process has allowed to be made from files, by their names."""
+    found = {}
+    for one in torch.serialization.get_safe_globals():
+        kind, name = one if isinstance(one, tuple) else (one, None)
+        if isinstance(kind, type):
+            found[name or _name_of(kind)] = kind
+    return found
+
+
+class _Unpacker:
+    def __init__(self, tensor: Callable[[int], Tensor]):
+        self._tensor = tensor
+        self._made: dict[int, Tensor] = {}
+        self._allowed = _allowed()
+
+    def tensor(self, number: int) -> Tensor:
+        if number not in self._made:
+            self._made[number] = self._tensor(number)
+        return self._made[number]
+
+    def raw(self, content: Any) -> bytes:
+        if isinstance(content, str):
+            return base64.b64decode(content, validate=True)
+        return bytes(self.tensor(content["tensor"]).numpy())
+
+    def pairs(self, content: Any) -> list[tuple[Any, Any]]:
+        return [(self.visit(key), self.visit(value)) for key, value in content]
+
+    def visit(self, item: Any) -> Any:
+        if not isinstance(item, dict):
+            if item is None or type(item) in (bool, int, float, str):
+                return item
+            raise CheckpointError(f"the structure of the checkpoint is damaged at {str(item)[:80]!r}")
+        ((kind, content),) = item.items()
+        if kind == "tensor":
+            return self.tensor(content)
+        if kind in SEQUENCES:
+            return SEQUENCES[kind]([self.visit(one) for one in content])
+        if kind in MAPPINGS:
+            return MAPPINGS[kind](dict(self.pairs(content)))
+        if kind in NAMESPACES:
+            made = NAMESPACES[kind]()
+            vars(made).update(self.pairs(content))  # as arguments, "self" could not be one
+            return made
+        if kind in BUILT:
+            return BUILT[kind](*(self.visit(one) for one in content))
+        special = getattr(self, f"_{kind}", None) if kind in _SPECIAL else None
+        if special is None:
+            raise CheckpointError(f"the structure of the checkpoint holds the unknown kind {kind!r}")
+        return special(content)
+
+    def _viewed(self, content: Any) -> Tensor:
+        number, dtype, shape = content
+        return self.tensor(number).clone().view(self._dtype(dtype)).reshape(shape)
+
+    def _parameter(self, content: Any) -> Tensor:
+        return nn.Parameter(self.visit(content[0]), requires_grad=bool(content[1]))
+
+    def _dtype(self, content: Any) -> Any:
+        found = getattr(torch, content, None)
+        if not isinstance(found, TORCH_NAMES):
+            raise ValueError(f"torch has no type {content!r}")
+        return found
+
+    def _float(self, content: Any) -> float:
+        return float(content)
+
+    def _int(self, content: Any) -> int:
+        return int(content, 16)
+
+    def _ellipsis(self, content: Any) -> Any:
+        return ...
+
+    def _bytes(self, content: Any) -> bytes:
+        return self.raw(content)
+
+    def _bytearray(self, content: Any) -> bytearray:
+        return bytearray(self.raw(content))
+
+    def _deque(self, content: Any) -> Any:
+        return collections.deque(self.visit(content[1]), content[0])
+
+    def _default(self, content: Any) -> Any:
+        name, pairs = content
+        return collections.defaultdict(None if name is None else FACTORIES[name], self.pairs(pairs))
+
+    def _path(self, content: Any) -> pathlib.PurePath:
+        name, text = content
+        if name not in PATHS:
+            raise ValueError(f"there is no path of the kind {name!r}")
+        if name == type(pathlib.Path()).__name__:
+            return pathlib.Path(text)
+        return (pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath)(text)
+
+    def _enum(self, content: Any) -> Any:
+        kind, value = self._allowed.get(content[0]), self.visit(content[1])
+        return kind(value) if kind is not None and issubclass(kind, enum.Enum) else value
+
+    def _dataclass(self, content: Any) -> Any:
+        name, fields = content[0], dict(self.pairs(content[1]))
+        kind = self._allowed.get(name)
+        if kind is None or not dataclasses.is_dataclass(kind):
+            record = Record()
+            record.class_name = str(name)
+            vars(record).update(fields)
+            return record
+        made = object.__new__(kind)
+        for field, value in fields.items():
+            object.__setattr__(made, field, value)
+        return made
+
+    def _named_tuple(self, content: Any) -> Any:
+        name, fields = content[0], dict(self.pairs(content[1]))
+        kind = self._allowed.get(name)
+        if kind is None or getattr(kind, "_fields", None) != tuple(fields):
+            module, _, short = name.rpartition(".")
+            kind = collections.namedtuple(short, list(fields), module=module)
+        return tuple.__new__(kind, fields.values())
+
+    def _numpy(self, content: Any) -> Any:
+        return unpack_numpy(content, self.raw, self.visit)
+
+
+_SPECIAL = {name.removeprefix("_") for name in vars(_Unpacker) if name.startswith("_") and not name.startswith("__")}
+
+
+def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """The value that :func:`pack` was given. Raises CheckpointError when ``structure`` is not one of its own."""
+    try:
+        return _Unpacker(tensor).visit(structure)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error
