@@ -1,6 +1,4 @@
-"""Training programs under torchrun: the seed document's sample as it is printed, and examples/train.py, which
-docs/training.md shows. They train, resume, and every process ends well.
-"""
+"""examples/train.py, which docs/training.md shows, under torchrun: it trains, resumes, and every process ends well."""
 
 from __future__ import annotations
 
