@@ -278,7 +278,7 @@ def _encode(
     if task == "embed":
         metadata |= {"dimensions": config.hidden_size, **options}
     else:
-        metadata |= {"labels": list(config.labels), "regression": config.regression}
+        metadata |= {"labels": list(config.labels), "scores": config.scores}
     return TaskPlan(
         task=task,
         func=encoder_step,

@@ -28,6 +28,7 @@ from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import GenerateOnlyError, RequestError
+from nxd_server.scores import probabilities, scores_of
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.files import has_vocabulary
 from nxd_server.text.tokenizer import Tokenizer
@@ -83,7 +84,8 @@ class ClassificationOutput:
     """The likeliest label; its number as text where the model names none."""
     logits: list[float]
     probabilities: list[float]
-    """Softmax of the logits."""
+    """Of one label, or of several that may hold together: each for itself (sigmoid). Else they add up to 1 (softmax).
+    Empty for a model without any, as one for regression: its logits are its scores."""
 
 
 class LLM:
@@ -326,17 +328,22 @@ class LLM:
         results = self._encoded(texts, "embed", progress)
         return torch.stack([result.values for result in results]) if results else torch.empty(0, 0)
 
-    def classify(self, texts: str | Sequence[Prompt], *, progress: bool = False) -> list[ClassificationOutput]:
-        """One verdict a text. Needs task ``classify``."""
+    def classify(
+        self, texts: str | Sequence[Prompt | tuple[str, str]], *, progress: bool = False
+    ) -> list[ClassificationOutput]:
+        """One verdict a text, or a pair of texts such as a cross-encoder takes. Needs task ``classify``."""
         outputs = []
         for result in self._encoded(texts, "classify", progress):
             best = int(result.values.argmax())
             labels = self.encoder.labels if self.encoder is not None else []
             label = labels[best] if best < len(labels) else str(best)
-            outputs.append(ClassificationOutput(label, result.values.tolist(), result.values.softmax(-1).tolist()))
+            probs = probabilities(result.values, scores_of(self.metadata))
+            outputs.append(ClassificationOutput(label, result.values.tolist(), [] if probs is None else probs.tolist()))
         return outputs
 
-    def _encoded(self, texts: str | Sequence[Prompt], task: str, progress: bool) -> list[Encoded]:
+    def _encoded(
+        self, texts: str | Sequence[Prompt | tuple[str, str]], task: str, progress: bool
+    ) -> list[Encoded]:
         if self.task != task:
             raise ModelConfigError(f"the artifact's task is {self.task or 'unknown'!r}, not {task!r}")
         if self.encoder is None:

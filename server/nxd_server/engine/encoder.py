@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -26,6 +27,11 @@ class Encoded:
     """float32: the embedding [hidden], or the logits [labels]."""
     tokens: int
     """How many tokens the text had, special ones included."""
+
+
+def is_pair(value: object) -> TypeGuard[tuple[str, str]]:
+    """Whether it is two texts."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 class TextEncoder:
@@ -56,20 +62,20 @@ class TextEncoder:
 
     def submit(
         self,
-        text: str | Sequence[int],
+        text: str | tuple[str, str] | Sequence[int],
         *,
-        pair: str | None = None,
         timeout: float | None = None,
         field: str = "input",
         continuing: bool = False,
         whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
-        """Encode one text (with ``pair``: two texts as one input), or token ids taken as they are.
+        """Encode one text, a pair of them as one input, or token ids taken as they are.
 
         Raises RequestError naming ``field``, PromptTooLongError, and what :meth:`OneShotEngine.submit` raises.
         """
-        if isinstance(text, str):
-            ids, types = self.tokenizer.encode_with_types(text, pair, field=field)
+        if isinstance(text, str) or is_pair(text):
+            first, second = (text, None) if isinstance(text, str) else text
+            ids, types = self.tokenizer.encode_with_types(first, second, field=field)
         else:
             ids = check_token_ids(text, self._vocab_size, field)
             types = [0] * len(ids)

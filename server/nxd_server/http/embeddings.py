@@ -51,17 +51,20 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
 
 
 async def classify(request: Request, body: ClassifyBody) -> Response:
-    """The likeliest label of each text, and the probabilities of all; the bare scores of a regression model."""
+    """The likeliest label of each text, and the probabilities of all; the bare scores where there are none."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/classify", "classify")
     results = await _encode(request, body.input)
     labels = service.require_encoder().labels
-    regression = bool(service.metadata.get("regression"))
+    from nxd_server.scores import probabilities, scores_of  # torch, which a server that generates never loads
+
+    scores = scores_of(service.metadata)
     data = []
     for index, result in enumerate(results):
         logits = result.values
-        if regression:
+        probs = probabilities(logits, scores)
+        if probs is None:
             data.append({"index": index, "scores": logits.tolist()})
             continue
         best = int(logits.argmax())
@@ -69,7 +72,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
             {
                 "index": index,
                 "label": labels[best] if best < len(labels) else str(best),
-                "probs": logits.softmax(-1).tolist(),
+                "probs": probs.tolist(),
                 "num_classes": logits.numel(),
             }
         )
