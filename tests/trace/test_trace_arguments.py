@@ -45,7 +45,7 @@ X = torch.zeros(4)
         ({"metadata": {"dtype": torch.float32}}, "stored as JSON"),
         ({"metadata": {"limit": float("inf")}}, "stored as JSON"),
         ({"compiler_args": "--model-type=transformer -O1"}, "'-O1' is not key=value"),
-        ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; close matches: cpp.threads"),
+        ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; did you mean cpp.threads"),
         ({"compiler_args": {"cpp.threads": "two"}}, "cpp.threads='two' must be int"),
         ({"compiler_args": ["freezing=true"]}, "'freezing' is set to False by this package"),
         ({"compiler_args": "cpu_target=z80"}, "there is no cpu_target 'z80'"),
