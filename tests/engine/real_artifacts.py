@@ -21,7 +21,7 @@ def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
 
 
 def trace_encoder(directory, family, task, tp=1, **changes):
-    """Write a tiny encoder, its config.json with ``changes``, and its artifact; (model directory, artifact directory)."""
+    """Write a tiny encoder, ``changes`` in its config.json, and its artifact; (model directory, artifact directory)."""
     import nxd_infer as nxd
     from nxd_models import tasks
 
