@@ -123,8 +123,17 @@ CLASSIFIERS = ("bert_classifier", "roberta_classifier")
 Shape = tuple[int, ...]
 
 
-def write_tiny(family: str, directory: str | Path, *, seed: int = 0, shards: int = 1, **overrides: Any) -> Path:
-    """Write a model directory and return its path. ``shards > 1`` writes an index and that many weight files."""
+def write_tiny(
+    family: str,
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    shards: int = 1,
+    generation: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write a model directory and return its path. ``shards > 1`` writes an index and that many weight files;
+    ``generation``: further fields of generation_config.json."""
     config = {**FAMILIES[family], **overrides}
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -132,9 +141,8 @@ def write_tiny(family: str, directory: str | Path, *, seed: int = 0, shards: int
     _write_weights(path, tiny_state_dict(config, seed), shards)
     _write_tokenizer(path, config)
     if "num_key_value_heads" in config:
-        (path / "generation_config.json").write_text(
-            json.dumps({"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"]]})
-        )
+        own = {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"]]}
+        (path / "generation_config.json").write_text(json.dumps({**own, **(generation or {})}))
     return path
 
 

@@ -7,7 +7,6 @@ Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimensi
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_models.blocks import ACTIVATIONS, normal_init, zero_biases
-from nxd_models.config import EncoderConfig, parse_json, read_json
-
-POOLINGS = ("mean", "cls", "max")
+from nxd_models.config import EncoderConfig
+from nxd_models.sentence import pool, pooling_modes
 
 
 class Embeddings(nn.Module):
@@ -193,19 +191,11 @@ class Encoder(nn.Module):
 # --- embeddings ---------------------------------------------------------------------------------------
 
 
-def pool(hidden_BSE: Tensor, attention_mask_BS: Tensor, pooling: str) -> Tensor:
-    """float32 [B, E]: the mean, the largest value, or the first token over the positions whose mask is 1."""
-    hidden = hidden_BSE.float()
-    if pooling == "cls":
-        return hidden[:, 0]
-    seen = attention_mask_BS[..., None].to(hidden.dtype)
-    if pooling == "max":
-        return torch.where(seen > 0, hidden, torch.finfo(hidden.dtype).min).amax(1)
-    return (hidden * seen).sum(1) / seen.sum(1).clamp(min=1e-9)
-
-
 class SentenceEncoder(Encoder):
-    """One vector a text: an encoder, pooling over its tokens, and scaling to length 1 where ``normalize``."""
+    """One vector a text: an encoder, pooling over its tokens, and scaling to length 1 where ``normalize``.
+
+    ``pooling``: one of :data:`nxd_models.sentence.POOLINGS`, or several joined by ``+``.
+    """
 
     def __init__(
         self,
@@ -216,38 +206,13 @@ class SentenceEncoder(Encoder):
         normalize: bool = True,
     ):
         super().__init__(config, dtype)
-        if pooling not in POOLINGS:
-            raise ModelConfigError(f"pooling = {pooling!r} is not supported; known are {', '.join(POOLINGS)}")
+        pooling_modes(pooling)
         self.pooling, self.normalize = pooling, normalize
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Ids and mask [B, S] -> float32 [B, E]."""
+        """Ids and mask [B, S] -> float32 [B, E times modes of pooling]."""
         pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
         return F.normalize(pooled, dim=-1) if self.normalize else pooled
-
-
-def pooling_options(model_dir: Path) -> dict[str, Any]:
-    """``pooling`` and ``normalize`` as the sentence-transformers files of a directory say; {} without such files."""
-    modules = model_dir / "modules.json"
-    if not modules.is_file():
-        return {}
-    entries = parse_json(modules)
-    if not isinstance(entries, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("path", ""), str) for m in entries
-    ):
-        raise ModelConfigError(f"{modules}: expected a list of objects with a type and a path")
-    kinds = {str(m.get("type", "")).rsplit(".", 1)[-1]: m.get("path", "") for m in entries}
-    options: dict[str, Any] = {"normalize": "Normalize" in kinds}
-    if "Pooling" in kinds:
-        fields = read_json(model_dir / kinds["Pooling"] / "config.json")
-        modes = [k.removeprefix("pooling_mode_") for k, on in fields.items() if k.startswith("pooling_mode_") and on]
-        names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
-        if len(modes) != 1 or modes[0] not in names:
-            raise ModelConfigError(
-                f"{model_dir}: pooling_mode = {modes}: exactly one of {', '.join(names)} is supported"
-            )
-        options["pooling"] = names[modes[0]]
-    return options
 
 
 # --- classification -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from nxd_infer.errors import ModelConfigError
 DECODER_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ENCODER_TYPES = ("bert", "roberta")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+SCORES = ("sigmoid", "softmax", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh")
 _ACTIVATION_ALIASES = {"swish": "silu", "gelu_python": "gelu", "gelu_fast": "gelu_pytorch_tanh"}
 
@@ -105,7 +106,8 @@ class EncoderConfig:
     activation: str = "gelu"
     pad_token_id: int = 0
     labels: tuple[str, ...] = ()
-    regression: bool = False
+    scores: str = "softmax"
+    """What makes a classifier's logits its answer: one of :data:`SCORES`."""
     initializer_range: float = 0.02
     dtype: str = "float32"
 
@@ -308,7 +310,7 @@ def _encoder(f: Fields, model_type: str) -> EncoderConfig:
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     if hidden % heads:
         raise f.error("hidden_size", f"does not divide over {heads} heads")
-    labels, regression = _labels(f)
+    labels = _labels(f)
     return EncoderConfig(
         model_type=model_type,
         vocab_size=f.integer("vocab_size"),
@@ -322,27 +324,49 @@ def _encoder(f: Fields, model_type: str) -> EncoderConfig:
         activation=f.activation("hidden_act", default="gelu"),
         pad_token_id=f.integer("pad_token_id", 1 if model_type == "roberta" else 0, minimum=0),
         labels=labels,
-        regression=regression,
+        scores=_scores(f, len(labels)),
         initializer_range=f.number("initializer_range", 0.02),
         dtype=_dtype(f),
     )
 
 
-def _labels(f: Fields) -> tuple[tuple[str, ...], bool]:
+def _labels(f: Fields) -> tuple[str, ...]:
     names = f.raw.get("id2label")
-    if names is not None:
-        if not isinstance(names, Mapping):
-            raise f.error("id2label", "expected an object from number to name")
-        try:
-            ordered = {int(key): str(value) for key, value in names.items()}
-        except ValueError:
-            raise f.error("id2label", "expected an object from number to name") from None
-        if sorted(ordered) != list(range(len(ordered))):
-            raise f.error("id2label", "the numbers must be 0, 1, 2, ... without a gap")
-        labels = tuple(ordered[i] for i in range(len(ordered)))
-    else:
-        labels = tuple(f"LABEL_{i}" for i in range(f.integer("num_labels", 2)))
-    return labels, f.raw.get("problem_type") == "regression"
+    if names is None:
+        return tuple(f"LABEL_{i}" for i in range(f.integer("num_labels", 2)))
+    if not isinstance(names, Mapping):
+        raise f.error("id2label", "expected an object from number to name")
+    try:
+        ordered = {int(key): str(value) for key, value in names.items()}
+    except ValueError:
+        raise f.error("id2label", "expected an object from number to name") from None
+    if sorted(ordered) != list(range(len(ordered))):
+        raise f.error("id2label", "the numbers must be 0, 1, 2, ... without a gap")
+    return tuple(ordered[i] for i in range(len(ordered)))
+
+
+_TORCH_SCORES = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def _scores(f: Fields, labels: int) -> str:
+    """As sentence-transformers, where it wrote an activation into the file, else as transformers' pipeline does."""
+    problem = f.raw.get("problem_type")
+    if problem is not None and problem not in _PROBLEMS:
+        raise f.error("problem_type", f"expected one of {', '.join(_PROBLEMS)}")
+    theirs = f.raw.get("sentence_transformers")
+    named = theirs.get("activation_fn") if isinstance(theirs, Mapping) else None
+    name = named or f.raw.get("sbert_ce_default_activation_function")  # its older spelling
+    if isinstance(name, str) and name.startswith("torch."):  # code of the user's own is not run
+        found = _TORCH_SCORES.get(name.rpartition(".")[2])
+        if found is None:
+            raise ModelConfigError(
+                f"{f.origin}: activation_fn = {name!r} is not supported; known are {', '.join(_TORCH_SCORES)}"
+            )
+        return found
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"
 
 
 def _bos(f: Fields) -> int | None:

@@ -86,7 +86,7 @@ def build(
         dtype: of the parameters; default: what the checkpoint says.
         options: ``pooling`` and ``normalize`` for "embed".
     """
-    from nxd_models import bert, llama
+    from nxd_models import bert, llama, sentence
 
     spec = load_config(model)
     task = spec.task(task)
@@ -97,7 +97,7 @@ def build(
             raise ModelConfigError(f"task {task!r} takes no options, got {sorted(options)}")
         return llama.CausalLM(config, dtype)
     if task == "embed":
-        return bert.SentenceEncoder(config, dtype, **{**bert.pooling_options(spec.path), **options})
+        return bert.SentenceEncoder(config, dtype, **{**sentence.pooling_options(spec.path), **options})
     return bert.classifier(config, dtype)
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout.sources import Weights
-from nxd_models import bert, hf, registry
+from nxd_models import bert, generation_config, hf, registry, sentence
 from nxd_models.adapters import RANK as LORA_RANK
 from nxd_models.adapters import AdapterSlots
-from nxd_models.config import DecoderConfig, EncoderConfig, Fields, eos_token_ids, read_json
+from nxd_models.config import DecoderConfig, EncoderConfig
 from nxd_models.generation import BIAS_SLOTS, MAX_DRAFT_TOKENS, DecoderStep, step_inputs
 from nxd_models.sampling import TOP_LOGPROBS
 
@@ -47,9 +47,8 @@ SERVING_FILES = (
     "vocab.txt",
     "vocab.json",
     "merges.txt",
-    "sentence_bert_config.json",
 )
-"""What a server needs beside the graphs; copied where present."""
+"""What a server needs beside the graphs; copied where present, with the files of sentence-transformers."""
 
 
 @dataclass
@@ -117,8 +116,8 @@ def plan(
     Args:
         batch_sizes: rows of the decode buckets, or of the encoder's.
         length_buckets: prompt lengths of a decoder, or sequence lengths of an encoder.
-        max_len: the longest context; None is what the model allows, for a decoder at most 4096. Length buckets beyond
-            it are cut to it.
+        max_len: the longest context; None is what the model allows, for a decoder at most 4096, for an encoder what
+            sentence-transformers wrote beside it. Length buckets beyond it are cut to it.
         dtype: of weights and caches; None is what the checkpoint says.
         slots: sequences a decoder holds at once; None is the largest batch size.
         model_name: what a server calls the model; None is the directory's name.
@@ -154,13 +153,15 @@ def plan(
     else:
         options: dict[str, Any] = {}
         if task == "embed":
-            options = {"pooling": "mean", "normalize": True, **bert.pooling_options(spec.path)}
+            options = {"pooling": "mean", "normalize": True, **sentence.pooling_options(spec.path)}
             options |= {k: v for k, v in (("pooling", pooling), ("normalize", normalize)) if v is not None}
         made = _encode(spec, task, batches, lengths, max_len, dtype, options)
     if weights is not None:
         made.checkpoint_loader_callable = functools.partial(named_weights, made.func, made.func_kwargs, weights)
     made.metadata["model_name"] = model_name or spec.path.resolve().name
     made.files_to_copy = {name: spec.path / name for name in SERVING_FILES if (spec.path / name).is_file()}
+    if task != "generate":
+        made.files_to_copy |= {name: spec.path / name for name in sentence.files(spec.path)}
     return made
 
 
@@ -203,7 +204,7 @@ def _generate(
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
     kwargs: dict[str, Any] = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len}
     kwargs |= {"bias_slots": bias_slots, "draft_tokens": speculate} | ({} if lora is None else {"adapters": lora})
-    bos, eos = _special_tokens(spec, config)
+    bos, eos = generation_config.special_tokens(spec.path, config)
     return TaskPlan(
         task="generate",
         func=decoder_step,
@@ -225,6 +226,7 @@ def _generate(
             "batch_sizes": batches,
             "dtype": str(dtype).removeprefix("torch."),
             "eos_token_ids": eos,
+            "sampling_defaults": generation_config.sampling_defaults(spec.path),
             "bos_token_id": bos,
             "top_logprobs": TOP_LOGPROBS,
             "bias_slots": bias_slots,
@@ -232,15 +234,6 @@ def _generate(
             **({"speculate": speculate} if speculate else {}),
         },
     )
-
-
-def _special_tokens(spec: registry.ModelSpec, config: DecoderConfig) -> tuple[int | None, list[int]]:
-    """Begin and end of a sequence; ``generation_config.json`` comes before ``config.json``, as in transformers."""
-    file = spec.path / "generation_config.json"
-    fields = read_json(file) if file.is_file() else {}
-    ids = eos_token_ids(Fields(fields, str(file))) or config.eos_token_ids
-    bos = fields.get("bos_token_id", config.bos_token_id)
-    return bos if isinstance(bos, int) else None, list(ids)
 
 
 def _encode(
@@ -255,13 +248,13 @@ def _encode(
     config = spec.config
     if not isinstance(config, EncoderConfig):
         raise ModelConfigError(f"{spec.path}: model_type = {config.model_type!r} is no encoder")
-    longest = max(lengths) if max_len is None else max_len
-    if max_len is not None and max_len > config.max_length:
-        raise ModelConfigError(
-            f"max_len = {max_len} is beyond max_position_embeddings = {config.max_position} of this "
-            f"{config.model_type} model; use at most {config.max_length}"
-        )
-    longest = min(longest, config.max_length)
+    limit, why = config.max_length, f"max_position_embeddings = {config.max_position} of this {config.model_type} model"
+    text = sentence.longest_text(spec.path)
+    if text is not None and text < limit:
+        limit, why = text, f"max_seq_length = {text}, which sentence-transformers wrote beside the model"
+    if max_len is not None and max_len > limit:
+        raise ModelConfigError(f"max_len = {max_len} is beyond {why}; use at most {limit}")
+    longest = min(max(lengths) if max_len is None else max_len, limit)
     lengths = sorted({min(length, longest) for length in lengths} | ({longest} if max_len is not None else set()))
     shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
     kwargs = {"model_dir": str(spec.path), "task": task, "dtype": dtype, **options}
@@ -276,9 +269,10 @@ def _encode(
         "pad_token_id": config.pad_token_id,
     }
     if task == "embed":
-        metadata |= {"dimensions": config.hidden_size, **options}
+        dimensions = config.hidden_size * len(sentence.pooling_modes(options["pooling"]))
+        metadata |= {"dimensions": dimensions, **options, **sentence.prompts(spec.path)}
     else:
-        metadata |= {"labels": list(config.labels), "regression": config.regression}
+        metadata |= {"labels": list(config.labels), "scores": config.scores}
     return TaskPlan(
         task=task,
         func=encoder_step,

@@ -7,7 +7,6 @@ ranks share code, and new weights need no compiler. The cost against constants h
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from nxd_infer.backends.lower import read_graph
 from nxd_infer.backends.machine import architecture, cpu_features, torch_minor
 from nxd_infer.backends.target import cpu_target
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, BackendUnavailableError, TraceConfigError
+from nxd_infer.suggest import did_you_mean
 from nxd_infer.trace.manifest import GraphSpec
 
 PACKAGE = "inductor"
@@ -170,8 +170,7 @@ def _check_options(given: Mapping[str, Any]) -> None:
         if key in _FIXED:
             raise TraceConfigError(f"compiler_args: {key!r} is set to {_FIXED[key]!r} by this package; leave it out")
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, CPU_TARGET, PACKED_OPTION], n=3, cutoff=0.5)
-            hint = f"; close matches: {', '.join(close)}" if close else ""
+            hint = did_you_mean(key, [*known, CPU_TARGET, PACKED_OPTION], most=3)
             raise TraceConfigError(f"compiler_args: the inductor backend has no option {key!r}{hint}")
         default = config.get_config_copy().get(key)
         if default is not None and value is not None and not _same_type(default, value):

@@ -16,17 +16,19 @@ def run(
 ) -> None:
     """Print each prompt's continuation, or one JSON object a prompt; anything else goes to the error stream.
 
-    ``max_tokens`` None: the default, if it fits.
+    ``max_tokens`` None: the default, if it fits. Any other value that is None: the model's own default, else greedy.
     """
     from nxd_server import LLM, RequestOutput
     from nxd_server.engine.engine import Engine
     from nxd_server.engine.params import SamplingParams
 
-    given = SamplingParams(max_tokens=max_tokens, **sampling)  # a wrong value is told before anything is loaded
+    typed = {name: value for name, value in sampling.items() if value is not None}
+    SamplingParams(max_tokens=max_tokens, **typed)  # a wrong value is told before anything is loaded
 
     def answers(llm: LLM) -> list[RequestOutput]:
         rooms = [max_tokens or min(DEFAULT_MAX_TOKENS, llm.room(prompt)) for prompt in prompts]
-        return llm.generate(prompts, [given.replace(max_tokens=room) for room in rooms])
+        values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
+        return llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
 
     if as_json:
         with LLM(artifact, speculate=speculate) as llm:

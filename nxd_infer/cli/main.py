@@ -276,9 +276,16 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to write at most. Default: 64, or what fits behind the prompt.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 takes the likeliest token. Default: the model's own, else 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens up to this mass. Default: the model's own."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Keep this many tokens; 0 keeps all. Default: the model's own.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
     speculate: Annotated[

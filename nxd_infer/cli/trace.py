@@ -122,7 +122,8 @@ def run(
     for length in prompt_buckets:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]
-            console.print(f"note: the bucket of {length} tokens is cut to the longest prompt and answer, {longest}")
+            what = "prompt and answer" if plan.task == "generate" else "text"
+            console.print(f"note: the bucket of {length} tokens is cut to the longest {what}, {longest}")
     if not has_tokenizer(plan.files_to_copy.keys()):
         console.print(
             f"note: {model_dir} has no tokenizer.json: the artifact will take and give token ids, not text "

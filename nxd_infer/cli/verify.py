@@ -17,6 +17,7 @@ from torch import Tensor
 from nxd_infer.cli import accuracy
 from nxd_infer.cli.console import bar, console, table
 from nxd_infer.errors import ArtifactError
+from nxd_server.scores import probabilities, scores_of
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
 Tensors = dict[str, Tensor]
@@ -115,6 +116,12 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
     )
 
 
+def answered(outputs: Tensors, scores: str) -> Tensors:
+    """A classifier's outputs, and what a client is answered for them."""
+    probs = probabilities(outputs["logits"], scores)
+    return {**outputs, "scores": outputs["logits"] if probs is None else probs}
+
+
 def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], torch.nn.Module]:
     """Makes the unsharded eager module that the artifact's graphs should equal, states empty, ``weights`` rounded
     alike.
@@ -164,7 +171,7 @@ def run(
     """Print a row a bucket; 0 when all are within the tolerance. The weights are those of ``checkpoint``, if given."""
     from nxd_infer import trace
     from nxd_infer.trace.sources import weight_source
-    from nxd_models import hf
+    from nxd_models import hf, registry
 
     rows: list[Row] = []
     with trace.parallel_model_load(str(artifact)) as model:
@@ -174,6 +181,8 @@ def run(
         limit = TOLERANCES[manifest.metadata["dtype"]] if tolerance is None else tolerance
         cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
         eager = make()
+        classifies = manifest.metadata["task"] == "classify"
+        config = registry.load_config(model_dir).config
         seen: list[tuple[Tensors, Tensors]] = []
         with bar() as display:
             task = display.add_task("comparing", total=len(manifest.buckets), note="")
@@ -186,6 +195,9 @@ def run(
                     filled = full_inputs(manifest.bucket(name), inputs)
                     reference = eager(**filled)
                     seen.append((filled, ours))
+                if classifies and isinstance(config, registry.EncoderConfig):
+                    ours = answered(ours, scores_of(manifest.metadata))
+                    reference = answered(reference, config.scores)
                 rows.append(compare(bucket, ours, reference, limit))
                 display.advance(task)
     verdict = {True: "equal", False: "differs"}

@@ -5,7 +5,6 @@ Source: NxD Core training API, "Initialize NxD Core config". Options beyond the 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
+from nxd_infer.suggest import did_you_mean
 
 __all__ = ["neuronx_distributed_config"]
 
@@ -199,9 +199,8 @@ def _filled(what: str, given: Any, defaults: Mapping[str, Any], sparse: bool = F
         raise ParallelConfigError(f"{what} must be a dict or None, got {type(given).__name__}")
     for key in given:
         if key not in defaults:
-            near = difflib.get_close_matches(str(key), list(defaults), 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, defaults))}"
-            raise ParallelConfigError(f"{what} has no key {key!r}; {hint}")
+            hint = did_you_mean(str(key), defaults) or f"; known are {', '.join(defaults)}"
+            raise ParallelConfigError(f"{what} has no key {key!r}{hint}")
     return dict(given) if sparse else {**defaults, **given}
 
 

@@ -23,7 +23,7 @@ from pydantic_settings import (
 )
 
 from nxd_infer.errors import NxdError
-from nxd_server.errors import did_you_mean
+from nxd_infer.suggest import did_you_mean
 
 ENV_PREFIX = "NXD_"
 SINGLE_KEY = ENV_PREFIX + "API_KEY"
@@ -60,6 +60,11 @@ class ServerSettings(BaseSettings):
         default_factory=list, description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas."
     )
 
+    generation_defaults: bool = Field(
+        True,
+        description="Sample as the model's `generation_config.json` says where a request does not; the tokens that end "
+        "a text are the file's either way.",
+    )
     speculate: int = Field(
         0, ge=0, description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for."
     )

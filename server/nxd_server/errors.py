@@ -5,21 +5,12 @@ Each says which HTTP status it becomes in its docstring; the HTTP half maps by c
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from nxd_infer.errors import ModelConfigError, NxdError, RankError
 
 
 def summary(error: BaseException) -> str:
     """What a client is told of ``error``: the output of a rank is for the log alone."""
     return error.summary if isinstance(error, RankError) else str(error)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean port?"`` for a name that resembles one that is known, else nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def forget_frames(error: BaseException) -> None:
@@ -65,24 +56,16 @@ class AdapterConflictError(ServerError, RuntimeError):
 class PromptTooLongError(RequestError):
     """A prompt over the model's maximum length (400, ``context_length_exceeded``)."""
 
-    def __init__(
-        self, prompt_tokens: int, max_prompt_tokens: int, max_len: int, field: str = "prompt", *, completes: bool = True
-    ):
-        what, together, option = (
-            "prompt",
-            f" (its maximum length is {max_len} tokens, prompt and completion together; behind a prompt of all of them "
-            "there is room for one)",
-            "--max-len",
-        )
-        if not completes:
-            what, together, option = "text", "", "--prompt-buckets"
+    def __init__(self, prompt_tokens: int, max_len: int, field: str = "prompt", *, completes: bool = True):
+        what, together, fix = "text", "", "--prompt-buckets, where it takes more, or ask for truncate_prompt_tokens"
+        if completes:
+            what, together, fix = "prompt", ", prompt and completion together", "--max-len"
         super().__init__(
             field,
-            f"the {what} has {prompt_tokens} tokens; this model takes at most {max_prompt_tokens}{together}. "
-            f"Shorten the {what}, or trace the model again with a larger {option}",
+            f"the {what} has {prompt_tokens} tokens; this model's maximum context length is {max_len} tokens"
+            f"{together}. Shorten the {what}, or trace the model again with a larger {fix}",
         )
         self.prompt_tokens = prompt_tokens
-        self.max_prompt_tokens = max_prompt_tokens
         self.max_len = max_len
 
 
@@ -93,7 +76,7 @@ class MaxTokensError(RequestError):
         self.room = max(1, max_len - prompt_tokens)
         super().__init__(
             field,
-            f"{asked} tokens do not fit: this model's maximum length is {max_len} tokens, and the prompt has "
+            f"{asked} tokens do not fit: this model's maximum context length is {max_len} tokens, and the prompt has "
             f"{prompt_tokens}, which leaves {self.room}. Ask for fewer, or shorten the prompt",
         )
 

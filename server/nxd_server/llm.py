@@ -28,6 +28,7 @@ from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import GenerateOnlyError, RequestError
+from nxd_server.scores import probabilities, scores_of
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.files import has_vocabulary
 from nxd_server.text.tokenizer import Tokenizer
@@ -83,7 +84,8 @@ class ClassificationOutput:
     """The likeliest label; its number as text where the model names none."""
     logits: list[float]
     probabilities: list[float]
-    """Softmax of the logits."""
+    """Of one label, or of several that may hold together: each for itself (sigmoid). Else they add up to 1 (softmax).
+    Empty for a model without any, as one for regression: its logits are its scores."""
 
 
 class LLM:
@@ -94,6 +96,7 @@ class LLM:
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
         speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
+        generation_defaults: where no parameters are given, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while every graph runs once.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
 
@@ -110,6 +113,7 @@ class LLM:
         threads_per_rank: int | None = None,
         expect_digest: str | None = None,
         speculate: int = 0,
+        generation_defaults: bool = True,
         on_progress: Callable[[int, int, str], None] | None = None,
         **engine_options: Any,
     ):
@@ -127,6 +131,10 @@ class LLM:
         try:
             self.metadata: dict[str, Any] = self.model.manifest.metadata
             self.task = str(self.metadata.get("task") or "")
+            self.sampling_defaults: dict[str, Any] = {}
+            """What ``SamplingParams`` are made of where none are given."""
+            if generation_defaults:
+                self.sampling_defaults |= self.metadata.get("sampling_defaults") or {}
             self.tokenizer = _tokenizer(path)
             self.chat_template = ChatTemplate.from_dir(path)
             self.encoder: TextEncoder | None = None
@@ -184,7 +192,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of those.
-            params: for all, or one for each prompt; default ``SamplingParams()``, with what fits of its ``max_tokens``.
+            params: for all, or one for each prompt; taken as they are. Default: ``SamplingParams`` of
+                ``sampling_defaults``, with what fits of their ``max_tokens``.
             progress: show a progress bar on the terminal.
             timeout: seconds for everything.
             adapter: the name of a loaded adapter; None is the model itself.
@@ -301,7 +310,7 @@ class LLM:
         return max_new_tokens(None, len(self._encode(prompt)), self._engine().max_len)
 
     def _default(self, tokens: Sequence[int]) -> SamplingParams:
-        params = SamplingParams()
+        params = SamplingParams(**self.sampling_defaults)
         return params.replace(max_tokens=min(params.max_tokens or UNLIMITED, self.room(tokens)))
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -321,22 +330,48 @@ class LLM:
 
     # --- encoders -------------------------------------------------------------------------------------
 
-    def embed(self, texts: str | Sequence[Prompt], *, progress: bool = False) -> torch.Tensor:
-        """One vector a text: float32 [texts, dimensions]. Needs task ``embed``."""
-        results = self._encoded(texts, "embed", progress)
+    def embed(
+        self,
+        texts: str | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+    ) -> torch.Tensor:
+        """One vector a text: float32 [texts, dimensions]. Needs task ``embed``.
+
+        Args:
+            prompt_name: which of the model's prompts to put in front of every text; None is its default, if it has one.
+            truncate_prompt_tokens: cut longer texts to as many tokens; -1: to what the model takes; None: refuse them.
+        """
+        results = self._encoded(
+            texts, "embed", progress, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
+        )
         return torch.stack([result.values for result in results]) if results else torch.empty(0, 0)
 
-    def classify(self, texts: str | Sequence[Prompt], *, progress: bool = False) -> list[ClassificationOutput]:
-        """One verdict a text. Needs task ``classify``."""
+    def classify(
+        self,
+        texts: str | Sequence[Prompt | tuple[str, str]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+    ) -> list[ClassificationOutput]:
+        """One verdict a text, or a pair of texts such as a cross-encoder takes. Needs task ``classify``.
+
+        ``truncate_prompt_tokens`` as for :meth:`embed`; of a pair the longer text is cut first.
+        """
         outputs = []
-        for result in self._encoded(texts, "classify", progress):
+        for result in self._encoded(texts, "classify", progress, truncate_prompt_tokens=truncate_prompt_tokens):
             best = int(result.values.argmax())
             labels = self.encoder.labels if self.encoder is not None else []
             label = labels[best] if best < len(labels) else str(best)
-            outputs.append(ClassificationOutput(label, result.values.tolist(), result.values.softmax(-1).tolist()))
+            probs = probabilities(result.values, scores_of(self.metadata))
+            outputs.append(ClassificationOutput(label, result.values.tolist(), [] if probs is None else probs.tolist()))
         return outputs
 
-    def _encoded(self, texts: str | Sequence[Prompt], task: str, progress: bool) -> list[Encoded]:
+    def _encoded(
+        self, texts: str | Sequence[Prompt | tuple[str, str]], task: str, progress: bool, **options: Any
+    ) -> list[Encoded]:
         if self.task != task:
             raise ModelConfigError(f"the artifact's task is {self.task or 'unknown'!r}, not {task!r}")
         if self.encoder is None:
@@ -344,7 +379,9 @@ class LLM:
             raise ModelConfigError("the artifact has no encoder")
         listed = [texts] if isinstance(texts, str) else list(texts)
         with WholeRequest() as whole:
-            futures = [self.encoder.submit(text, field=f"texts[{i}]", whole=whole) for i, text in enumerate(listed)]
+            futures = [
+                self.encoder.submit(text, field=f"texts[{i}]", whole=whole, **options) for i, text in enumerate(listed)
+            ]
         return [future.result() for future in _track(futures, "encoding", progress)]
 
 

@@ -41,6 +41,11 @@ class Served:
         return str(name or self.artifact.resolve().name)
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How a request that does not say is sampled: as the model's ``generation_config.json`` says."""
+        return dict(self.metadata.get("sampling_defaults") or {}) if self.settings.generation_defaults else {}
+
+    @property
     def max_len(self) -> int:
         """Longest prompt and completion together; 0 where there is no such limit."""
         return int(self.metadata.get("max_len") or 0)

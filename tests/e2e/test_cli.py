@@ -118,7 +118,7 @@ def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
 def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact):
     """The artifact's longest prompt and answer are 64 tokens together."""
     done = nxd_infer("generate", artifact, "--prompt", "def f", "--max-tokens", 64, "--json")
-    refused(done, "max_tokens: 64 tokens do not fit", "maximum length is 64 tokens", "which leaves")
+    refused(done, "max_tokens: 64 tokens do not fit", "maximum context length is 64 tokens", "which leaves")
     done = nxd_infer("generate", artifact, "--prompt", "def f", "--json")
     assert done.status == 0, done.err
     assert 1 <= json.loads(done.out)["tokens"] < 64

@@ -20,12 +20,12 @@ def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
     return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend, compiler_args)
 
 
-def trace_encoder(directory, family, task, tp=1):
-    """Write a tiny encoder and its artifact; (model directory, artifact directory)."""
+def trace_encoder(directory, family, task, tp=1, **changes):
+    """Write a tiny encoder, ``changes`` in its config.json, and its artifact; (model directory, artifact directory)."""
     import nxd_infer as nxd
     from nxd_models import tasks
 
-    model_dir = write_tiny(family, directory / family)
+    model_dir = write_tiny(family, directory / family, **changes)
     plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), length_buckets=(8, 32), dtype=torch.float32)
     return model_dir, _trace(nxd, plan, directory / f"{family}_tp{tp}", tp)
 

@@ -345,7 +345,7 @@ def test_texts_and_token_ids_become_vectors_with_their_token_counts(encoder):
     result = encoder.submit("a b c").result(5)
     assert result.tokens == 5 and torch.equal(result.values, expected(torch.tensor([1, 3, 4, 5, 2])))
     assert torch.equal(encoder.submit([1, 3, 4, 5, 2]).result(5).values, result.values)
-    assert encoder.submit("a", pair="b").result(5).tokens == 5
+    assert encoder.submit(("a", "b")).result(5).tokens == 5
 
 
 @pytest.mark.check

@@ -102,7 +102,7 @@ class ToyModel:
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
-        prompt_rows=0, ahead=None,
+        prompt_rows=0, ahead=None, sampling_defaults=None,
     ):  # fmt: skip
         ahead = self.ahead if ahead is None else ahead
         self.arrays = ahead
@@ -122,6 +122,7 @@ class ToyModel:
                 "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
                 "eos_token_ids": list(EOS), "bos_token_id": 0, "top_logprobs": TOP, "bias_slots": 4,
                 "model_name": "toy", "lora": {"slots": lora_slots}, "rows_share_slots": prompt_rows > 0,
+                "sampling_defaults": sampling_defaults or {},
             },
         )  # fmt: skip
         self.buckets = self.manifest.buckets

@@ -16,12 +16,13 @@ WORDS = ["the", "with", "for", "while", "if", "try", "else", "def", "class", "im
 PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]
 
 
-def trace_tiny(family: str, task: str, directory: Path, *, tp: int = 2, **shapes) -> Path:
-    """Write a tiny model of ``family`` to ``directory/model``, trace it to ``directory/artifact``."""
+def trace_tiny(family: str, task: str, directory: Path, *, tp: int = 2, model: dict | None = None, **shapes) -> Path:
+    """Write a tiny model of ``family`` to ``directory/model`` (``model``: options of write_tiny), trace it to
+    ``directory/artifact``."""
     from nxd_infer import trace
     from nxd_models import tasks
 
-    model_dir = tiny_models.write_tiny(family, directory / "model")
+    model_dir = tiny_models.write_tiny(family, directory / "model", **(model or {}))
     plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)
     arguments = {**plan.trace_arguments(), "tp_degree": tp, "backend": "eager"}
     return _trace(trace, arguments, directory / "artifact")

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.http.http_servers import http_request, is_error, raw, read_all
+from tests.http.http_servers import events_of, http_request, is_error, raw, read_all
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -133,6 +133,10 @@ def test_a_wrong_body_is_a_400_that_names_the_field(toy, route, body, param):
         (COMPLETIONS, {"prompt": "a", "max_token": 5}, "unknown field `max_token`; did you mean max_tokens?"),
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "`messages[0].contents`; did you mean content?"),
         (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "unknown field `frobnicate`"),
+        (COMPLETIONS, {"prompt": "a", "input": "b"}, "unknown field `input`"),  # no slip for min_p
+        (COMPLETIONS, {"prompt": "a", "stop_words": ["b"]}, "unknown field `stop_words`"),
+        (COMPLETIONS, {"prompt": "a", "max_new_tokens": 5}, "`max_new_tokens`; did you mean max_tokens?"),
+        (COMPLETIONS, {"prompt": "a", "repeat_penalty": 1.3}, "not supported by this server: use `repetition_penalty`"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "a valid number, got 'hot'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": "5" * 99}, "`max_tokens`: Input should be a valid integer"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": [5]}, "`max_tokens`: Input should be a valid integer"),
@@ -223,8 +227,80 @@ def test_a_prompt_beyond_the_maximum_is_a_400_with_the_limits(toy):
         assert "64" in error["message"]
     error = is_error(toy.post(COMPLETIONS, {"prompt": "a" * 60, "max_tokens": 5}), 400, "max_tokens")
     assert error["code"] == "context_length_exceeded" and "64" in error["message"] and "60" in error["message"]
-    messages = [{"role": "user", "content": "a" * 65}]
-    assert "64" in is_error(toy.post(CHAT, {"messages": messages}), 400, code="context_length_exceeded")["message"]
+
+
+LONG = [{"role": "user", "content": "a" * 65}]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 65}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "b" * 70]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [[2], [2] * 65]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": "a" * 60, "max_tokens": 5}, "max_tokens"),
+        (CHAT, {"messages": LONG}, "messages"),
+        (CHAT, {"messages": LONG, "max_completion_tokens": 5}, "messages"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 64}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "max_tokens": 64}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_names_the_requests_own_field_in_the_words_that_clients_look_for(toy, route, body, param):
+    error = is_error(toy.post(route, body), 400, param, "context_length_exceeded")
+    assert "this model's maximum context length is 64 tokens" in error["message"]
+
+
+def test_the_default_run_of_a_load_generator_passes(toy):
+    """What guidellm sends: both limits, and counts in every chunk."""
+    more = {
+        "max_tokens": 5, "stream": True, "ignore_eos": True, "stop": None, "priority": 0,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    for route, asked in ((COMPLETIONS, {"prompt": "hello"}), (CHAT, {"messages": HELLO, "max_completion_tokens": 5})):
+        answer = toy.post(route, {**asked, **more})
+        assert answer.status_code == 200, answer.text
+        *chunks, last, done = events_of(answer.text)
+        assert done == "[DONE]" and last["usage"]["completion_tokens"] == 5
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 5 and len(set(counts)) > 2
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+
+
+def test_padded_chunks_have_few_sizes(toy):
+    body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
+    plain = toy.post(COMPLETIONS, {**body, "temperature": 0}).text
+    options = {"stream_options": {"include_obfuscation": True}}
+    padded = toy.post(COMPLETIONS, {**body, **options, "temperature": 0}).text
+    sizes = {len(event.encode()) + 2 for event in padded.split("\n\n")[:-2]}
+    assert all(size % 64 == 0 for size in sizes) and len(sizes) <= 2
+    for before, after in zip(events_of(plain)[:-1], events_of(padded)[:-1], strict=True):
+        assert after.pop("obfuscation") is not None and after["choices"] == before["choices"]
+
+
+NOTHING = {
+    "annotations": [], "priority": 0, "detokenize": True, "store": False, "request_id": "r", "bad_words": [],
+    "repeat_penalty": 1.0, "encoder_repetition_penalty": 1, "typical_p": 1.0, "typical": 1.0, "tfs_z": 1.0, "top_a": 0,
+    "mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "no_repeat_ngram_size": 0,
+    "length_penalty": 1.0, "spaces_between_special_tokens": True, "return_token_ids": False, "prompt_logprobs": None,
+    "structured_outputs": {}, "best_of": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
+    asked = {"prompt": "hello"} if route == COMPLETIONS else {"messages": [{**HELLO[0], "annotations": []}]}
+    assert toy.post(route, {**asked, **NOTHING, "max_tokens": 2}).status_code == 200
+    options = {"include_usage": False, "continuous_usage_stats": False, "include_obfuscation": False}
+    answer = toy.post(route, {**asked, "max_tokens": 2, "stream": True, "stream_options": options})
+    assert answer.status_code == 200 and "usage" not in answer.text and "obfuscation" not in answer.text
+    for name, value in NOTHING.items():
+        if name in ("request_id", "prompt_logprobs"):
+            continue
+        other = [{"x": 1}] if isinstance(value, list) else {"x": 1} if isinstance(value, dict) else not value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            other = value + 2
+        is_error(toy.post(route, {**asked, name: other}), 400, name)
 
 
 def test_harmless_and_neutral_fields_pass(toy, expect):

@@ -8,8 +8,8 @@ import pytest
 
 from nxd_infer.errors import ModelConfigError
 from nxd_models import registry, tasks
-from nxd_models.bert import pooling_options
 from nxd_models.config import DecoderConfig, EncoderConfig, RopeConfig, parse_config
+from nxd_models.sentence import pooling_options
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 

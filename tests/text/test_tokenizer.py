@@ -127,3 +127,20 @@ def test_a_text_that_cannot_fit_is_refused_unread_and_one_that_might_is_not():
     with pytest.raises(TextTooLongError, match=f"{SHORT_ENOUGH + 1} characters.*4 tokens"):
         tokenizer.check_length("a" * (SHORT_ENOUGH + 1), 4)
     tokenizer.check_length("a" * (SHORT_ENOUGH + 1), SHORT_ENOUGH + 1)
+
+
+PAIRS = [("a short one", "Hello, World! Don't stop. " * 3), ("Hello, World! " * 4, "short"), ("one two three", "four")]
+
+
+def test_a_cut_text_or_pair_is_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = tiny_models.write_tiny("bert", tmp_path)
+    ours, theirs = Tokenizer.from_dir(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    for most in (3, 4, 9, 10, 500):
+        for text, pair in [(text, None) for text in SENTENCES] + PAIRS:
+            expected = theirs(text, pair, truncation=True, max_length=most)["input_ids"]
+            assert ours.encode_with_types(text, pair, most=most)[0] == expected, (most, text, pair)
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens: 2 has no room beside 2 special .* at least 3"):
+        ours.encode_with_types("a", most=2)
+    whole = ours.encode_with_types("a", "b")
+    assert ours.encode_with_types("a", "b", most=50) == whole  # with the types of both

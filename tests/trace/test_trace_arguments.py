@@ -55,7 +55,7 @@ X = torch.zeros(4)
         ({"compiler_args": {"--model-type": "transformer"}}, "no option '--model-type'"),
         ({"compiler_args": {"-O1": None}, "backend": "eager"}, "takes no compiler_args"),
         ({"compiler_workdir": f"{__file__}/work", "backend": "eager"}, "cannot be made: Not a directory; choose"),
-        ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; close matches: cpp.threads"),
+        ({"compiler_args": {"cpp.thread": 2}}, "no option 'cpp.thread'; did you mean cpp.threads"),
         ({"compiler_args": {"cpp.threads": "two"}}, "cpp.threads='two' must be int"),
         ({"compiler_args": ["freezing=true"]}, "'freezing' is set to False by this package"),
         ({"compiler_args": "cpu_target=z80"}, "there is no cpu_target 'z80'"),

@@ -28,6 +28,7 @@ FLOORS: list[list[str]] = [
         "nxd_infer.errors",
         "nxd_infer.cache",
         "nxd_infer.processors",
+        "nxd_infer.suggest",
         "nxd_infer.units",
     ],
 ]

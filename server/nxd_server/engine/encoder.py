@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 import torch
 
@@ -13,7 +14,7 @@ from nxd_server.engine.oneshot import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
-from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer import Tokenizer, check_text
 
 OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
 
@@ -26,6 +27,11 @@ class Encoded:
     """float32: the embedding [hidden], or the logits [labels]."""
     tokens: int
     """How many tokens the text had, special ones included."""
+
+
+def is_pair(value: object) -> TypeGuard[tuple[str, str]]:
+    """Whether it is two texts."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 class TextEncoder:
@@ -41,6 +47,9 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.task: str = task
         self.labels: list[str] = [str(label) for label in metadata.get("labels") or []]
+        self.prompts: dict[str, str] = metadata.get("prompts") or {}
+        """By name, what sentence-transformers' files say to put in front of a text."""
+        self._default_prompt: str | None = metadata.get("default_prompt")
         specs = {spec.name: spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs}
         if "input_ids" not in specs:
             raise ModelConfigError(f"the artifact has no input 'input_ids' (it takes {', '.join(specs)})")
@@ -56,27 +65,37 @@ class TextEncoder:
 
     def submit(
         self,
-        text: str | Sequence[int],
+        text: str | tuple[str, str] | Sequence[int],
         *,
-        pair: str | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         timeout: float | None = None,
         field: str = "input",
         continuing: bool = False,
         whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
-        """Encode one text (with ``pair``: two texts as one input), or token ids taken as they are.
+        """Encode one text, a pair of them as one input, or token ids taken as they are.
+
+        ``prompt_name``: which of :attr:`prompts` to put in front of a text; None is the model's default, if it has one.
+        ``truncate_prompt_tokens``: cut the end to as many tokens, special ones included; -1: to as many as fit.
 
         Raises RequestError naming ``field``, PromptTooLongError, and what :meth:`OneShotEngine.submit` raises.
         """
+        most = self._most(truncate_prompt_tokens)
         if isinstance(text, str):
-            ids, types = self.tokenizer.encode_with_types(text, pair, field=field)
+            check_text(text, field)
+            ids, types = self.tokenizer.encode_with_types(self._prompt(prompt_name) + text, field=field, most=most)
+        elif prompt_name is not None:
+            raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
+        elif is_pair(text):
+            ids, types = self.tokenizer.encode_with_types(*text, field=field, most=most)
         else:
-            ids = check_token_ids(text, self._vocab_size, field)
+            ids = check_token_ids(cast("Sequence[int]", text)[:most], self._vocab_size, field)
             types = [0] * len(ids)
         if not ids:
             raise RequestError(field, "has no tokens")
         if len(ids) > self.max_len:
-            raise PromptTooLongError(len(ids), self.max_len, self.max_len, field, completes=False)
+            raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
         tensors = {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
@@ -89,3 +108,21 @@ class TextEncoder:
 
         inputs = {key: value for key, value in tensors.items() if key in self._names}
         return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)
+
+    def _most(self, asked: int | None) -> int | None:
+        """The length to cut to; None: no cut. RequestError for one that is none, or more than the model takes."""
+        if asked is None or 1 <= asked <= self.max_len:
+            return asked
+        if asked == -1:
+            return self.max_len
+        raise RequestError(
+            "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {self.max_len} tokens, got {asked}"
+        )
+
+    def _prompt(self, name: str | None) -> str:
+        if name is None:
+            return self.prompts.get(self._default_prompt or "", "")
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise RequestError("prompt_name", f"this model has no prompt {name[:100]!r}; it has {known}")
+        return self.prompts[name]

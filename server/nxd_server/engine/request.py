@@ -82,7 +82,7 @@ def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: s
     Raises MaxTokensError naming ``field`` when more was asked than fits, PromptTooLongError when the prompt does not.
     """
     if prompt_tokens > max_len:
-        raise PromptTooLongError(prompt_tokens, max_len, max_len)
+        raise PromptTooLongError(prompt_tokens, max_len)
     room = max(1, max_len - prompt_tokens)
     if asked is not None and asked > room:
         raise MaxTokensError(asked, prompt_tokens, max_len, field)
@@ -105,5 +105,5 @@ def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[in
 def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
     """The prompt as a list of its own. Raises RequestError as :func:`check_token_ids` does, PromptTooLongError."""
     if len(tokens) > max_len:
-        raise PromptTooLongError(len(tokens), max_len, max_len)
+        raise PromptTooLongError(len(tokens), max_len)
     return check_token_ids(tokens, vocab_size, "prompt")

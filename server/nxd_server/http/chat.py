@@ -13,20 +13,22 @@ from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.engine.request import max_new_tokens
+from nxd_server.errors import PromptTooLongError
 from nxd_server.text.tokenizer import Tokenizer
 
-from .completions import check_choices, usage_object
+from .completions import check_choices
 from .errors import ApiError, bad_request, clip, encode, missing_field, unknown_field, unsupported
 from .generation import Generation
 from .logprobs import chat_logprob
 from .requests import check_model, context_of, encode_text, request_id, require_task, whole_of
 from .schemas import ChatBody
 from .sse import EventStream
+from .tails import Tails, usage_object
 
 ROLES = ("system", "developer", "user", "assistant")
 MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 MESSAGE_UNSUPPORTED = frozenset(
-    {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content"}
+    {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "annotations"}
 )
 
 INLINE_MESSAGES = 64
@@ -89,6 +91,8 @@ async def chat_prompt(
     tokens = await encode_text(service, text, "messages", special=False, bounded=bounded)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
+    if bounded and len(tokens) > service.max_len:
+        raise PromptTooLongError(len(tokens), service.max_len, "messages")
     return tokens
 
 
@@ -110,14 +114,15 @@ async def chat(request: Request, body: ChatBody) -> Any:
     if asked is not None and asked < 1:
         raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
     check_choices(1, body.n, settings.max_choices)
-    body.sampling(asked, top)  # a wrong value is told before a long conversation is tokenised
+    defaults = service.sampling_defaults
+    body.sampling(asked, top, defaults)  # a wrong value is told before a long conversation is tokenised
     tokens = await chat_prompt(service, body.messages, body.chat_template_kwargs)
     max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,
         context.metrics,
         [tokens],
-        body.sampling(max_tokens, top),
+        body.sampling(max_tokens, top, defaults),
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
@@ -128,7 +133,8 @@ async def chat(request: Request, body: ChatBody) -> Any:
     head["model"] = adapter or service.model_name
     tokenizer = service.require_tokenizer()
     if body.stream:
-        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top)
+        tails = Tails(body.stream_options, [len(tokens)], body.n)
+        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails)
         return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
     return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top)
 
@@ -168,10 +174,10 @@ async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokeni
 class _Chunks:
     """:class:`~.sse.ChunkWriter` of ``/v1/chat/completions``."""
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None):
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None, tails: Tails):
         self._fields = head
         self._head = b""
-        self._tail = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
+        self._tails = tails
         self._tokenizer = tokenizer
         self._body = body
         self._top = top
@@ -185,6 +191,7 @@ class _Chunks:
         if isinstance(event, FinishEvent):
             held = self._chunk(choice, {"content": event.text}, None, None) if event.text else b""
             return held + self._chunk(choice, {}, None, event.reason)
+        self._tails.count(choice)
         if self._top is not None and not event.is_stop:
             logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
             return self._chunk(choice, {"content": event.text}, logprobs, None)
@@ -198,4 +205,4 @@ class _Chunks:
     def _chunk(self, choice: int, delta: dict[str, Any], logprobs: dict | None, reason: str | None) -> bytes:
         part = f'{{"index":{choice},"delta":{json.dumps(delta)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
         end = f'"{reason}"}}' if reason else "null}"
-        return self._head + b',"choices":[' + (part + end).encode() + self._tail
+        return self._tails.close(choice, self._head + b',"choices":[' + (part + end).encode())

@@ -20,16 +20,9 @@ from .logprobs import LegacyLogprobs
 from .requests import check_model, context_of, encode_prompts, request_id, require_task, whole_of
 from .schemas import CompletionBody, token_lists
 from .sse import EventStream
+from .tails import Tails, usage_object
 
 DEFAULT_MAX_TOKENS = 16
-
-
-def usage_object(usage: Usage) -> dict[str, int]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-    }
 
 
 def check_choices(prompts: int, n: int, limit: int) -> None:
@@ -65,7 +58,8 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     tokenizer = service.require_tokenizer()
     prompts = token_lists(body.prompt, "prompt")
     check_choices(len(prompts), body.n, settings.max_choices)
-    body.sampling(body.max_tokens, body.logprobs)  # a wrong value is told before a long prompt is tokenised
+    defaults = service.sampling_defaults
+    body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value is told before a long prompt is tokenised
     tokens = await encode_prompts(service, prompts, "prompt", special=body.add_special_tokens)
     longest = max(len(ids) for ids in tokens)
     max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
@@ -75,7 +69,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         service,
         context.metrics,
         tokens,
-        body.sampling(max_tokens, body.logprobs),
+        body.sampling(max_tokens, body.logprobs, defaults),
         receive=request.receive,
         timeout=settings.request_timeout,
         request_id=request_id(request),
@@ -89,7 +83,8 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     head["model"] = adapter or service.model_name
     shape = _Shape(head, tokenizer, body, echoes)
     if body.stream:
-        return EventStream(generation, _Chunks(shape), settings.keep_alive_interval, request_id(request))
+        tails = Tails(body.stream_options, [len(ids) for ids in tokens], body.n)
+        return EventStream(generation, _Chunks(shape, tails), settings.keep_alive_interval, request_id(request))
     return await _whole(generation, shape)
 
 
@@ -130,11 +125,11 @@ async def _whole(generation: Generation, shape: _Shape) -> Response:
 class _Chunks:
     """:class:`~.sse.ChunkWriter` of ``/v1/completions``; the parts that never change are rendered once."""
 
-    def __init__(self, shape: _Shape):
+    def __init__(self, shape: _Shape, tails: Tails):
         self._shape = shape
+        self._tails = tails
         self._logprobs: dict[int, LegacyLogprobs | None] = {}
         self._head = b""
-        self._tail = b'],"usage":null}\n\n' if shape.body.include_usage else b"]}\n\n"
 
     def begin(self, weight_version: int | None) -> bytes:
         self._head = json.dumps({**self._shape.head, "weight_version": weight_version})[:-1].encode()
@@ -149,6 +144,7 @@ class _Chunks:
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
         if isinstance(event, FinishEvent):
             return self._chunk(choice, event.text, None, event.reason)
+        self._tails.count(choice)
         table = self._logprobs.setdefault(choice, self._shape.logprobs())
         if table is not None and not event.is_stop:
             table.add(event)
@@ -166,4 +162,4 @@ class _Chunks:
     def _chunk(self, choice: int, text: str, logprobs: dict | None, reason: str | None) -> bytes:
         part = f'{{"index":{choice},"text":{json.dumps(text)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
         end = f'"{reason}"}}' if reason else "null}"
-        return self._head_only() + b',"choices":[' + (part + end).encode() + self._tail
+        return self._tails.close(choice, self._head_only() + b',"choices":[' + (part + end).encode())

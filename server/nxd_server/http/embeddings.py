@@ -7,6 +7,7 @@ import base64
 import functools
 import time
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from nxd_server.errors import QueueFullError, not_finished
 from .errors import bad_request, encode
 from .oneshot import wait_all
 from .requests import INLINE_TEXT, check_model, context_of, require_task, whole_of
-from .schemas import ClassifyBody, EmbeddingBody, token_lists
+from .schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,9 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
             "dimensions",
             "unsupported_parameter",
         )
-    results = await _encode(request, body.input)
+    results = await _encode(
+        request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
+    )
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(result.values, body.encoding_format)}
         for index, result in enumerate(results)
@@ -51,17 +54,20 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
 
 
 async def classify(request: Request, body: ClassifyBody) -> Response:
-    """The likeliest label of each text, and the probabilities of all; the bare scores of a regression model."""
+    """The likeliest label of each text, and the probabilities of all; the bare scores where there are none."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/classify", "classify")
-    results = await _encode(request, body.input)
+    results = await _encode(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
     labels = service.require_encoder().labels
-    regression = bool(service.metadata.get("regression"))
+    from nxd_server.scores import probabilities, scores_of  # torch, which a server that generates never loads
+
+    scores = scores_of(service.metadata)
     data = []
     for index, result in enumerate(results):
         logits = result.values
-        if regression:
+        probs = probabilities(logits, scores)
+        if probs is None:
             data.append({"index": index, "scores": logits.tolist()})
             continue
         best = int(logits.argmax())
@@ -69,7 +75,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
             {
                 "index": index,
                 "label": labels[best] if best < len(labels) else str(best),
-                "probs": logits.softmax(-1).tolist(),
+                "probs": probs.tolist(),
                 "num_classes": logits.numel(),
             }
         )
@@ -77,11 +83,11 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
     return _answer({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
 
 
-async def _encode(request: Request, value: Any) -> list[Encoded]:
+async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
     """Every text's result. Long lists go in waves, so that they leave room for other requests."""
     context = context_of(request)
     encoder, settings = context.service.require_encoder(), context.settings
-    texts = token_lists(value, "input")
+    texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
     if len(texts) > MAX_INPUTS:
         raise bad_request(f"`input` has {len(texts)} texts; one request may have {MAX_INPUTS}", "input")
     several = len(texts) > 1
@@ -89,9 +95,9 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
         path = f"input[{place}]" if several else "input"
         if not text:
             raise bad_request(f"`{path}` must not be empty", path)
-        if isinstance(text, str):
-            encoder.tokenizer.check_length(text, encoder.max_len, path)
-    long = sum(len(text) for text in texts if isinstance(text, str)) > INLINE_TEXT
+        for part in _parts(text):
+            encoder.tokenizer.check_length(part, encoder.max_len, path)
+    long = sum(len(part) for text in texts for part in _parts(text)) > INLINE_TEXT
     deadline = time.monotonic() + settings.request_timeout
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
@@ -108,6 +114,7 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
                 field=f"input[{len(results) + place}]" if several else "input",
                 continuing=bool(results),
                 whole=whole,
+                **options,
             )
             for place, text in enumerate(texts[len(results) : len(results) + wave])
         ]
@@ -119,6 +126,10 @@ async def _encode(request: Request, value: Any) -> list[Encoded]:
             await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
     whole.close()  # a slow reader of the answer holds up nobody
     return results
+
+
+def _parts(text: str | tuple[str, str] | list[int]) -> Sequence[str]:
+    return (text,) if isinstance(text, str) else text if isinstance(text, tuple) else ()
 
 
 def _vector(values: torch.Tensor, form: str) -> list[float] | str:

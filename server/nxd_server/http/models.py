@@ -12,7 +12,7 @@ from .requests import check_model, context_of
 def _card(request: Request) -> dict[str, Any]:
     service = context_of(request).service
     service.require_loaded()
-    return {
+    card = {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
@@ -23,6 +23,10 @@ def _card(request: Request) -> dict[str, Any]:
         "tp_degree": service.manifest.tp_degree,
         "weight_version": service.weight_version,
     }
+    if service.task == "generate":
+        ends = list(service.metadata.get("eos_token_ids") or ())
+        card["generation_defaults"] = {**service.sampling_defaults, "stop_token_ids": ends}
+    return card
 
 
 def _adapter_card(request: Request, adapter: Any) -> dict[str, Any]:

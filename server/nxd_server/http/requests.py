@@ -114,7 +114,7 @@ async def encode_prompts(
             ids = await encode_text(service, prompt, path, special=special)
         else:
             ids = prompt
-            if len(ids) > service.max_len:  # before every one is looked at
-                raise PromptTooLongError(len(ids), service.max_len, service.max_len, path)
+        if len(ids) > service.max_len:  # before every one is looked at
+            raise PromptTooLongError(len(ids), service.max_len, path)
         tokens.append(check_token_ids(ids, service.vocab_size, path))
     return tokens

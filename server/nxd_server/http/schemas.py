@@ -10,7 +10,7 @@ Ranges are checked once, where they are used: :class:`~nxd_server.engine.params.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,8 +32,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
-    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier"})
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier", "request_id"})
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """Names of other servers, and ours of the same thing."""
 
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
@@ -48,7 +50,8 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if not cls.NEUTRAL[name](value):
-                    raise unsupported(name)
+                    instead = cls.INSTEAD.get(name)
+                    raise unsupported(name, f"use `{instead}`" if instead else "")
                 continue
             if name not in cls.model_fields:
                 raise unknown_field(clip(name), cls.model_fields)
@@ -93,29 +96,56 @@ def _empty(value: Any) -> bool:
     return value in ([], {}, "")
 
 
+def _equals(number: float) -> Callable[[Any], bool]:
+    return lambda value: value == number and not isinstance(value, bool)
+
+
+OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), _empty),
+    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params"), _empty),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "include_reasoning"), _is(True)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs", "watermark"), _is(False)),
+    **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), _equals(1)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _equals(0)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), _equals(0)),
+    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority"), _equals(0)),
+}
+"""What clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that ask for nothing."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = Field(None, description="A last chunk with the token counts.")
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the counts of a choice so far in each of its chunks."
+    )
+    include_obfuscation: bool | None = Field(None, description="Pad every chunk, so that sizes tell little.")
+
+
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OWN = "Default: the model's own"
 
 
 class SamplingBody(Body):
     """What completions and chat share."""
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        **OTHER_SERVERS,
+        "store": _is(False),
         "response_format": _is({"type": "text"}),
         "service_tier": _is("auto", "default"),
         "skip_special_tokens": _is(True),
         "include_stop_str_in_output": _is(False),
         "use_beam_search": _is(False),
-        "length_penalty": lambda value: value == 1 and not isinstance(value, bool),
+        "length_penalty": _equals(1),
         "early_stopping": _is(False),
         "guided_json": _empty,
         "guided_regex": _empty,
         "guided_choice": _empty,
         "guided_grammar": _empty,
     }
+    INSTEAD: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     stream: bool = Field(False, description="Answer as server-sent events, a chunk a piece of text.")
@@ -124,17 +154,17 @@ class SamplingBody(Body):
     n: int = Field(1, description="Choices a prompt.")
     max_tokens: int | None = Field(None, description="Tokens to generate at most.")
     min_tokens: int = Field(0, description="No end before this many tokens.")
-    temperature: float = Field(1.0, description="0 is greedy; up to 2.")
-    top_p: float = 1.0
-    top_k: int = Field(0, description="0 or -1: off.")
-    min_p: float = 0.0
+    temperature: float | None = Field(None, description=f"0 is greedy; up to 2. {_OWN}, else 1.")
+    top_p: float | None = Field(None, description=f"{_OWN}, else 1.")
+    top_k: int | None = Field(None, description=f"0 or -1: off. {_OWN}, else 0.")
+    min_p: float | None = Field(None, description=f"{_OWN}, else 0.")
     seed: int | None = Field(None, description="The same seed gives the same answer.")
     stop: str | list[str] | None = Field(None, description="Up to 16 strings that end the text.")
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = Field(None, description=f"{_OWN}, else 1.")
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
     )
@@ -147,14 +177,13 @@ class SamplingBody(Body):
         if self.stream_options is not None and not self.stream:
             raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; raises its RequestError for a value out of range."""
+    def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's parameters, ``defaults`` where the body says nothing; raises its RequestError for a value out of
+        range."""
+        given = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         return SamplingParams(
+            **{**defaults, **given},
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
             seed=self.seed,
             stop=[self.stop] if isinstance(self.stop, str) else list(self.stop or []),
             stop_token_ids=self.stop_token_ids,
@@ -162,7 +191,6 @@ class SamplingBody(Body):
             logprobs=logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
@@ -207,7 +235,6 @@ class ChatBody(SamplingBody):
         "prediction": _empty,
         "moderation": _empty,
         "reasoning_effort": _is("none"),
-        "store": _is(False),
         "verbosity": _is("medium"),
         "web_search_options": lambda value: False,
         "continue_final_message": _is(False),
@@ -215,6 +242,8 @@ class ChatBody(SamplingBody):
         "chat_template": lambda value: False,
         "documents": _empty,
         "echo": _is(False),
+        "add_special_tokens": _is(False),
+        "best_of": _equals(1),
     }
 
     messages: list[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
@@ -224,20 +253,32 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the template.")
 
 
+_TRUNCATE = "Cut a longer text to as many tokens; -1: to what the model takes."
+
+
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"priority": _equals(0), "add_special_tokens": _is(True)}
 
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
+    prompt_name: str | None = Field(
+        None, description="Which of the model's prompts to put in front of a text; by default the model's default one."
+    )
     dimensions: int | None = Field(None, description="Only the model's own size.")
 
 
 class ClassifyBody(Body):
     """``POST /v1/classify``."""
 
-    input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = EmbeddingBody.NEUTRAL
+
+    input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
 
 
 class PredictBody(Body):
@@ -311,6 +352,17 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
             )
         _not_empty(item, path)
     return [list(item) for item in value]
+
+
+def texts_or_pairs(value: Any, field: str) -> list[str | tuple[str, str] | list[int]]:
+    """As :func:`token_lists`, or a list of pairs of texts, as tuples."""
+    if isinstance(value, list) and value and all(map(_is_pair, value)):
+        return [(first, second) for first, second in value]
+    return [*token_lists(value, field)]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _not_empty(value: list[Any], path: str) -> None:

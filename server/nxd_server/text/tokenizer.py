@@ -64,7 +64,7 @@ class Tokenizer:
             from tokenizers import Tokenizer as RawTokenizer
 
             try:
-                return cls(RawTokenizer.from_file(str(path)), config)
+                return cls(_lowered(RawTokenizer.from_file(str(path)), directory), config)
             except Exception as error:  # the library raises a bare Exception for a file it cannot read
                 raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
         if (path := directory / "vocab.txt").is_file():
@@ -95,12 +95,29 @@ class Tokenizer:
             return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
-    def encode_with_types(self, text: str, pair: str | None = None, *, field: str = "input") -> tuple[list, list]:
-        """Token ids and token type ids, for encoders."""
+    def encode_with_types(
+        self, text: str, pair: str | None = None, *, field: str = "input", most: int | None = None
+    ) -> tuple[list, list]:
+        """Token ids and token type ids, for encoders; cut at the end to ``most``, special tokens included.
+
+        Of a pair the longer text is cut first, as transformers does. RequestError when ``most`` has no room for a text.
+        """
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
-        encoding = self.raw.encode(text, pair)  # the library's fast call forgets a pair's types
+        if most is None:
+            encoding = self.raw.encode(text, pair)  # the library's fast call forgets a pair's types
+            return encoding.ids, encoding.type_ids
+        special = self.raw.num_special_tokens_to_add(pair is not None)
+        if most <= special:
+            raise RequestError(
+                "truncate_prompt_tokens",
+                f"{most} has no room beside {special} special tokens; use at least {special + 1}",
+            )
+        parts = [self.raw.encode(part, add_special_tokens=False) for part in (text, pair) if part is not None]
+        for part, length in zip(parts, _shares([len(part) for part in parts], most - special), strict=True):
+            part.truncate(length)
+        encoding = self.raw.post_process(*parts)
         return encoding.ids, encoding.type_ids
 
     def check_length(self, text: str, max_len: int, field: str = "prompt") -> None:
@@ -109,8 +126,8 @@ class Tokenizer:
         if len(text) > most:
             raise TextTooLongError(
                 field,
-                f"the text has {len(text)} characters, which are more than the {max_len} tokens this model takes; "
-                f"at most {most} characters are read",
+                f"the text has {len(text)} characters, which are more than fit: this model's maximum context length is "
+                f"{max_len} tokens; at most {most} characters are read",
             )
 
     @functools.cached_property
@@ -183,6 +200,15 @@ class Tokenizer:
         return self.raw.token_to_id(text) if text else None
 
 
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """How many tokens of one text, or of each of two, fit into ``room`` when the longer one is cut first."""
+    if sum(lengths) <= room or len(lengths) == 1:
+        return [min(length, room) for length in lengths]
+    first, second = lengths
+    shorter = min(first, second, room // 2)
+    return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json`` filled in; {} without them."""
     merged: dict[str, Any] = {}
@@ -198,6 +224,17 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
         merged.update({key: value for key, value in content.items() if value is not None})
     return merged
+
+
+def _lowered(raw: Any, directory: Path) -> Any:
+    """``raw``, made to read small letters where sentence-transformers' settings beside it say so."""
+    from tokenizers import normalizers
+
+    path = directory / "sentence_bert_config.json"
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("do_lower_case") is True:
+        own = [] if raw.normalizer is None else [raw.normalizer]
+        raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    return raw
 
 
 def _is_byte_level(decoder: Any) -> bool:
