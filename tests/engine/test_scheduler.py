@@ -220,6 +220,17 @@ def test_costs_follow_measurements_and_one_outlier_changes_little():
     assert costs["decode_b1"] == pytest.approx(0.02, rel=0.01)
 
 
+def test_given_costs_hold_whatever_is_measured():
+    costs = StepCosts(graphs(), {"decode_b1": 0.03})
+    costs.set("decode_b1", 0.01)
+    costs.observe("decode_b1", 0.02)
+    costs.observe("decode_b2", 0.02)
+    assert (costs["decode_b1"], costs["decode_b2"]) == (0.03, 0.02)
+    for wrong in ({"decode_b9": 1.0}, {"decode_b1": 0.0}, {"decode_b1": float("nan")}):
+        with pytest.raises(ValueError, match=r"costs: 'decode_b\d' = .*: expected seconds above 0 for one of"):
+            StepCosts(graphs(), wrong)
+
+
 def test_a_graph_that_was_slow_on_a_busy_machine_gets_another_chance():
     costs = StepCosts(graphs())
     costs.set("decode_b1", 0.01)
