@@ -146,7 +146,7 @@ def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, 
         return changed
 
     monkeypatch.setattr(toy, "_graph", writes)
-    model = parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=10, start_timeout=120)
+    model = parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600)
     with pytest.raises(RankDiedError, match="was ended by SIGSEGV"):
         model(torch.zeros(1, 1, toy.HIDDEN))
     model.close()
@@ -184,7 +184,7 @@ def test_ranks_keep_to_their_cores_and_ignore_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.delenv("NXD_INFER_PIN", raising=False)
     if len(available_cores()) < 2 or processor_share() < len(available_cores()):
         pytest.skip("needs two cores, and the time of all that there are")
-    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=20, start_timeout=120) as model:
+    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600) as model:
         pids = [rank.pid for rank in model.health() if rank.pid is not None]
         used = [os.sched_getaffinity(pid) for pid in pids]
         assert all(len(group) == 1 for group in used)
