@@ -309,7 +309,7 @@ WRITES_FOREVER = """
     with ArtifactWriter(sys.argv[1]) as writer:
         writer.write_bytes("weights/rank_00.safetensors", bytes(1000))
         print("writing", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 
 
