@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_server.engine.costs import StepCosts
@@ -35,7 +35,7 @@ arrivals = st.lists(
     mixes=st.booleans(),
     depth=st.sampled_from([1, 2]),
 )
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, batches, lengths, ratio, mixes, depth):
     """Arrivals are (time, prompt length, new tokens at most, time of cancellation, tokens until it stops by itself).
     With a ``depth`` of 2 a step is planned before the tokens of the one before it are known."""

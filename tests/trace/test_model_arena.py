@@ -45,7 +45,7 @@ def manifests(draw):
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(manifests())
 def test_tensors_keep_apart_and_arrive(manifest):
     """Everything written on one side is read on the other; nothing overlaps, counters included."""
@@ -95,7 +95,7 @@ def limited_inputs(draw):
 
 
 @pytest.mark.check
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(limited_inputs())
 def test_a_block_of_inputs_is_refused_where_single_arrays_are(case):
     """A block is checked in one pass over its memory; it lies as the arena does, and begins with the defaults."""
