@@ -27,7 +27,7 @@ def gone(pid: int, seconds: float = 0.0) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Until ``condition()`` holds; ``seconds`` guard against hanging, however busy the machine is."""
     end = time.monotonic() + seconds
     while not condition():

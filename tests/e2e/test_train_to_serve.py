@@ -107,6 +107,7 @@ def test_trained_traced_served_and_swapped(workplace, texts, capsys, monkeypatch
     assert done.status == 0, done.err
 
     keys = ("--admin-key", "root", "--weights-root", str(root), "--max-queued-requests", "400")
+    keys += ("--recovery-timeout", "120")
     with real_server(artifact, *keys) as server, concurrent.futures.ThreadPoolExecutor(200) as pool:
         first, second = texts
         for row, text in list(first.items())[:3]:

@@ -90,7 +90,7 @@ class ServerProcess:
                     total += sample.value
         return total
 
-    def wait_metric(self, name: str, value: float, seconds: float = 60.0, **labels: str) -> None:
+    def wait_metric(self, name: str, value: float, seconds: float = 120.0, **labels: str) -> None:
         wait_for(lambda: self.metric(name, **labels) == value, seconds, f"{name} is not {value}")
 
     @property
@@ -98,13 +98,13 @@ class ServerProcess:
         """Choices that run or wait."""
         return self.metric("nxd_num_requests_running") + self.metric("nxd_num_requests_waiting")
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 90.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 120.0) -> int:
         """Send a signal; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.wait(seconds)
 
-    def wait(self, seconds: float = 90.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ class ServerProcess:
         self.process.wait(10.0)
 
 
-def wait_for(condition: Any, seconds: float = 60.0, message: str = "") -> None:
+def wait_for(condition: Any, seconds: float = 120.0, message: str = "") -> None:
     """``seconds`` guard against hanging: however busy the machine is, they are more than enough."""
     end = time.monotonic() + seconds
     while not condition():
