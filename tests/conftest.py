@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+from hypothesis import HealthCheck, settings
+
+# How long an example takes, or is made, says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts behind it (`make test &`) so, and what tests start would inherit it: Ctrl-C is tested.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -24,6 +25,14 @@ def gone(pid: int, seconds: float = 0.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    """Until ``condition()`` holds; ``seconds`` guard against hanging, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s"
+        time.sleep(0.005)
 
 
 def parent_of(pid: int) -> int | None:

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from typing import Any, Literal
 
 Transport = Literal["gloo", "shm", "shared"]
@@ -62,7 +63,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 600,
     collectives: Transport = "gloo",
     tp: int | None = None,
     pp: int = 1,
@@ -79,8 +80,8 @@ def run_ranks(
     the call ends when all others have answered, and a lost rank's result is None. ``capacity``: bytes of a slot of
     shared memory.
 
-    Raises RankTestError with the traceback of the rank that failed first, or after ``timeout`` seconds with the stack
-    of every rank that has not answered.
+    Raises RankTestError with the traceback of the rank that failed first, or, after ``timeout`` seconds (a guard
+    against hanging), with the stack of every rank that has not answered.
     """
     degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp}
     workers = _pool.take(world_size)
@@ -315,6 +316,15 @@ def _gloo(job: Job, segments: dict[str, int]):
         dist.destroy_process_group()
 
 
+def _meet(job: Job) -> None:
+    """Wait for the other ranks: how much later one of them begins is no part of what its collectives may wait."""
+    Path(f"{job.rendezvous}{job.rank}").touch()
+    end = time.monotonic() + job.timeout
+    while not all(os.path.exists(f"{job.rendezvous}{rank}") for rank in range(job.world_size)):
+        assert time.monotonic() < end, "another rank has not begun"
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def _shm(job: Job, segments: dict[str, int]):
     from nxd_infer import native
@@ -322,6 +332,7 @@ def _shm(job: Job, segments: dict[str, int]):
     from nxd_infer.comm.shm import ShmCollectives
     from nxd_infer.context import make_context, set_default_context
 
+    _meet(job)
     context = make_context(job.world_size, job.rank, **job.degrees, collectives="shm")
     register_collectives("shm", ShmCollectives(native.load(), context, segments, timeout=job.comm_timeout))
     set_default_context(context)

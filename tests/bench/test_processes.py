@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 
 from bench.processes import Group, tree
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.check
 
@@ -24,10 +24,7 @@ def test_a_child_in_a_session_of_its_own_does_not_outlive_its_group(tmp_path):
         assert group.stdout.readline() == b"started\n"
         started = tree(group.pid)
     assert len(started) == 2
-    end = time.monotonic() + 20
-    while any(alive(pid) for pid in started):
-        assert time.monotonic() < end, started
-        time.sleep(0.01)
+    wait_until(lambda: not any(alive(pid) for pid in started))
 
 
 def alive(pid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nxd_infer.comm import all_gather, all_reduce, axis_rank, barrier, broadcast
 from nxd_infer.comm.protocol import collectives_of
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError
+from tests.processes import wait_until
 from tests.ranks import run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -200,7 +202,7 @@ def test_shared_memory_collectives_equal_a_plain_computation(world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_large_tensors_take_the_shared_work_path(world):
     shapes = ((100_003,),)  # pieces above 64 KiB, with a ragged end
-    assert_same_bits(run_ranks(check_sums, world, shapes, True, collectives="shm", capacity=131072, timeout=120))
+    assert_same_bits(run_ranks(check_sums, world, shapes, True, collectives="shm", capacity=131072))
 
 
 def last_values(numels: dict[torch.dtype, int]) -> list[int]:
@@ -278,32 +280,31 @@ def many_rounds(rounds: int) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_uneven_rounds_never_mix_their_data(world):
-    assert run_ranks(many_rounds, world, 1500, collectives="shm", capacity=16384, timeout=120) == [1500] * world
+    assert run_ranks(many_rounds, world, 1500, collectives="shm", capacity=16384) == [1500] * world
 
 
-def work_beside_a_wait() -> int:
-    here = current_context()
+def work_beside_a_wait(folder: str) -> bool:
+    """Rank 1 comes when a thread of rank 0, which waits for it, has worked: never, if that holds up its threads."""
+    here, worked = current_context(), Path(folder) / "worked"
     if here.rank == 1:
-        time.sleep(1.0)
+        wait_until(worked.exists)
         barrier(here)
-        return 0
-    ticks, done = [], threading.Event()
+        return True
 
-    def tick() -> None:
-        while not done.is_set():
-            ticks.append(time.monotonic())
-            time.sleep(0.01)
+    def work() -> None:
+        for _ in range(20):
+            time.sleep(0.01)  # rank 0 waits by then
+        worked.touch()
 
-    thread = threading.Thread(target=tick)
+    thread = threading.Thread(target=work)
     thread.start()
     barrier(here)
-    done.set()
     thread.join()
-    return len(ticks)
+    return worked.exists()
 
 
-def test_other_threads_run_while_a_rank_waits():
-    assert run_ranks(work_beside_a_wait, 2, collectives="shm")[0] > 20
+def test_other_threads_run_while_a_rank_waits(tmp_path):
+    assert run_ranks(work_beside_a_wait, 2, str(tmp_path), collectives="shm", comm_timeout=60) == [True, True]
 
 
 def nan_wins() -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -15,79 +16,70 @@ from nxd_infer.comm.protocol import collectives_of
 from nxd_infer.comm.shm import ShmCollectives, create_segment, fail_segment, read_counters, read_failure
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
+from tests.processes import wait_until
 from tests.ranks import RankTestError, run_ranks
 
 
 def lose(how: str, victim: int) -> tuple:
-    """Work together, then lose a rank; what the others see: type, message, missing ranks, seconds, the next call."""
+    """Work together, then lose a rank; what the others see: message, missing ranks, and those of the next call."""
     here = current_context()
     for _ in range(3):
         all_reduce(torch.ones(5), here)
     barrier(here)
     if here.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
-        time.sleep(60)
-    begin = time.monotonic()
+        time.sleep(600)
     try:
         all_reduce(torch.ones(5), here)
     except CollectiveTimeoutError as error:
-        seconds = time.monotonic() - begin
-        begin = time.monotonic()
         try:
             all_gather(torch.ones(2), here)
         except CollectiveTimeoutError as again:
-            return str(error), error.ranks, seconds, str(again), again.ranks, time.monotonic() - begin
+            return str(error), error.ranks, str(again), again.ranks
     return ()
 
 
 @pytest.mark.check
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_shared_memory_names_a_lost_peer_and_stays_failed(how):
-    limit = 20.0 if how == "die" else 2.0
+    """The end of a process is noticed, not waited out: the call would have ended before the limit."""
+    limit = 600.0 if how == "die" else 3.0
     results = run_ranks(lose, 4, how, 2, collectives="shm", comm_timeout=limit, lost=(2,))
     assert results[2] is None
     for rank in (0, 1, 3):
-        message, ranks, seconds, again, ranks_again, next_seconds = results[rank]
+        message, ranks, again, ranks_again = results[rank]
         assert message.startswith("nxd: rank(s) [2] did not reach all_reduce (number 5 on axis 'tp', called by rank ")
         assert f"within {limit} s" in message
         assert ranks == ranks_again == (2,)
-        assert again == message
-        assert next_seconds < 1
-        if how == "die":
-            assert "the process has ended" in message
-            assert seconds < 10, "the end of a process is noticed, not waited out"
-        else:
-            assert 1.9 < seconds < 12
+        assert again == message, "the next call does not wait again"
+        assert ("the process has ended" in message) == (how == "die")
 
 
 @pytest.mark.parametrize("how", ["die", "stop"])
 def test_distributed_names_a_lost_peer_and_stays_failed(how):
-    results = run_ranks(lose, 2, how, 1, comm_timeout=2.0, lost=(1,))
-    message, ranks, seconds, again, ranks_again, next_seconds = results[0]
+    results = run_ranks(lose, 2, how, 1, comm_timeout=3.0, lost=(1,))
+    message, ranks, again, ranks_again = results[0]
     assert message.startswith("nxd: rank(s) [1] (pid ")
     assert ("has ended" if how == "die" else "is stopped") in message
     assert ranks == ranks_again == (1,) and again == message
-    assert seconds < 12 and next_seconds < 1
 
 
-def late() -> tuple:
+def late(folder: str) -> tuple:
     """Rank 1 is alive and well, but never comes in time; afterwards it finds the group failed."""
     here = current_context()
-    barrier(here)
     if here.rank == 1:
-        time.sleep(3)
-    begin = time.monotonic()
+        wait_until((Path(folder) / "over").exists)
     try:
         all_reduce(torch.ones(3), here)
     except CollectiveTimeoutError as error:
-        return str(error), error.ranks, time.monotonic() - begin
+        (Path(folder) / "over").touch()
+        return str(error), error.ranks
     return ()
 
 
-def test_a_late_peer_finds_the_failure_instead_of_mixing_data():
-    first, second = run_ranks(late, 2, collectives="shm", comm_timeout=1.0)
-    assert first[0] == second[0] and first[1] == second[1] == (1,)
-    assert first[2] > 0.9 and second[2] < 0.9, "the late one does not wait again"
+def test_a_late_peer_finds_the_failure_instead_of_mixing_data(tmp_path):
+    first, second = run_ranks(late, 2, str(tmp_path), collectives="shm", comm_timeout=1.0)
+    assert first == second and first[1] == (1,) and "within 1" in first[0]
 
 
 def disagree(kind: str) -> str:
@@ -142,7 +134,7 @@ def test_the_parent_sees_how_far_each_rank_is(monkeypatch):
     first, second = read_counters(kept[0])
     assert (first.rank, first.pid, first.collectives, first.steps) == (0, pid0, 6, 0)
     assert (second.rank, second.pid, second.collectives, second.steps) == (1, pid1, 6, 2)
-    assert 0 < now - first.last_seconds < 10
+    assert 0 < now - first.last_seconds < 60
     assert read_failure(kept[0]) is None
     os.close(kept[0])
 
@@ -173,10 +165,8 @@ def test_the_parent_can_end_the_waits_of_a_group(monkeypatch):
         return fd
 
     monkeypatch.setattr(shm, "create_segment", create)
-    begin = time.monotonic()
-    first, _ = run_ranks(wait_for_rank_1, 2, 3.0, collectives="shm", comm_timeout=60)
+    first, _ = run_ranks(wait_for_rank_1, 2, 3.0, collectives="shm", comm_timeout=600)
     assert first == "nxd: rank 1 was ended by the supervisor"
-    assert time.monotonic() - begin < 50
     failure = read_failure(kept[0])
     assert failure is not None and failure.ranks == (1,) and failure.message == first
     os.close(kept[0])
@@ -202,8 +192,8 @@ def test_the_helper_reports_failures_and_leaves_no_process():
     before = run_ranks(pid, 2)
     with pytest.raises(RankTestError, match=r"(?s)rank 1 of 2.*this rank has a reason"):
         run_ranks(raise_in_rank_1, 2)
-    with pytest.raises(RankTestError, match=r"(?s)no answer within 8 s from ranks \[1\].*in hang"):
-        run_ranks(hang, 2, 60.0, timeout=8)
+    with pytest.raises(RankTestError, match=r"(?s)no answer within 15 s from ranks \[1\].*in hang"):
+        run_ranks(hang, 2, 600.0, timeout=15)
     after = run_ranks(pid, 2)
     assert not set(before) & set(after)
     for gone in before:

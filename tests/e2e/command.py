@@ -18,7 +18,7 @@ class Done:
     err: str
 
 
-def nxd_infer(*arguments: object, timeout: float = 120, cwd: Path | None = None, columns: int = 160) -> Done:
+def nxd_infer(*arguments: object, timeout: float = 600, cwd: Path | None = None, columns: int = 160) -> Done:
     """``nxd-infer ARGUMENTS``; the environment is wide enough that tables are not wrapped."""
     command = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     done = subprocess.run(

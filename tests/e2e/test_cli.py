@@ -15,6 +15,7 @@ from nxd_infer.cli.trace import Progress
 from nxd_infer.cli.verify import generation_cases
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
+from tests.processes import wait_until
 from tests.tiny_models import write_tiny
 
 COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
@@ -59,7 +60,7 @@ def test_help_loads_neither_torch_nor_a_server(tmp_path):
         "try: main()\n"
         "except SystemExit: print('LOADED', 'torch' in sys.modules, 'fastapi' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "LOADED False False" in done.stdout, done.stderr
 
 
@@ -74,7 +75,7 @@ def test_the_packages_are_programs_that_explain_themselves_without_torch(module,
         f"try: runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
         "except SystemExit as end: print('ENDED', end.code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert "ENDED 0 False" in done.stdout, done.stdout + done.stderr
     assert all(word in done.stdout for word in words), done.stdout
 
@@ -293,7 +294,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
         "sys.modules['tokenizers'] = None  # as if it were not installed\n"
         "from nxd_infer.cli.main import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "tokenizers" in done.stderr and "nxd-infer[server]" in done.stderr
 
@@ -313,7 +314,6 @@ def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
     import signal
     import subprocess
     import sys
-    import time
 
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -321,11 +321,12 @@ def test_a_trace_that_is_told_to_end_leaves_nothing_behind(model_dir, tmp_path):
                "--max-len", "64", "--prompt-buckets", "8", "--dtype", "float32"]  # fmt: skip
     env = {**os.environ, "TMPDIR": str(temporary), "NXD_INFER_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    end = time.monotonic() + 90
-    while not any(path.name.startswith(".nxd-trace") for path in tmp_path.iterdir()):
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.05)
-    time.sleep(1.0)
+
+    def compiles():
+        names = [path.name for path in tmp_path.iterdir()]
+        return "cache" in names and any(name.startswith(".nxd-trace") for name in names)
+
+    wait_until(lambda: process.poll() is not None or compiles(), 120)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert [path.name for path in temporary.iterdir() if path.name.startswith("nxd")] == []

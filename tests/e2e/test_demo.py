@@ -44,14 +44,14 @@ time.sleep(600)
 def test_ranks_find_each_other_by_the_environment(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the user's choice stands
-    run_ranks([sys.executable, "-c", SUM], 2, tmp_path / "log", timeout=120)
+    run_ranks([sys.executable, "-c", SUM], 2, tmp_path / "log", timeout=600)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 1"] * 2
 
 
 def test_a_failure_ends_the_others(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(RankFailedError, match=r"rank 1 .* status 1(?s:.*)the disk is full") as caught:
-        run_ranks([sys.executable, "-c", STUBBORN], 2, tmp_path / "log", timeout=120)
+        run_ranks([sys.executable, "-c", STUBBORN], 2, tmp_path / "log", timeout=600)
     assert caught.value.rank == 1
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert [process_state(pid) for pid in pids] == ["ended", "ended"]
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_demo_with_all_it_started(tmp_path: Path):
     with log.open("wb") as output:
         demo = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 600
         while "step" not in log.read_text(errors="replace"):  # it trains
             assert demo.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")
             time.sleep(0.1)

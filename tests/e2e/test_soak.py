@@ -18,11 +18,10 @@ from tests.soak.state import Soak, refused
 from tests.soak.wire import Answer, Violation
 
 
-@pytest.mark.timeout(240)
 def test_a_short_soak_holds():
     command = [sys.executable, "-m", "tests.soak", "--minutes", "0.3", "--seed", "7", "--grace", "20"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     assert "soak: seed 7 held for 0.3 minutes" in done.stdout
 

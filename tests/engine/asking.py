@@ -1,8 +1,9 @@
-"""Questions to an engine in a test, and waiting for what it does."""
+"""Questions to an engine in a test, and waiting for what it does. The bounds of time guard against hanging alone."""
 
 from __future__ import annotations
 
-import time
+import contextlib
+import threading
 
 from nxd_server.engine import SamplingParams
 from tests.engine.toy_model import Listener
@@ -10,14 +11,24 @@ from tests.engine.toy_model import Listener
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-def ask(engine, prompt, params=GREEDY, timeout=20.0, **options):
+def ask(engine, prompt, params=GREEDY, timeout=60.0, **options):
     listener = Listener(params.n)
     assert engine.submit(prompt, params, listener, **options).wait(timeout)
     return listener
 
 
-def wait_until(condition, timeout=10.0):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.002)
+@contextlib.contextmanager
+def held(model):
+    """The next step that ``model`` runs, and all behind it, wait for the end of this block."""
+    go, fail = threading.Event(), model.fail
+
+    def wait(name, inputs):
+        assert go.wait(60)
+        fail(name, inputs)
+
+    model.fail = wait
+    try:
+        yield
+    finally:
+        model.fail = fail
+        go.set()

@@ -20,7 +20,8 @@ def engines():
     made = []
 
     def make(model=None, **options):
-        engine = Engine(model or ToyModel(), **options)
+        model = model or ToyModel()
+        engine = Engine(model, **{"costs": model.costs, **options})
         made.append(engine)
         engine.start()
         return engine

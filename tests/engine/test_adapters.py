@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
 from tests.adapter_files import merge, write_adapter
 from tests.engine.real_artifacts import reference_generate
+from tests.processes import wait_until
 from tests.tiny_models import write_tiny
 
 TOKENS = 6
@@ -115,11 +115,11 @@ def test_a_slot_is_free_when_its_last_request_has_ended(llm, expected, adapters)
 
     def on_event(event):
         seen.put(event)
-        go.wait(30)  # on the engine's thread: the request is certainly not over
+        go.wait(60)  # on the engine's thread: the request is certainly not over
 
     try:
         ticket = llm.engine.submit(PROMPTS[0], GREEDY, on_event, adapter="x")
-        seen.get(timeout=30)
+        seen.get(timeout=60)
         llm.remove_adapter("x")
         assert llm.adapters() == ["y"]
         with pytest.raises(UnknownModelError):
@@ -128,9 +128,9 @@ def test_a_slot_is_free_when_its_last_request_has_ended(llm, expected, adapters)
             llm.load_adapter("x", adapters["z"])
     finally:
         go.set()
-    assert ticket.wait(30)
+    assert ticket.wait(60)
     wanted, gap = expected["x"][0]
-    events = [seen.get(timeout=5) for _ in wanted]  # without the first, and with the end
+    events = [seen.get(timeout=60) for _ in wanted]  # without the first, and with the end
     assert isinstance(events[-1], FinishEvent)
     assert gap < 1e-4 or [event.token for event in events[:-1]] == wanted[1:]
     llm.load_adapter("x", adapters["z"])
@@ -172,7 +172,7 @@ def held(monkeypatch):
 
     def slow(self, ranks, new):
         begun.set()
-        go.wait(30)
+        go.wait(60)
         prepare(self, ranks, new)
 
     monkeypatch.setattr(swaps.WeightSwaps, "_prepare", slow)
@@ -199,17 +199,17 @@ def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
     """A slow one makes no step slow: none is in flight meanwhile, so none is overdue and none is measured."""
     begun, go = held
     thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(30)
+    assert begun.wait(60)
     ticket = llm.engine.submit(PROMPTS[0], GREEDY, lambda event: None)
     assert not ticket.wait(0.3) and llm.engine.health().step_running is None
     again, busy = loading(llm, "y", adapters["y"], timeout=0.05)
-    again.join(30)
+    again.join(60)
     assert isinstance(busy[0], WeightsBusyError) and "0.05 s" in str(busy[0])
     with pytest.raises(WeightsBusyError):
         llm.update_weights({})
     go.set()
-    thread.join(30)
-    assert results == [1] and ticket.wait(30)
+    thread.join(60)
+    assert results == [1] and ticket.wait(60)
     check(llm, expected, None, "x")
     llm.load_adapter("y", adapters["y"])
     for name in ("x", "y"):
@@ -223,17 +223,18 @@ def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, mo
     streaming = threading.Event()
 
     def on_event(event):
-        streaming.set()
-        time.sleep(0.01)  # so that it streams until the load begins
+        if not streaming.is_set():
+            streaming.set()
+            wait_until(lambda: llm.engine.gate.due)  # on the engine's thread: it streams until the load is wanted
 
     stream = llm.engine.submit(PROMPTS[0], GREEDY.replace(max_tokens=40, ignore_eos=True), on_event)
-    assert streaming.wait(30)
+    assert streaming.wait(60)
     thread, results = loading(llm, "x", adapters["x"])
-    assert begun.wait(30) and not stream.done
+    assert begun.wait(60) and not stream.done
     assert llm.engine.health().step_running is None
     go.set()
-    thread.join(30)
-    assert results == [1] and stream.wait(30)
+    thread.join(60)
+    assert results == [1] and stream.wait(60)
     llm.remove_adapter("x")
 
 
@@ -242,16 +243,16 @@ def test_a_load_waits_for_a_step_no_longer_than_it_may(llm, adapters):
 
     def on_event(event):
         held.set()
-        go.wait(30)  # on the engine's thread: the step is certainly not over
+        go.wait(60)  # on the engine's thread: the step is certainly not over
 
     ticket = llm.engine.submit(PROMPTS[0], GREEDY, on_event)
     try:
-        assert held.wait(30)
+        assert held.wait(60)
         with pytest.raises(WeightsBusyError, match=r"not finished after 0\.05 s"):
             llm.engine.adapters.load("x", adapters["x"], timeout=0.05)
     finally:
         go.set()
-    assert ticket.wait(30) and llm.adapters() == []
+    assert ticket.wait(60) and llm.adapters() == []
 
 
 def test_an_adapter_that_ranks_refuse_is_the_requests_fault(llm, adapters, monkeypatch, caplog):

@@ -19,7 +19,8 @@ def ticket(timeout: float | None) -> Ticket:
 
 @pytest.mark.check
 def test_it_is_time_to_look_when_one_is_late_or_done():
-    deadlines = Deadlines()
+    now = 5.0
+    deadlines = Deadlines(lambda: now)
     deadlines.add(ticket(None))
     assert not deadlines.due
     first, second = ticket(100.0), ticket(200.0)
@@ -34,6 +35,8 @@ def test_it_is_time_to_look_when_one_is_late_or_done():
     del first
     gc.collect()
     assert gone() is None
-    late = ticket(-1.0)
+    late = ticket(10.0)
     deadlines.add(late)
-    assert deadlines.due and deadlines.take_late() == [late]
+    assert not deadlines.due and deadlines.wait_seconds() == 10
+    now = 15.0
+    assert deadlines.due and deadlines.take_late() == [late] and deadlines.wait_seconds() == 190

@@ -14,8 +14,9 @@ from nxd_server.engine.sequence import derive_seed
 from nxd_server.errors import (
     EngineUnavailableError,
 )
-from tests.engine.asking import GREEDY, ask, wait_until
+from tests.engine.asking import GREEDY, ask, held
 from tests.engine.toy_model import EOS, VOCAB, Listener, ToyModel, naive_generate
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("toy_takes_steps")
 
@@ -39,10 +40,11 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
     model = ToyModel(slots=3, max_len=48, prompt_buckets=(4, 8), delay=0.0002, prompt_rows=prompt_rows)
     engine = engines(model, max_queued_requests=10**6)
     failures = []
+    together = threading.Barrier(9)  # all slots are taken from the first step on
 
     def client(number):
         rng = random.Random(seed * 100 + number)
-        for _ in range(10):
+        for turn in range(10):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
             room = min(20, 48 - len(prompt))
             params = SamplingParams(
@@ -55,11 +57,13 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
             )  # fmt: skip
             listener = Listener()
             ticket = engine.submit(prompt, params, listener)
+            if turn == 0:
+                together.wait(60)
             cancelled = rng.random() < 0.3
             if cancelled:
                 time.sleep(rng.random() * 0.01)
                 ticket.cancel()
-            if not ticket.wait(30):
+            if not ticket.wait(60):
                 failures.append("never finished")
             elif listener.end.reason == "cancelled":
                 if not cancelled or listener.tokens[0] != expected[: len(listener.tokens[0])]:
@@ -68,8 +72,10 @@ def test_random_traffic_with_cancellations_gives_everyone_their_own_tokens(engin
                 failures.append((expected, listener.tokens[0]))
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
+    with held(model):
+        for thread in threads:
+            thread.start()
+        together.wait(60)
     for thread in threads:
         thread.join(60)
     assert not failures
@@ -133,23 +139,28 @@ def test_draining_finishes_what_there_is_and_takes_nothing_new(engines):
     for number, listener in enumerate(listeners):
         engine.submit([number], GREEDY, listener)
     result = []
-    drainer = threading.Thread(target=lambda: result.append(engine.drain(20)))
+    drainer = threading.Thread(target=lambda: result.append(engine.drain(60)))
     drainer.start()
     wait_until(lambda: engine.state == "draining")
     with pytest.raises(EngineUnavailableError, match="draining"):
         engine.submit([1], GREEDY, Listener())
-    drainer.join(20)
+    drainer.join(60)
     assert result == [True]
     for number, listener in enumerate(listeners):
         assert listener.tokens[0] == naive_generate([number], max_tokens=12, ignore_eos=True)
 
 
 def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():
-    engine = Engine(ToyModel(max_len=4096, delay=0.002))
+    engine = Engine(model := ToyModel())
     engine.start()
     listener = Listener()
-    engine.submit([1], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True), listener)
-    assert engine.drain(0.05) is False
+    with held(model):
+        engine.submit([1], GREEDY, listener)
+        assert engine.drain(0.05) is False
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine._closing)
+    closing.join(60)
     engine.close()
     assert isinstance(listener.end.error, EngineUnavailableError) and engine.state == "closed"
 
@@ -166,13 +177,12 @@ def test_steps_are_counted_by_bucket_with_their_padding(engines):
 
 
 def test_a_burst_of_prompts_does_not_stall_a_running_stream(engines):
-    model = ToyModel(slots=8, max_len=512, batch_sizes=(8,), prompt_buckets=(16,), delay=0.001)
+    model = ToyModel(slots=8, max_len=512, batch_sizes=(8,), prompt_buckets=(16,))
     engine = engines(model)
-    listener = Listener()
-    stream = engine.submit([1], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True), listener)
-    wait_until(lambda: listener.tokens[0])
-    tickets = [engine.submit([2] * 160, GREEDY, Listener()) for _ in range(7)]
-    assert all(ticket.wait(20) for ticket in tickets) and stream.wait(20)
+    with held(model):
+        stream = engine.submit([1], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True), Listener())
+        tickets = [engine.submit([2] * 160, GREEDY, Listener()) for _ in range(7)]
+    assert all(ticket.wait(60) for ticket in tickets) and stream.wait(60)
     names = [name for name, _ in model.steps]
     first, last = names.index("decode_b8"), len(names) - names[::-1].index("prefill_s16")
     assert "prefill_s16 prefill_s16" not in " ".join(names[first:last])

@@ -42,7 +42,7 @@ def engine():
 
 def ask(engine, prompt, params):
     listener = Listener(params.n)
-    assert engine.submit(prompt, params, listener).wait(20)
+    assert engine.submit(prompt, params, listener).wait(60)
     return listener
 
 

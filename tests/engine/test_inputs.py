@@ -60,7 +60,7 @@ def steps(draw):
 
 
 @pytest.mark.check
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps(), st.booleans())
 def test_rows_hold_what_arrays_written_anew_would(case, arrays):
     bucket, plan = case

@@ -30,6 +30,7 @@ from nxd_server.errors import (
     RequestError,
 )
 from tests.engine.toy_oneshot import ToyOneShot, expected
+from tests.processes import wait_until
 
 
 @pytest.fixture
@@ -37,12 +38,11 @@ def engines():
     made = []
 
     def make(model=None, **options):
-        engine = OneShotEngine(model or ToyOneShot(), **options)
+        model = model or ToyOneShot()
+        engine = OneShotEngine(model, **{"costs": model.costs, **options})
         made.append(engine)
         engine.start()
-        engine.model.calls.clear()
-        for bucket in engine.model.manifest.buckets:  # not measured: tests say what they expect
-            engine.costs.set(bucket.name, 0.001)
+        model.calls.clear()
         return engine
 
     yield make
@@ -65,30 +65,36 @@ def check(inputs, outputs):
 @pytest.mark.check
 def test_random_traffic_from_many_threads_gives_everyone_their_own_rows(engines):
     engine = engines(ToyOneShot(delay=0.0005), max_queued_requests=10**6)
-    failures = []
+    gate, first = blocked(engine)
+    failures, together = [], threading.Barrier(9)
 
     def client(number):
         rng = random.Random(number)
         for turn in range(25):
             inputs = request(rng.randint(1, 4), rng.randint(1, 16), seed=number * 1000 + turn)
             future = engine.submit(inputs)
+            if turn == 0:
+                together.wait(60)
             if rng.random() < 0.2 and future.cancel():
                 continue
             try:
-                check(inputs, future.result(20))
+                check(inputs, future.result(60))
             except AssertionError as error:
                 failures.append(error)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
+    together.wait(60)  # so that some wait together
+    gate.set()
+    first.result(60)
     for thread in threads:
         thread.join(60)
     assert not failures
-    assert engine.drain(10)  # the last one may have been cancelled a moment ago
+    assert engine.drain(60)  # the last one may have been cancelled a moment ago
     stats = engine.stats()
-    assert sum(stats.finished.values()) == stats.submitted == 200
-    assert sum(stats.bucket_steps.values()) < 200 - stats.finished.get("cancelled", 0), "nothing was batched"
+    assert sum(stats.finished.values()) == stats.submitted == 201
+    assert sum(stats.bucket_steps.values()) < 201 - stats.finished.get("cancelled", 0), "nothing was batched"
 
 
 def blocked(engine):
@@ -97,13 +103,13 @@ def blocked(engine):
 
     def fail(name, inputs):
         entered.set()
-        gate.wait(10)
+        gate.wait(60)
         if engine.model.fail is fail:
             engine.model.fail = lambda name, inputs: None
 
     engine.model.fail = fail
     first = engine.submit(request(4, 16))
-    assert entered.wait(5)
+    assert entered.wait(60)
     return gate, first
 
 
@@ -115,7 +121,7 @@ def test_waiting_requests_share_steps_up_to_the_largest_batch(engines):
     futures = [engine.submit(one) for one in inputs]
     gate.set()
     for one, future in zip(inputs, futures, strict=True):
-        check(one, future.result(5))
+        check(one, future.result(60))
     assert engine.model.calls[1:] == [("b4_s8", 4), ("b4_s8", 4)]
 
 
@@ -126,31 +132,27 @@ def test_the_oldest_decides_the_length_and_longer_ones_wait_their_turn(engines):
     futures = [engine.submit(one) for one in inputs]
     gate.set()
     for one, future in zip(inputs, futures, strict=True):
-        check(one, future.result(5))
+        check(one, future.result(60))
     assert [name[-3:] for name, _ in engine.model.calls[1:]] == ["_s8", "s16"]
 
 
 def test_the_batch_size_with_the_most_rows_per_second_runs(engines):
-    engine = engines(ToyOneShot(batches=(1, 4)), max_delay_ms=0)
     for cheap, dear in (("b1_s8", "b4_s8"), ("b4_s8", "b1_s8")):
-        engine.costs.set(cheap, 0.001)
-        engine.costs.set(dear, 1.0)
-        engine.submit(request(1, 8)).result(5)
+        engine = engines(ToyOneShot(batches=(1, 4)), max_delay_ms=0, costs={cheap: 0.001, dear: 1.0})
+        engine.submit(request(1, 8)).result(60)
         assert engine.model.calls[-1][0] == cheap
 
 
 def test_a_request_waits_for_company_no_longer_than_the_delay(engines):
-    engine = engines(max_delay_ms=150)
-    started = time.monotonic()
-    first = engine.submit(request(1, 4))
-    time.sleep(0.05)
-    second = engine.submit(request(1, 4))
-    first.result(5), second.result(5)
-    assert 0.1 < time.monotonic() - started < 1.0
-    assert engine.model.calls == [("b4_s8", 2)]
-    started = time.monotonic()
-    engine.submit(request(4, 4)).result(5)  # full at once
-    assert time.monotonic() - started < 0.1
+    for_ever, soon = engines(max_delay_ms=1e9), engines(max_delay_ms=50)
+    first = for_ever.submit(request(1, 4))
+    alone = soon.submit(request(1, 4))
+    alone.result(60)
+    assert soon.model.calls == [("b1_s8", 1)] and not first.done()
+    second = for_ever.submit(request(3, 4))  # together they are as many as there may be
+    first.result(60), second.result(60)
+    for_ever.submit(request(4, 4)).result(60)
+    assert for_ever.model.calls == [("b4_s8", 4)] * 2
 
 
 def test_a_model_that_declares_no_batch_padding_never_shares_a_step(engines):
@@ -158,10 +160,10 @@ def test_a_model_that_declares_no_batch_padding_never_shares_a_step(engines):
     assert not engine.batches
     gate, first = blocked(engines(ToyOneShot()))
     gate.set()
-    first.result(5)
+    first.result(60)
     inputs = [request(1, length) for length in (3, 8, 12, 12)]
     for one, future in zip(inputs, [engine.submit(one) for one in inputs], strict=True):
-        check(one, future.result(5))
+        check(one, future.result(60))
     assert engine.model.calls == [("b1_s8", 1), ("b1_s8", 1), ("b1_s16", 1), ("b1_s16", 1)]
     with pytest.raises(BucketError):
         engine.submit(request(2, 8))
@@ -179,7 +181,7 @@ def test_only_declared_independent_rows_are_batched():
 def test_a_model_with_its_own_routing_is_called_as_its_user_would(engines):
     engine = engines(ToyOneShot(requires=["bucket-kernel"]))
     inputs = request(3, 5)
-    assert torch.equal(engine.submit(inputs).result(5)["embedding"], inputs["input_ids"].double().sum(1))
+    assert torch.equal(engine.submit(inputs).result(60)["embedding"], inputs["input_ids"].double().sum(1))
     assert engine.model.calls == [("forward", 3)]
 
 
@@ -219,9 +221,9 @@ def test_one_bad_request_in_a_shared_step_harms_no_other(engines):
     engine.model.fail = fail
     gate.set()
     for number in (0, 1, 3):
-        check(inputs[number], futures[number].result(5))
+        check(inputs[number], futures[number].result(60))
     with pytest.raises(GenerationError, match="beast"):
-        futures[2].result(5)
+        futures[2].result(60)
 
 
 def test_inputs_that_kill_the_ranks_cost_their_own_request_only(engines):
@@ -232,44 +234,42 @@ def test_inputs_that_kill_the_ranks_cost_their_own_request_only(engines):
             engine.model.dead = True
             raise RankFailedError("rank 0: index out of range", 0)
 
-    engine.submit(request(1, 3)).result(5)
+    engine.submit(request(1, 3)).result(60)
     engine.model.fail = fail
     for _ in range(3):  # more often than machines may fail
         inputs = [request(1, 5, seed) for seed in range(4)]
         inputs[1]["input_ids"][0, 0] = 666
         futures = [engine.submit(one) for one in inputs]
         for number in (0, 2, 3):
-            check(inputs[number], futures[number].result(5))
+            check(inputs[number], futures[number].result(60))
         with pytest.raises(GenerationError, match="index out of range"):
-            futures[1].result(5)
-        end = time.monotonic() + 5
-        while engine.state != "ready" and time.monotonic() < end:
-            time.sleep(0.005)
-    assert engine.state == "ready"
+            futures[1].result(60)
+        wait_until(lambda: engine.state == "ready")
 
 
 @pytest.mark.check
 def test_dead_ranks_fail_everything_that_waits_and_come_back_once(engines):
-    engine = engines(max_delay_ms=50)
-    futures = [engine.submit(request(1, 3)) for _ in range(3)]
+    engine = engines()
+    gate, first = blocked(engine)
 
     def die(name, inputs):
         engine.model.fail = lambda name, inputs: None
         engine.model.dead = True
         raise RankDiedError("rank 0 died", 0)
 
+    futures = [engine.submit(request(1, 3)) for _ in range(3)]
     engine.model.fail = die
+    gate.set()
+    first.result(60)
     for future in futures:
         with pytest.raises(EngineFailedError, match="rank 0 died"):
-            future.result(5)
-    end = time.monotonic() + 5
-    while engine.state != "ready" and time.monotonic() < end:
-        time.sleep(0.005)
-    check(inputs := request(2, 3), engine.submit(inputs).result(5))
+            future.result(60)
+    wait_until(lambda: engine.state == "ready")
+    check(inputs := request(2, 3), engine.submit(inputs).result(60))
     engine.model.fail = die
     with pytest.raises(EngineFailedError):
-        engine.submit(request(1, 3)).result(5)
-    assert engine.wait_failed(5)
+        engine.submit(request(1, 3)).result(60)
+    assert engine.wait_failed(60)
     with pytest.raises(EngineUnavailableError):
         engine.submit(request(1, 3))
 
@@ -284,37 +284,36 @@ def test_deadlines_cancellation_and_queue_limits(engines):
         engine.submit(request(1, 3))
     assert caught.value.retry_after >= 1
     assert gone.cancel()
-    time.sleep(0.06)
+    time.sleep(0.06)  # never shorter, so its time is over
     gate.set()
     with pytest.raises(DeadlineExceededError):
-        late.result(5)
+        late.result(60)
     with pytest.raises(CancelledError):
-        gone.result(5)
+        gone.result(60)
     for future in (first, *more):
-        future.result(5)
-    time.sleep(0.05)
-    assert engine.stats().finished == {"done": 4, "deadline": 1, "cancelled": 1}
+        future.result(60)
+    wait_until(lambda: engine.stats().finished == {"done": 4, "deadline": 1, "cancelled": 1})
 
 
 def test_draining_finishes_what_waits_and_closing_fails_the_rest(engines):
     engine = engines(ToyOneShot(delay=0.01), max_delay_ms=1000)
     futures = [engine.submit(request(1, 16)) for _ in range(6)]
-    assert engine.drain(10)
+    assert engine.drain(60)
     assert all(future.done() for future in futures)
     with pytest.raises(EngineUnavailableError, match="draining"):
         engine.submit(request(1, 3))
-    other = engines(max_delay_ms=10_000)
+    other = engines(max_delay_ms=1e9)
     waiting = other.submit(request(1, 3))
     other.close()
     with pytest.raises(EngineUnavailableError):
-        waiting.result(5)
+        waiting.result(60)
 
 
 def test_results_share_no_memory(engines):
     engine = engines(max_delay_ms=50)
     one, two = engine.submit(request(1, 8, 1)), engine.submit(request(1, 8, 2))
-    assert engine.submit(request(2, 8, 3)).result(5)["echo"].is_contiguous()
-    storages = {future.result(5)["echo"].untyped_storage().data_ptr() for future in (one, two)}
+    assert engine.submit(request(2, 8, 3)).result(60)["echo"].is_contiguous()
+    storages = {future.result(60)["echo"].untyped_storage().data_ptr() for future in (one, two)}
     assert len(storages) == 2
     assert one.result()["embedding"].untyped_storage().nbytes() == 12
 
@@ -342,10 +341,10 @@ def encoder(engines):
 
 
 def test_texts_and_token_ids_become_vectors_with_their_token_counts(encoder):
-    result = encoder.submit("a b c").result(5)
+    result = encoder.submit("a b c").result(60)
     assert result.tokens == 5 and torch.equal(result.values, expected(torch.tensor([1, 3, 4, 5, 2])))
-    assert torch.equal(encoder.submit([1, 3, 4, 5, 2]).result(5).values, result.values)
-    assert encoder.submit(("a", "b")).result(5).tokens == 5
+    assert torch.equal(encoder.submit([1, 3, 4, 5, 2]).result(60).values, result.values)
+    assert encoder.submit(("a", "b")).result(60).tokens == 5
 
 
 @pytest.mark.check

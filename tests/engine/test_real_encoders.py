@@ -8,7 +8,7 @@ import torch
 from nxd_infer.errors import InputRangeError, ModelConfigError
 from nxd_server import LLM, SamplingParams
 from nxd_server.errors import PromptTooLongError, RequestError
-from tests.engine.real_artifacts import trace_encoder
+from tests.engine.real_artifacts import costs_of, trace_encoder
 
 TEXTS = ["A raise statement", "x", "for loops iterate over items", "你好 😀", "if", "while True: pass", "a b c d e"]
 
@@ -16,7 +16,7 @@ TEXTS = ["A raise statement", "x", "for loops iterate over items", "你好 😀"
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
     model_dir, artifact = trace_encoder(tmp_path_factory.mktemp("embed"), "bert", "embed")
-    with LLM(artifact) as llm:
+    with LLM(artifact, costs=costs_of(artifact), max_delay_ms=20) as llm:
         yield model_dir, llm
 
 

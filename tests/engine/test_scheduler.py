@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_server.engine.costs import StepCosts
@@ -35,7 +35,7 @@ arrivals = st.lists(
     mixes=st.booleans(),
     depth=st.sampled_from([1, 2]),
 )
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 def test_any_traffic_is_served_exactly_once_within_the_bounds(arrivals, slots, batches, lengths, ratio, mixes, depth):
     """Arrivals are (time, prompt length, new tokens at most, time of cancellation, tokens until it stops by itself).
     With a ``depth`` of 2 a step is planned before the tokens of the one before it are known."""
@@ -218,6 +218,17 @@ def test_costs_follow_measurements_and_one_outlier_changes_little():
     for _ in range(200):
         costs.observe("decode_b1", 0.02)
     assert costs["decode_b1"] == pytest.approx(0.02, rel=0.01)
+
+
+def test_given_costs_hold_whatever_is_measured():
+    costs = StepCosts(graphs(), {"decode_b1": 0.03})
+    costs.set("decode_b1", 0.01)
+    costs.observe("decode_b1", 0.02)
+    costs.observe("decode_b2", 0.02)
+    assert (costs["decode_b1"], costs["decode_b2"]) == (0.03, 0.02)
+    for wrong in ({"decode_b9": 1.0}, {"decode_b1": 0.0}, {"decode_b1": float("nan")}):
+        with pytest.raises(ValueError, match=r"costs: 'decode_b\d' = .*: expected seconds above 0 for one of"):
+            StepCosts(graphs(), wrong)
 
 
 def test_a_graph_that_was_slow_on_a_busy_machine_gets_another_chance():

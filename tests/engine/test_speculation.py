@@ -10,7 +10,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.generation import step_inputs
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
-from tests.engine.real_artifacts import MAX_LEN, trace_llama
+from tests.engine.real_artifacts import MAX_LEN, costs_of, trace_llama
 from tests.engine.toy_model import ToyModel
 
 GUESSES = 4
@@ -28,23 +28,11 @@ def llms(request, tmp_path_factory):
         artifact = trace_llama(directory, 1, "inductor", [SAME_ROUNDING], speculate=GUESSES, **few)[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
-    with LLM(artifact) as plain, LLM(artifact, speculate=GUESSES) as guessing:
-        for llm in (plain, guessing):
-            same_times(llm.engine)
-        always(guessing.engine)
+    costs = costs_of(artifact)
+    # A step that verifies costs what one without does: every guess pays.
+    paying = costs | {f"verify_b{count}": costs[f"decode_b{count}"] for count in (1, 4) if f"decode_b{count}" in costs}
+    with LLM(artifact, costs=costs) as plain, LLM(artifact, speculate=GUESSES, costs=paying) as guessing:
         yield plain, guessing
-
-
-def same_times(engine):
-    """Which graphs run must not hang on how busy the machine was: a graph costs as much as its rows' root, for good."""
-    engine.costs.observe = lambda name, seconds: None
-    for graph in engine._graphs:
-        engine.costs.set(graph.name, graph.batch**0.5 * graph.length**0.5)
-
-
-def always(engine):
-    """A step that verifies costs what one without does: every guess pays."""
-    engine._speculation._costs = dict.fromkeys(engine.costs.as_dict(), 1.0)
 
 
 def counted(llm, name):

@@ -126,6 +126,8 @@ class ToyModel:
             },
         )  # fmt: skip
         self.buckets = self.manifest.buckets
+        self.costs = {name: 1e-3 + 1e-5 * b * s for name, (b, s) in shapes.items()}
+        """What an engine of a test takes the steps to cost: which ones it chooses hangs on no measured time."""
         self.steps: list[tuple[str, list[int]]] = []
         """Bucket and slots of every step that had a row of a request."""
         self.fail = lambda name, inputs: None

@@ -29,6 +29,8 @@ class ToyOneShot:
             buckets=[_bucket(b, s, pad_batch) for b, s in shapes],
             metadata={"task": "embed", "max_len": max(lengths), "vocab_size": 1000} if metadata is None else metadata,
         )  # fmt: skip
+        self.costs = {bucket.name: 0.001 for bucket in self.manifest.buckets}
+        """What an engine of a test takes the steps to cost, whatever they take."""
         self.delay, self.dead, self.restarts, self.weights = delay, False, 0, 0
         self.fail = lambda name, inputs: None
         self.calls: list[tuple[str, int]] = []

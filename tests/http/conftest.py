@@ -16,8 +16,8 @@ def toy():
 
 @pytest.fixture(scope="session")
 def slow_toy():
-    """As ``toy``, but every step takes 30 ms and a request may be 400 tokens long."""
-    with toy_server(toy={"delay": 0.03, "max_len": 400}, keep_alive_interval=0.5) as server:
+    """As ``toy``, but every step takes 30 ms and a request may be 8000 tokens long, which ends by itself in minutes."""
+    with toy_server(toy={"delay": 0.03, "max_len": 8000}, keep_alive_interval=0.5) as server:
         yield server
 
 

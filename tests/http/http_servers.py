@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 
 
 class ServerProcess:
@@ -41,11 +41,11 @@ class ServerProcess:
         self.port = 0
         # One client for all: making one loads certificates, which costs more than most requests here.
         self._client = httpx.Client(
-            timeout=60.0, verify=False, trust_env=False, limits=httpx.Limits(max_connections=None)
+            timeout=600.0, verify=False, trust_env=False, limits=httpx.Limits(max_connections=None)
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._listening.wait(60.0):
+        if not self._listening.wait(300.0):
             self.kill()
             raise AssertionError("the server never listened:\n" + self.log)
 
@@ -90,22 +90,27 @@ class ServerProcess:
                     total += sample.value
         return total
 
-    def wait_metric(self, name: str, value: float, seconds: float = 10.0, **labels: str) -> None:
+    def wait_metric(self, name: str, value: float, seconds: float = 120.0, **labels: str) -> None:
         wait_for(lambda: self.metric(name, **labels) == value, seconds, f"{name} is not {value}")
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30.0) -> int:
+    @property
+    def inside(self) -> float:
+        """Choices that run or wait."""
+        return self.metric("nxd_num_requests_running") + self.metric("nxd_num_requests_waiting")
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 120.0) -> int:
         """Send a signal; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.wait(seconds)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the server did not end within {seconds} s:\n{self.log}") from None
-        self._reader.join(5.0)
+        self._reader.join(60.0)
         return status
 
     def kill(self) -> None:
@@ -113,7 +118,8 @@ class ServerProcess:
         self.process.wait(10.0)
 
 
-def wait_for(condition: Any, seconds: float, message: str = "") -> None:
+def wait_for(condition: Any, seconds: float = 120.0, message: str = "") -> None:
+    """``seconds`` guard against hanging: however busy the machine is, they are more than enough."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {message}"
@@ -134,7 +140,7 @@ def toy_server(*, wait: bool = True, toy: dict | None = None, arguments: tuple =
 
 @contextlib.contextmanager
 def raw(
-    server: ServerProcess, data: bytes = b"", timeout: float = 20.0, receive_buffer: int | None = None
+    server: ServerProcess, data: bytes = b"", timeout: float = 90.0, receive_buffer: int | None = None
 ) -> Iterator[socket.socket]:
     """A plain connection with ``data`` written to it; ``receive_buffer`` bytes wait unread at most on its side."""
     with socket.socket() as connection:

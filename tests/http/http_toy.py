@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -54,11 +53,11 @@ class ToyService(Service):
     """A service whose ranks are a :class:`ToyModel`, or a :class:`ToyOneShot`, in this process."""
 
     def __init__(
-        self, settings: ServerSettings, on_failure, kind: type, toy: dict, start_delay: float, fail_file: str | None
+        self, settings: ServerSettings, on_failure, kind: type, toy: dict, start_file: str | None, fail_file: str | None
     ):
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
-        self._start_delay = start_delay
+        self._start_file = start_file
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
 
@@ -83,7 +82,8 @@ class ToyService(Service):
 
     def _open(self):
         self._stage = "loading the toy"
-        threading.Event().wait(self._start_delay)
+        while self._start_file and not Path(self._start_file).exists():
+            time.sleep(0.02)
         self._manifest = self._toy.manifest
         self._tokenizer = toy_tokenizer()
         self.chat_template = ChatTemplate(TEMPLATE)
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--toy", default="{}")
     parser.add_argument("--one-shot", action="store_true", help="an encoder for embeddings in place of the decoder")
-    parser.add_argument("--start-delay", type=float, default=0.0)
+    parser.add_argument("--start-file", help="it is loaded once this file exists")
     parser.add_argument("--fail-file")
     options = parser.parse_args()
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
@@ -103,7 +103,7 @@ def main() -> int:
     kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)
     return serve_service(
         settings,
-        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_delay, options.fail_file),
+        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_file, options.fail_file),
     )
 
 

@@ -20,11 +20,13 @@ from tests.http.http_servers import events_of, http_request, is_error, raw, read
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
-SLOW = {"delay": 0.05, "max_len": 400}
+SLOW = {"delay": 0.1, "max_len": 4000}
+ENDLESS = {**LONG, "max_tokens": 3900}
+"""It does not end by itself while a test looks at it: a step of SLOW takes 0.1 s."""
 
 
-def test_it_lives_at_once_and_is_ready_when_warm():
-    with toy_server(wait=False, arguments=("--start-delay", "2.5")) as server:
+def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):
+    with toy_server(wait=False, arguments=("--start-file", str(tmp_path / "go"))) as server:
         assert server.get("/livez").status_code == 200
         for path in ("/readyz", "/ping", "/health"):
             response = server.get(path)
@@ -37,6 +39,7 @@ def test_it_lives_at_once_and_is_ready_when_warm():
             is_error(server.get(path), 503)
         is_error(server.post("/tokenize", {"prompt": "a"}), 503)
         assert server.metric("nxd_ready") == 0
+        (tmp_path / "go").touch()
         server.wait_ready()
         assert server.metric("nxd_ready") == 1
         assert server.get("/health").json()["status"] == "ready"
@@ -53,21 +56,20 @@ def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer, tmp_path)
     text = tokenizer.decode(naive_generate(tokenizer.encode("hello"), max_tokens=36, ignore_eos=True))
     hold = tmp_path / "hold"
     arguments = ("--fail-file", str(hold))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool, toy_server(toy=SLOW, arguments=arguments) as server:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool, toy_server(arguments=arguments) as server:
         hold.write_text("hold")  # nothing finishes before it has been looked at, however slow this machine is
         whole = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(3)]
         streams = [pool.submit(server.post, COMPLETIONS, {**LONG, "stream": True}) for _ in range(3)]
         # More than there are slots for, so that some have not begun when the signal comes.
-        inside = ("nxd_num_requests_running", "nxd_num_requests_waiting")
-        wait_for(lambda: sum(map(server.metric, inside)) == 6, 20)
+        wait_for(lambda: server.inside == 6)
         server.process.send_signal(number)
-        wait_for(lambda: server.get("/readyz").status_code == 503, 20)
+        wait_for(lambda: server.get("/readyz").status_code == 503)
         assert server.get("/livez").status_code == 200
         is_error(server.get("/readyz"), 503, code="draining")
         is_error(server.post(COMPLETIONS, LONG), 503, code="draining")
         assert not any(future.done() for future in (*whole, *streams))
         hold.unlink()
-        assert server.wait(30) == 0
+        assert server.wait() == 0
         assert [future.result().json()["choices"][0]["text"] for future in whole] == [text] * 3
         for future in streams:
             events = events_of(future.result().text)
@@ -78,13 +80,11 @@ def test_a_signal_lets_what_runs_finish_and_exits_0(number, tokenizer, tmp_path)
 
 def test_what_does_not_finish_in_time_is_cut_and_says_so():
     pool = concurrent.futures.ThreadPoolExecutor(2)
-    with toy_server(toy={"delay": 0.1, "max_len": 400}, drain_timeout=0.7) as server, pool:
-        whole = pool.submit(server.post, COMPLETIONS, {**LONG, "max_tokens": 390})
-        stream = pool.submit(server.post, COMPLETIONS, {**LONG, "max_tokens": 390, "stream": True})
-        wait_for(lambda: server.metric("nxd_num_requests_running") == 2, 5)
-        begin = time.monotonic()
+    with toy_server(toy=SLOW, drain_timeout=0.7) as server, pool:
+        whole = pool.submit(server.post, COMPLETIONS, ENDLESS)
+        stream = pool.submit(server.post, COMPLETIONS, {**ENDLESS, "stream": True})
+        wait_for(lambda: server.metric("nxd_num_requests_running") == 2)
         assert server.stop() == 0
-        assert time.monotonic() - begin < 6
         is_error(whole.result(), 503)
         text = stream.result().text
         assert "[DONE]" not in text and '"finish_reason":"' not in text
@@ -100,15 +100,15 @@ def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
     request = http_request(COMPLETIONS, body, "Connection: close")
     with (
         toy_server(toy=toy, drain_timeout=120, connection_timeout=120) as server,
-        raw(server, request, timeout=120, receive_buffer=4096) as slow,
+        raw(server, request, timeout=600, receive_buffer=4096) as slow,
     ):
-        wait_for(lambda: server.metric("nxd_generation_tokens_total") == 4 * 2000, 120)
+        wait_for(lambda: server.metric("nxd_generation_tokens_total") == 4 * 2000)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(FLUSH_SECONDS + 1)
         assert server.process.poll() is None
         answer = read_all(slow)
         assert answer.count(b'"finish_reason":"length"') == 4 and b"data: [DONE]" in answer
-        assert server.wait(30) == 0
+        assert server.wait() == 0
 
 
 OTHER = "another change of the weights is on its way"
@@ -120,7 +120,7 @@ def test_a_signal_ends_a_swap_that_waits_and_no_request(tmp_path):
     settings = {"admin_key": "root", "weights_root": str(tmp_path), "weights_drain_timeout": 600}
     with (
         concurrent.futures.ThreadPoolExecutor(2) as pool,
-        toy_server(toy=SLOW, arguments=("--fail-file", str(hold)), **settings) as server,
+        toy_server(arguments=("--fail-file", str(hold)), **settings) as server,
     ):
         hold.write_text("hold")
         running = pool.submit(server.post, COMPLETIONS, LONG)
@@ -136,12 +136,12 @@ def test_a_signal_ends_a_swap_that_waits_and_no_request(tmp_path):
             return answer
 
         swapping = pool.submit(swap_in_turn)
-        wait_for(lambda: OTHER in swap(timeout=0.01).text, 20)
+        wait_for(lambda: OTHER in swap(timeout=0.01).text)
         server.process.send_signal(signal.SIGTERM)
-        error = is_error(swapping.result(20), 503, code="draining")
+        error = is_error(swapping.result(60), 503, code="draining")
         assert "the weights are unchanged" in error["message"] and not running.done()
         hold.unlink()
-        assert server.wait(30) == 0
+        assert server.wait() == 0
         assert running.result().json()["weight_version"] == 0
 
 
@@ -150,39 +150,32 @@ def test_an_adapter_whose_files_hang_does_not_hold_up_the_end(tmp_path):
     ask = {"json": {"name": "x", "path": str(tmp_path)}, "headers": {"authorization": "Bearer root"}}
     with concurrent.futures.ThreadPoolExecutor(1) as pool, toy_server(toy={"lora_slots": 1}, **settings) as server:
         hanging = pool.submit(server.post, "/v1/adapters", **ask)
-        wait_for((tmp_path / "entered").exists, 20)
+        wait_for((tmp_path / "entered").exists)
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
         assert server.stop() == 0
-        assert isinstance(hanging.exception(10), httpx.HTTPError)
+        assert isinstance(hanging.exception(60), httpx.HTTPError)
 
 
 def test_a_second_signal_ends_at_once_with_status_1():
-    body = json.dumps({**LONG, "max_tokens": 390, "stream": True}).encode()
-    slow = {"delay": 0.1, "max_len": 400}
-    with toy_server(toy=slow, drain_timeout=60) as server, raw(server, http_request(COMPLETIONS, body)):
-        wait_for(lambda: server.metric("nxd_num_requests_running") == 1, 5)
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    with toy_server(toy=SLOW, drain_timeout=600) as server, raw(server, http_request(COMPLETIONS, body)):
+        wait_for(lambda: server.metric("nxd_num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        assert server.process.poll() is None
-        begin = time.monotonic()
+        wait_for(lambda: server.get("/readyz").status_code == 503)  # else both signals may be one
         assert server.stop() == 1
-        assert time.monotonic() - begin < 6
 
 
-def test_a_signal_while_starting_exits_0_soon():
-    with toy_server(wait=False, arguments=("--start-delay", "60")) as server:
-        begin = time.monotonic()
+def test_a_signal_while_starting_exits_0():
+    with toy_server(wait=False, arguments=("--start-file", "/nonexistent/file")) as server:
         assert server.stop() == 0
-        assert time.monotonic() - begin < 5
 
 
 def test_idle_connections_do_not_hold_up_the_end():
     half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
-    with toy_server() as server, raw(server), raw(server, half), httpx.Client() as client:
+    patient = {"drain_timeout": 600, "connection_timeout": 600, "request_timeout": 600}
+    with toy_server(**patient) as server, raw(server), raw(server, half), httpx.Client() as client:
         client.get(server.url + "/livez")
-        begin = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - begin < 4
         assert "Traceback" not in server.log
 
 
@@ -210,10 +203,10 @@ def test_load_while_stopping_gets_answers_or_503_but_never_half_a_whole(tokenize
         threads = [threading.Thread(target=load) for _ in range(8)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: outcomes.count("answer") > 16, 20)
+        wait_for(lambda: outcomes.count("answer") > 16)
         assert server.stop() == 0
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert "Traceback" not in server.log
 
 
@@ -221,7 +214,7 @@ def test_a_port_in_use_is_told_and_status_1(artifact):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "nxd_server", str(artifact), "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr and "stop what uses the port" in done.stderr
     assert "Traceback" not in done.stderr
@@ -267,23 +260,21 @@ def test_ranks_that_keep_failing_end_the_server_with_status_1(tmp_path):
     with toy_server(arguments=("--fail-file", str(file)), max_restarts=1) as server:
         file.write_text("always")
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
-        assert server.wait(20) == 1
+        assert server.wait() == 1
         assert "giving up" in server.log
 
 
 def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
     file = tmp_path / "fail"
-    with toy_server(arguments=("--fail-file", str(file)), recovery_timeout=1.0) as server:
+    with toy_server(arguments=("--fail-file", str(file)), recovery_timeout=5.0) as server:
         file.write_text("once")
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
-        server.wait_ready(10)
+        server.wait_ready()
         file.write_text("once, then hang")  # the warm-up after the restart does not return
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
         is_error(server.get("/readyz"), 503, code="recovering")
-        begin = time.monotonic()
-        assert server.wait(20) == 1
-        assert time.monotonic() - begin < 15
-        assert "not ready again within 1 s" in server.log
+        assert server.wait() == 1
+        assert "not ready again within 5 s" in server.log
 
 
 def test_logs_as_json_are_one_object_a_line():

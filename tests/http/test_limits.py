@@ -13,19 +13,33 @@ import pytest
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG = {"prompt": "hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "hello", "max_tokens": 3900, "temperature": 0, "ignore_eos": True}
 KEYS = ["first-key", "schlüssel-中", "third"]
 OPEN = ("/livez", "/readyz", "/health", "/ping", "/metrics")
 CLOSED = ("/v1/models", "/v1/buckets", "/version", "/openapi.json", "/nope")
 
 
+ONE_SLOT = {"slots": 1, "max_len": 4000, "batch_sizes": [1]}
+
+
 @pytest.fixture(scope="module")
-def limited():
-    """1 slot, 2 waiting, bodies of 4 KiB, 1.5 s a request."""
-    with toy_server(
-        toy={"slots": 1, "delay": 0.02, "max_len": 400, "batch_sizes": [1]},
-        max_queued_requests=2, max_body_bytes=4096, request_timeout=1.5, max_choices=8,
-    ) as server:  # fmt: skip
+def hold(tmp_path_factory):
+    """While this file exists and says so, no step of ``limited`` ends."""
+    return tmp_path_factory.mktemp("limited") / "hold"
+
+
+@pytest.fixture(scope="module")
+def limited(hold):
+    """1 slot, 2 waiting, bodies of 4 KiB."""
+    limits = {"max_queued_requests": 2, "max_body_bytes": 4096, "max_choices": 8}
+    with toy_server(toy=ONE_SLOT, arguments=("--fail-file", str(hold)), **limits) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """1 slot, 1.5 s a request, and steps of 50 ms."""
+    with toy_server(toy={**ONE_SLOT, "delay": 0.05}, request_timeout=1.5) as server:
         yield server
 
 
@@ -57,10 +71,8 @@ def test_a_body_over_the_limit_is_413_declared_or_not(limited):
 
 def test_a_declared_giant_is_refused_without_being_read(limited):
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n"
-    begin = time.monotonic()
-    with raw(limited, head.encode()) as connection:
+    with raw(limited, head.encode()) as connection:  # which never sends it
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
-    assert time.monotonic() - begin < 1.0
 
 
 def test_expect_100_continue_is_honoured(limited):
@@ -79,22 +91,24 @@ def test_an_early_refusal_reaches_a_client_that_is_still_writing(locked):
         assert read_all(connection).startswith(b"HTTP/1.1 401 ")
 
 
-def test_a_full_queue_is_429_with_retry_after_and_free_room_is_used(limited):
+def test_a_full_queue_is_429_with_retry_after_and_free_room_is_used(limited, hold):
+    short = {"prompt": "hello", "max_tokens": 2}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(limited.post, COMPLETIONS, LONG) for _ in range(3)]  # 1 runs, 2 wait
-        wait_for(lambda: limited.metric("nxd_num_requests_waiting") == 2, 5)
+        hold.write_text("hold")
+        running = [pool.submit(limited.post, COMPLETIONS, short) for _ in range(3)]  # 1 runs, 2 wait
+        wait_for(lambda: limited.inside == 3)
         refused = limited.metric("nxd_admission_rejections_total", reason="queue_full")
         for stream in (False, True):
-            response = limited.post(COMPLETIONS, {**LONG, "stream": stream})
+            response = limited.post(COMPLETIONS, {**short, "stream": stream})
             is_error(response, 429, code="queue_full")
             assert int(response.headers["retry-after"]) >= 1
         assert limited.metric("nxd_admission_rejections_total", reason="queue_full") == refused + 2
         client = openai.OpenAI(base_url=limited.url + "/v1", api_key="x", max_retries=0)
         with client, pytest.raises(openai.RateLimitError):
             client.completions.create(model="toy", prompt="hello")
-        assert {future.result().status_code for future in running} <= {200, 504}
+        hold.unlink()
+        assert [future.result().status_code for future in running] == [200] * 3
     assert limited.metric("nxd_num_requests_waiting") == 0
-    short = {"prompt": "hello", "max_tokens": 2}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:  # a burst that fits the slot and the queue
         assert [r.status_code for r in pool.map(lambda _: limited.post(COMPLETIONS, short), range(3))] == [200] * 3
 
@@ -103,21 +117,21 @@ def test_a_request_of_too_many_prompts_is_refused_whole(limited):
     short = {"max_tokens": 2, "temperature": 0}
     response = limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 4})
     assert response.status_code in (400, 429)
-    wait_for(lambda: limited.metric("nxd_num_requests_running") == 0, 3)
+    wait_for(lambda: limited.metric("nxd_num_requests_running") == 0)
     assert limited.metric("nxd_num_requests_waiting") == 0
     assert limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 3}).status_code == 200
     is_error(limited.post(COMPLETIONS, {**short, "prompt": ["hello"] * 9}), 400, "prompt")
 
 
-def test_a_deadline_is_504_or_cuts_the_stream(limited):
+def test_a_deadline_is_504_or_cuts_the_stream(hasty):
     begin = time.monotonic()
-    is_error(limited.post(COMPLETIONS, LONG), 504)
-    assert 1.3 < time.monotonic() - begin < 4.0
-    wait_for(lambda: limited.metric("nxd_slots_free") == 1, 3)
-    text = limited.post(COMPLETIONS, {**LONG, "stream": True}).text
+    is_error(hasty.post(COMPLETIONS, LONG), 504)  # which takes minutes
+    assert time.monotonic() - begin > 1.3
+    wait_for(lambda: hasty.metric("nxd_slots_free") == 1)
+    text = hasty.post(COMPLETIONS, {**LONG, "stream": True}).text
     assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["type"] == "timeout_error"
     assert "[DONE]" not in text and '"finish_reason":"' not in text
-    wait_for(lambda: limited.metric("nxd_slots_free") == 1, 3)
+    wait_for(lambda: hasty.metric("nxd_slots_free") == 1)
 
 
 @pytest.mark.check
@@ -165,7 +179,7 @@ def test_what_is_no_key_does_not_open(locked, headers):
 def test_a_key_in_the_query_does_not_open_and_no_key_is_ever_logged(locked):
     is_error(locked.get("/v1/models?api_key=first-key&key=third"), 401)
     locked.get("/v1/models", headers={"X-API-Key": "first-key"})
-    wait_for(lambda: "/v1/models 200" in locked.log, 5)
+    wait_for(lambda: "/v1/models 200" in locked.log)
     for key in KEYS:
         assert key not in locked.log
 
@@ -223,9 +237,9 @@ def test_a_long_tokenisation_does_not_hold_up_others(toy, messages):
     assert others > 10, "only those before and after the tokenisation were answered"
 
 
-def test_a_body_that_never_ends_is_504_in_time(limited):
+def test_a_body_that_never_ends_is_504(hasty):
     begin = time.monotonic()
-    with raw(limited, f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{{".encode()) as connection:
+    with raw(hasty, f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{{".encode()) as connection:
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 504 ") and b"request_timeout" in answer
-    assert 1.3 < time.monotonic() - begin < 8.0
+    assert time.monotonic() - begin > 1.3

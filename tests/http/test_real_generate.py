@@ -22,6 +22,8 @@ from tests.processes import command_of, gone, parent_of
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 4
+PATIENT = ("--recovery-timeout", "120")
+"""Ranks come back however busy the machine is; what a server does when they do not is tested with a toy."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_a_thousand_requests_by_32_threads_each_get_their_own(server, texts):
     wrong = []
 
     def work():
-        with httpx.Client(base_url=server.url, timeout=120) as client:
+        with httpx.Client(base_url=server.url, timeout=600) as client:
             while (number := next(numbers)) < 1000:
                 prompt = PROMPTS[number * 7 % len(PROMPTS)]
                 stream = number % 3 == 0
@@ -182,71 +184,60 @@ class Load:
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)], ids=["killed", "stopped"])
 def test_a_rank_lost_under_load(llama, texts, number, rank):
-    """Not ready within 15 s; then ready again, or ended with a status that says so, within 30 s."""
-    with real_server(llama[1]) as server:
+    """Nobody gets a wrong answer, and the server is ready again."""
+    with real_server(llama[1], *PATIENT) as server:
         pids = rank_pids(server)
         with Load(server, texts) as load:
-            wait_for(lambda: len(load.answers) > 20, 60)
-            begin = time.monotonic()
+            wait_for(lambda: len(load.answers) > 20)
             os.kill(pids[rank], number)
-            wait_for(lambda: server.get("/readyz").status_code == 503, 15, server.log)
+            wait_for(lambda: "the ranks failed" in server.log)
             assert server.get("/livez").status_code == 200
-            end = begin + 30
-
-            def over():
-                return server.process.poll() is not None or server.get("/readyz").status_code == 200
-
-            wait_for(over, end - time.monotonic(), server.log)
-            if server.process.poll() is None:
-                seen = len(load.answers)
-                wait_for(lambda: len(load.answers) > seen + 20, 60)
+            wait_for(lambda: "ready again" in server.log)
+            seen = len(load.answers)
+            wait_for(lambda: len(load.answers) > seen + 20)
         assert not load.wrong, load.wrong[:3]
         assert load.refused, "requests in flight and during the recovery are told 503"
         for pid in pids:
-            wait_for(lambda pid=pid: gone(pid), 10, f"rank process {pid} is left over")
-        if server.process.poll() is not None:
-            assert server.process.poll() != 0
-            return
+            wait_for(lambda pid=pid: gone(pid), message=f"rank process {pid} is left over")
         assert server.metric("nxd_engine_restarts_total") == 1
         assert set(rank_pids(server)).isdisjoint(pids)
         assert server.stop() == 0
 
 
 def test_the_log_names_the_rank_that_died_and_says_when_it_serves_again(llama):
-    with real_server(llama[1]) as server:
+    with real_server(llama[1], *PATIENT) as server:
         os.kill(rank_pids(server)[1], signal.SIGKILL)  # the server ends rank 0 for it
-        wait_for(lambda: "ready again" in server.log, 30)
+        wait_for(lambda: "ready again" in server.log)
         assert "the ranks failed: rank 1 of 2 was ended by SIGKILL" in server.log
         assert "starting the ranks again (1 of 3 times in 600 s)" in server.log
         assert "rank 0 of 2" not in server.log
 
 
 def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
-    with real_server(llama[1], "--call-timeout", "4") as server:
+    with real_server(llama[1], "--call-timeout", "4", *PATIENT) as server:
         pids = rank_pids(server)
         os.kill(pids[1], signal.SIGSTOP)
-        wait_for(lambda: server.get("/readyz").status_code == 503, 5)
-        wait_for(lambda: server.process.poll() is not None or server.get("/readyz").status_code == 200, 30)
-        assert server.process.poll() is None or server.process.poll() != 0
-        wait_for(lambda: gone(pids[1]), 10)
+        wait_for(lambda: server.get("/readyz").status_code == 503)
+        wait_for(lambda: "ready again" in server.log)
+        assert gone(pids[1])
 
 
 def test_ranks_die_with_the_server(llama):
     with real_server(llama[1]) as server:
         pids = rank_pids(server)
         server.process.send_signal(signal.SIGKILL)
-        server.process.wait(10)
+        server.process.wait(60)
         for pid in pids:
-            wait_for(lambda pid=pid: gone(pid), 10, f"rank process {pid} outlived the server")
+            wait_for(lambda pid=pid: gone(pid), message=f"rank process {pid} outlived the server")
 
 
 def test_a_signal_while_the_ranks_start_leaves_nothing_behind(llama):
     with real_server(llama[1], wait=False) as server:
-        wait_for(lambda: len(server.get("/health").json()["ranks"]) == 2, 30)
+        wait_for(lambda: len(server.get("/health").json()["ranks"]) == 2)
         pids = [pid for pid in rank_pids(server) if pid]
-        assert server.stop(seconds=15) == 0, server.log
+        assert server.stop() == 0, server.log
         for pid in pids:
-            wait_for(lambda pid=pid: gone(pid), 10)
+            wait_for(lambda pid=pid: gone(pid))
         assert "Traceback" not in server.log
 
 
@@ -263,25 +254,23 @@ def test_a_tokenizer_that_cannot_be_read_does_not_hold_up_the_end(llama):
     """As if it lay on a file system that does not answer any more."""
     server = ServerProcess([sys.executable, "-c", HANGING, str(llama[1]), "--port", "0"])
     try:
-        wait_for(lambda: "reading" in server.log, 60)
+        wait_for(lambda: "reading" in server.log)
         assert server.stop() == 0
     finally:
         server.kill()
 
 
 def test_the_end_under_load_finishes_what_runs(llama, texts):
-    with real_server(llama[1]) as server:
+    with real_server(llama[1], "--call-timeout", "120", "--drain-timeout", "80") as server:
         pids = rank_pids(server)
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            os.kill(pids[1], signal.SIGSTOP)  # so that all are in, and none is over, when the signal comes
             asked = [pool.submit(server.post, COMPLETIONS, body_of(p, max_tokens=40)) for p in PROMPTS[:12]]
-            wait_for(lambda: server.metric("nxd_num_requests_running") == 8, 10)
-            names = ("nxd_num_requests_running", "nxd_num_requests_waiting")
-            wait_for(
-                lambda: sum(f.done() for f in asked) + sum(server.metric(name) for name in names) >= 12,
-                10,
-                "all requests are in; a later one would be refused",
-            )
-            assert server.stop(seconds=40) == 0
+            wait_for(lambda: server.inside == 12)
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "no new requests" in server.log)
+            os.kill(pids[1], signal.SIGCONT)
+            assert server.wait() == 0
             for prompt, future in zip(PROMPTS, asked, strict=False):
                 assert future.result().json()["choices"][0]["text"].startswith(texts[prompt][:1])
                 assert future.result().json()["usage"]["completion_tokens"] == 40

@@ -21,9 +21,9 @@ TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x"
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """A tiny BERT at degree 2: batches of 1 and 4, lengths 16 and 32."""
+    """A tiny BERT at degree 2: batches of 4, lengths 16 and 32."""
     directory = tmp_path_factory.mktemp("bert")
-    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[1, 4], length_buckets=[16, 32])
+    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[4], length_buckets=[16, 32])
     with real_server(artifact) as server:
         yield server, directory / "model"
 
@@ -110,9 +110,10 @@ def test_many_concurrent_embeddings_are_batched_and_each_its_own(encoder):
         answers = list(pool.map(lambda i: server.post(EMBEDDINGS, {"input": texts[i % 30]}).json(), range(150)))
     for number, answer in enumerate(answers):
         assert answer["data"][0]["embedding"] == pytest.approx(alone[texts[number % 30]], abs=1e-5)
-    assert server.metric("nxd_bucket_executions_total", batch="4") > 0
+    before = server.metric("nxd_bucket_executions_total")
     many = server.post(EMBEDDINGS, {"input": texts * 5}).json()["data"]  # more than fit the queue at once
     assert len(many) == 150
+    assert server.metric("nxd_bucket_executions_total") - before < 150
     assert all(item["embedding"] == pytest.approx(alone[texts[item["index"] % 30]], abs=1e-5) for item in many)
 
 
@@ -121,7 +122,7 @@ def test_a_client_that_leaves_is_no_trouble(encoder):
     for _ in range(3):
         with pytest.raises(httpx.TimeoutException):
             server.post(EMBEDDINGS, {"input": ["some text"] * 2000}, timeout=0.1)
-    wait_for(lambda: server.metric("nxd_num_requests_waiting") == 0, 10)
+    wait_for(lambda: server.metric("nxd_num_requests_waiting") == 0)
     assert server.post(EMBEDDINGS, {"input": "a"}).status_code == 200
     assert "Traceback" not in server.log
 
@@ -228,10 +229,10 @@ def test_a_long_list_that_runs_is_finished_after_a_signal(encoder):
     with real_server(model_dir.parent / "artifact") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         texts = [f"{TEXTS[0]} {number}" for number in range(1200)]
         answer = pool.submit(server.post, EMBEDDINGS, {"input": texts})
-        wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4, 10)
+        wait_for(lambda: server.metric("nxd_bucket_executions_total") > 4)
         server.process.send_signal(signal.SIGTERM)
         assert len(answer.result().json()["data"]) == len(texts)
-        assert server.wait(30) == 0
+        assert server.wait() == 0
 
 
 def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(tmp_path):

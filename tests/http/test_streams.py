@@ -15,7 +15,8 @@ import pytest
 from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG = {"prompt": "hello", "max_tokens": 350, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "hello", "max_tokens": 7900, "temperature": 0, "ignore_eos": True}
+"""It does not end by itself while a test looks at it."""
 
 
 def idle(server):
@@ -29,12 +30,12 @@ def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset):
     cancelled = slow_toy.metric("nxd_request_success_total", finished_reason="cancelled")
     body = json.dumps({**LONG, "stream": stream}).encode()
     with raw(slow_toy, http_request(COMPLETIONS, body)) as connection:
-        wait_for(lambda: slow_toy.metric("nxd_num_requests_running") == 1, 5)
+        slow_toy.wait_metric("nxd_num_requests_running", 1)
         while stream and b"data: " not in connection.recv(65536):  # the head may come alone
             continue
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_for(lambda: idle(slow_toy), 3, "the slot of a client that left")
+    wait_for(lambda: idle(slow_toy), message="the slot of a client that left")
     assert slow_toy.metric("nxd_client_disconnects_total") == left + 1
     assert slow_toy.metric("nxd_request_success_total", finished_reason="cancelled") == cancelled + 1
     assert "Traceback" not in slow_toy.log
@@ -43,9 +44,9 @@ def test_a_client_that_leaves_frees_its_slot(slow_toy, stream, reset):
 def test_all_of_a_requests_choices_are_cancelled_and_the_queue_too(slow_toy):
     body = json.dumps({**LONG, "prompt": ["hello"] * 4, "n": 3, "stream": True}).encode()
     with raw(slow_toy, http_request(COMPLETIONS, body)):
-        wait_for(lambda: slow_toy.metric("nxd_num_requests_running") == 4, 5)
+        slow_toy.wait_metric("nxd_num_requests_running", 4)
         assert slow_toy.metric("nxd_num_requests_waiting") == 8
-    wait_for(lambda: idle(slow_toy) and slow_toy.metric("nxd_num_requests_waiting") == 0, 3)
+    wait_for(lambda: idle(slow_toy) and slow_toy.metric("nxd_num_requests_waiting") == 0)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -80,9 +81,9 @@ def test_clients_that_leave_do_not_disturb_those_that_stay(slow_toy, tokenizer):
         with raw(slow_toy, http_request(COMPLETIONS, json.dumps({**LONG, "stream": True}).encode())):
             time.sleep(0.05)
     for thread in staying:
-        thread.join(30)
+        thread.join(60)
     assert answers == [tokenizer.decode(tokens)] * 3
-    wait_for(lambda: idle(slow_toy), 3)
+    wait_for(lambda: idle(slow_toy))
 
 
 def test_the_official_clients_close_cancels(slow_toy):
@@ -97,21 +98,22 @@ def test_the_official_clients_close_cancels(slow_toy):
             if count == 3:
                 break
         stream.close()
-        wait_for(lambda: idle(slow_toy), 3)
+        wait_for(lambda: idle(slow_toy))
         with pytest.raises(openai.APITimeoutError):
-            client.completions.create(model="toy", prompt="hello", max_tokens=300, timeout=0.5,
+            client.completions.create(model="toy", prompt="hello", max_tokens=7900, timeout=0.5,
                                       extra_body={"ignore_eos": True})  # fmt: skip
-        wait_for(lambda: idle(slow_toy), 3)
+        wait_for(lambda: idle(slow_toy))
 
 
 def test_tokens_arrive_one_by_one(slow_toy):
-    moments = []
-    with httpx.stream("POST", slow_toy.url + COMPLETIONS, json={**LONG, "max_tokens": 10, "stream": True}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                moments.append(time.monotonic())
-    assert len(moments) >= 10
-    assert moments[-1] - moments[0] > 0.03 * 6  # not all at the end
+    """Not all at the end, which is minutes away."""
+    with httpx.stream("POST", slow_toy.url + COMPLETIONS, json={**LONG, "stream": True}, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        assert [json.loads(next(lines).removeprefix("data: "))["choices"][0]["finish_reason"] for _ in range(10)] == (
+            [None] * 10
+        )
+        assert slow_toy.metric("nxd_num_requests_running") == 1
+    wait_for(lambda: idle(slow_toy))
 
 
 def test_a_slow_reader_gets_everything(slow_toy):
@@ -121,16 +123,24 @@ def test_a_slow_reader_gets_everything(slow_toy):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         quick = slow_toy.post(COMPLETIONS, {**LONG, "max_tokens": 3})
         assert quick.status_code == 200
-        wait_for(lambda: idle(slow_toy), 15)
+        wait_for(lambda: idle(slow_toy))
         data = read_all(connection)
     assert data.count(b'"finish_reason":"length"') == 1 and b"data: [DONE]\n\n" in data
 
 
-def test_a_silent_stream_is_kept_open_by_comments():
-    with toy_server(toy={"delay": 0.5}, keep_alive_interval=0.15) as server:
-        response = server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 3, "temperature": 0, "stream": True})
-        assert response.text.count(": keep-alive\n\n") >= 3
-        assert events_of(response.text)[-1] == "[DONE]"
+def test_a_silent_stream_is_kept_open_by_comments(tmp_path):
+    hold = tmp_path / "hold"
+    body = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "stream": True}
+    with toy_server(arguments=("--fail-file", str(hold)), keep_alive_interval=0.15) as server:
+        hold.write_text("hold")
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
+            text = ""
+            for part in response.iter_text():
+                text += part
+                if text.count(": keep-alive\n\n") >= 3:
+                    hold.unlink(missing_ok=True)
+        assert text.count(": keep-alive\n\n") >= 3
+        assert events_of(text)[-1] == "[DONE]"
 
 
 def test_no_comment_stands_between_tokens_that_come_at_once(toy):
@@ -145,17 +155,17 @@ def test_a_client_that_never_reads_loses_its_connection_and_a_slow_one_does_not(
     body = json.dumps({**LONG, "max_tokens": 3900, "n": 4, "logprobs": 5, "stream": True}).encode()
     request = http_request(COMPLETIONS, body, "Connection: close")
     with (
-        toy_server(toy=toy, connection_timeout=1) as server,
+        toy_server(toy=toy, connection_timeout=4) as server,
         raw(server, request, receive_buffer=4096),
         raw(server, request) as slow,
     ):
         got = b""
-        for _ in range(20):  # longer than the server waits for a client that reads nothing
+        for _ in range(25):  # longer than the server waits for a client that reads nothing
             got += slow.recv(65536)
-            time.sleep(0.1)
+            time.sleep(0.2)
         got += read_all(slow)
         assert got.count(b'"finish_reason":"length"') == 4 and b"data: [DONE]" in got
-        wait_for(lambda: f"{COMPLETIONS} 499" in server.log, 20, "the end of the client that never reads")
+        wait_for(lambda: f"{COMPLETIONS} 499" in server.log, message="the end of the client that never reads")
         assert server.metric("nxd_slots_free") == 4
 
 
@@ -164,7 +174,7 @@ def failing(tmp_path_factory):
     """A server whose steps fail as the file says: once, value, hang."""
     file = tmp_path_factory.mktemp("fail") / "fail"
     with toy_server(
-        toy={"delay": 0.02, "max_len": 400}, arguments=("--fail-file", str(file)), max_restarts=20, log_format="json"
+        toy={"delay": 0.02, "max_len": 8000}, arguments=("--fail-file", str(file)), max_restarts=20, log_format="json"
     ) as server:
         yield server, file
 
@@ -182,38 +192,38 @@ def test_a_stream_that_a_failure_cuts_has_no_end_to_mistake(failing):
             data += part
     assert b'data: {"error":' in data
     assert b"[DONE]" not in data and b'"finish_reason":"' not in data
-    server.wait_ready(10)
+    server.wait_ready()
     assert server.metric("nxd_engine_restarts_total") >= 1
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 3}).status_code == 200
 
 
 def test_the_official_client_raises_on_a_cut_stream(failing):
     server, file = failing
-    server.wait_ready(10)
+    server.wait_ready()
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
-        stream = client.completions.create(model="toy", prompt="hello", max_tokens=300, stream=True,
+        stream = client.completions.create(model="toy", prompt="hello", max_tokens=7900, stream=True,
                                            extra_body={"ignore_eos": True})  # fmt: skip
         with pytest.raises(openai.APIError):
             for count, _ in enumerate(stream):
                 if count == 2:
                     file.write_text("once")
-    server.wait_ready(10)
+    server.wait_ready()
 
 
 def test_a_failure_before_the_first_token_is_a_status_of_its_own(failing):
     server, file = failing
-    server.wait_ready(10)
+    server.wait_ready()
     for stream in (True, False):
         file.write_text("once")
         response = server.post(COMPLETIONS, {**LONG, "stream": stream})
         is_error(response, 503)
         assert int(response.headers["retry-after"]) >= 1
-        server.wait_ready(10)
+        server.wait_ready()
 
 
 def test_a_step_that_refuses_one_request_leaves_the_ranks_alone(failing):
     server, file = failing
-    server.wait_ready(10)
+    server.wait_ready()
     restarts = server.metric("nxd_engine_restarts_total")
     file.write_text("value")
     try:

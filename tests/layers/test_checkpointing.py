@@ -343,7 +343,7 @@ def test_an_interrupted_save_leaves_a_whole_checkpoint(tmp_path: Path, xser: boo
     """SIGKILL while the second checkpoint is written: before the rename the old one stays, after it the new one is."""
     save({"model": {"w": torch.zeros(4)}}, tmp_path, save_xser=xser)
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(xser), moment]
-    done = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, timeout=600, check=False)
     assert done.returncode == -signal.SIGKILL
     assert load(tmp_path, load_xser=xser)["model"]["w"].eq(0.0 if moment == "before" else 1.0).all()
     if moment == "before":

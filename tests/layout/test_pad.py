@@ -66,7 +66,7 @@ def test_padding_on_real_ranks_matches_a_naive_reference():
     for degree, heads, kv_heads in [(2, 3, 3), (2, 5, 1), (3, 4, 2), (4, 6, 3), (4, 10, 2)]:
         shape = Shape(heads, kv_heads)
         for style, loaded in (("separate", "before"), ("fused", "before"), ("unfused", "after")):
-            found = run_ranks(padded_with_layouts, degree, shape, style, loaded, timeout=120)
+            found = run_ranks(padded_with_layouts, degree, shape, style, loaded)
             assert compare([result for result, _ in found], shape, found[0][1]) < 1e-10, (degree, shape, style, loaded)
 
 

@@ -130,7 +130,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, piece.numel()
         [sys.executable, "-c", script, tmp_path / "w.safetensors"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     ).stdout.split()
     grown, piece = map(int, out)

@@ -21,7 +21,7 @@ class ThreadCollectives:
 
     def __init__(self, degree: int):
         self._slots: list[Any] = [None] * degree
-        self._barrier = threading.Barrier(degree, timeout=20)
+        self._barrier = threading.Barrier(degree, timeout=600)
         self._local = threading.local()
         self.calls = 0
 

@@ -30,7 +30,7 @@ def random_step(generator, rows, steps, heads, kv_heads, dtype=torch.float32):
     return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),

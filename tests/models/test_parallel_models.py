@@ -79,7 +79,7 @@ def test_decoders_on_ranks_equal_the_plain_model(tmp_path, degree):
     paths = directories(tmp_path, DECODER_CASES)
     prompts = prompts_of([17, 9], 280, seed=4)
     expected = decode_all(paths, prompts)
-    ranks = run_ranks(decode_all, degree, paths, prompts, timeout=200)
+    ranks = run_ranks(decode_all, degree, paths, prompts)
     for name in DECODER_CASES:
         logits, generated = expected[name]
         for found_logits, found in (rank[name] for rank in ranks):
@@ -107,7 +107,7 @@ def test_encoders_on_ranks_equal_the_plain_model(tmp_path, degree):
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
     expected = embed_all(paths, ids, mask)
-    for rank in run_ranks(embed_all, degree, paths, ids, mask, timeout=120):
+    for rank in run_ranks(embed_all, degree, paths, ids, mask):
         for name, embedding in expected.items():
             assert relative_difference(rank[name], embedding) < 1e-5, name
 
@@ -119,7 +119,7 @@ def test_gradients_on_ranks_are_those_of_the_plain_model(tmp_path, name):
     path = directories(tmp_path, {name: DECODER_CASES[name]})[name]
     ids = torch.tensor(prompts_of([16, 16], 280, seed=6))
     loss, expected, _ = train_step(path, ids)
-    results = run_ranks(train_step, 2, path, ids, timeout=120)
+    results = run_ranks(train_step, 2, path, ids)
     assert all(abs(result[0] - loss) < 1e-5 * loss for result in results)
     merged = merge_state_dicts([result[1] for result in results], results[0][2])
     assert set(merged) == set(expected)

@@ -54,7 +54,7 @@ def naive_support(logits, temperature, top_k, top_p, min_p):
     return set(kept), unsure
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     vocabulary=st.integers(1, 60),
     temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0]),
@@ -85,7 +85,7 @@ def test_the_kept_tokens_are_those_of_the_naive_sampler(
     assert kept, "no setting leaves nothing to choose from"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=30), st.integers(1, 40))
 def test_thresholds_are_exact_order_statistics(values, k):
     values = [v + 0.0 for v in values]

@@ -29,7 +29,7 @@ def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2, **va
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -159,7 +159,7 @@ SHAPES = {
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     **SHAPES,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

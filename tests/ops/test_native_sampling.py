@@ -100,7 +100,7 @@ def check(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], raw: Tensor) 
 
 
 @pytest.mark.check
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 40),
     VOCABULARIES,
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_reference(library, rows, vocabulary, kind, top,
 
 
 @pytest.mark.check
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 12), VOCABULARIES, st.sampled_from(KINDS), st.lists(st.booleans(), min_size=7), st.integers(0, 2**40)
 )
@@ -136,7 +136,7 @@ def test_adjusted_tokens_are_those_of_the_reference(library, rows, vocabulary, k
 
 
 @pytest.mark.check
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 30), st.integers(0, 2**40))
 def test_tokens_are_remembered_as_by_the_reference(library, rows, steps, vocabulary, seed):
     draw = Draw(seed)

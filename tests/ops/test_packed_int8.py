@@ -56,14 +56,14 @@ def check_product(library: Any, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1000))
 def test_the_product_is_that_of_float64(shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, seed: int) -> None:
     check_product(native.load(), *problem(*shape, dtype, bias, seed))
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 1000))
 def test_the_packed_form(shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> None:
     library = native.load()

@@ -54,14 +54,14 @@ def check_product(library: Any, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1000))
 def test_the_product_is_that_of_float64(shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, seed: int) -> None:
     check_product(native.load(), *problem(*shape, dtype, bias, seed))
 
 
 @pytest.mark.check
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 1000))
 def test_packing_loses_nothing(shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> None:
     library = native.load()
@@ -157,7 +157,7 @@ def test_threads_that_were_there_before_the_first_product_can_multiply(library: 
         "[t.join() for t in threads]\n"
         "assert len(results) == 3 and all(bool((y == 64).all()) for y in results); print('fine')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr[-2000:]
 
 

@@ -10,7 +10,7 @@ import sys
 from tests.soak.run import soak
 from tests.soak.state import GRACE
 
-OVERHEAD_SECONDS = 300
+OVERHEAD_SECONDS = 500
 """For the trace, the known answers and the end."""
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Awaitable, Callable
 
 from tests.soak.books import Fault, total
 from tests.soak.clients import all_of
@@ -92,7 +93,8 @@ async def breaker(soak: Soak, rng: random.Random, until: float) -> None:
             os.kill(victim, signal.SIGSTOP)
             await asyncio.sleep(rng.uniform(0.1, CALL_TIMEOUT / 4))
             os.kill(victim, signal.SIGCONT)
-            stall.ended = time.monotonic() + 0.5
+            await _until(soak, soak.ready)
+            stall.ended = time.monotonic()
         else:
             fault = soak.books.begin_fault()
             number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
@@ -106,16 +108,23 @@ async def breaker(soak: Soak, rng: random.Random, until: float) -> None:
 async def _recovered(soak: Soak, fault: Fault, pids: list[int]) -> None:
     """Other ranks, counted as one restart more, and ready."""
     soak.books.restarts += 1
-    end = time.monotonic() + RECOVERY_SECONDS
-    while True:
-        if await soak.ready() and total(await soak.metrics(), "nxd_engine_restarts_total") >= soak.books.restarts:
-            break
-        if time.monotonic() > end:
-            raise Violation(f"not ready within {RECOVERY_SECONDS:g} s of a fault of the ranks")
-        await asyncio.sleep(0.2)
+
+    async def back() -> bool:
+        restarts = total(await soak.metrics(), "nxd_engine_restarts_total")
+        return restarts >= soak.books.restarts and await soak.ready()
+
+    await _until(soak, back)
     if set(pids) & set(await soak.rank_pids()):
         raise Violation(f"ranks of {pids} are left after a restart")
     fault.ended = time.monotonic()
+
+
+async def _until(soak: Soak, holds: Callable[[], Awaitable[bool]]) -> None:
+    end = time.monotonic() + RECOVERY_SECONDS + soak.grace
+    while not await holds():
+        if time.monotonic() > end:
+            raise Violation(f"not ready within {RECOVERY_SECONDS:g} s of a fault of the ranks")
+        await asyncio.sleep(0.2)
 
 
 async def _pause(seconds: float, until: float) -> bool:

@@ -174,7 +174,8 @@ class Run:
 
     async def _calm(self) -> None:
         """Nobody asks: everything is free, the counters agree, and nothing has grown since the first round."""
-        end = time.monotonic() + 15
+        limit = 15 + self._soak.grace
+        end = time.monotonic() + limit
         while True:
             metrics = await self._soak.metrics()
             wrong = self._soak.books.disagreement(metrics, SLOTS, self._soak.version)
@@ -182,7 +183,7 @@ class Run:
             if not wrong:
                 return
             if time.monotonic() > end:
-                raise Violation(f"15 s after the last request: {wrong}")
+                raise Violation(f"{limit:g} s after the last request: {wrong}")
             await asyncio.sleep(0.3)
 
     def _grown(self, ranks: list[int]) -> list[str]:
@@ -251,7 +252,7 @@ class Run:
 
     def after_the_end(self, mark: str) -> None:
         """Nothing is left of it."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 10 + self._soak.grace
         while left := [pid for pid in self._pids if not gone(pid)] + processes.marked(mark):
             if time.monotonic() > end:
                 raise Violation(f"processes {left} are left after the end")

@@ -28,6 +28,7 @@ STATUS = {"timeout_error": 504, "service_unavailable_error": 503}
 class Soak:
     def __init__(self, port: int, grace: float = GRACE):
         self.port = port
+        self.grace = grace
         self.bound = REQUEST_TIMEOUT + DEADLINE_GRACE + grace
         """An answer is here by then."""
         self.books = Books()

@@ -14,7 +14,7 @@ texts = st.text(
     ),
     max_size=60,
 )
-quick = settings(max_examples=120, deadline=None)
+quick = settings(max_examples=120)
 
 
 def stream(tokenizer, ids, stop=()):
@@ -59,7 +59,7 @@ def test_any_bytes_at_all_stream_to_what_decoding_at_once_gives(ids):
 
 
 @given(ids=st.lists(st.integers(3, 258), min_size=1, max_size=200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_endless_invalid_bytes_are_not_held_back_for_ever(ids):
     tokenizer = sentencepiece_style()
     decoder = tokenizer.detokenizer()

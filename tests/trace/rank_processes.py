@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import torch
 
 from nxd_infer.trace.artifact import parallel_model_load
 from nxd_infer.trace.model import TensorParallelModel
+from tests.processes import wait_until
 from tests.trace import toy
 
 TIMEOUT = 3.0
-
+"""Of calls whose rank is stopped, and never goes on."""
+LIMIT = 60.0
+"""Of all others: it guards against hanging, however busy the machine is."""
 
 X = torch.zeros(1, 1, toy.HIDDEN)
 
 
-def started(path: Path, **options) -> TensorParallelModel:
-    return parallel_model_load(path, call_timeout=TIMEOUT, start_timeout=120, **options).start()
+def started(path: Path, call_timeout: float = LIMIT, **options) -> TensorParallelModel:
+    return parallel_model_load(path, call_timeout=call_timeout, start_timeout=600, **options).start()
+
+
+def until_busy(model: TensorParallelModel, rank: int) -> None:
+    """Until ``rank`` is in the middle of a step."""
+    wait_until(lambda: model.health()[rank].busy_seconds > 0)
 
 
 def pids_of(model: TensorParallelModel) -> list[int]:
@@ -30,12 +37,10 @@ def call_in_thread(model: TensorParallelModel, *inputs: torch.Tensor) -> tuple[t
     result: list = []
 
     def run() -> None:
-        begin = time.monotonic()
         try:
             result.append(model(*inputs))
         except BaseException as error:
             result.append(error)
-        result.append(time.monotonic() - begin)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

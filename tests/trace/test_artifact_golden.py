@@ -46,7 +46,7 @@ def test_format_1_0_loads(golden):
 
 
 def test_format_1_0_computes_what_it_did(golden):
-    with TensorParallelModel(str(golden), call_timeout=20, start_timeout=120) as model:
+    with TensorParallelModel(str(golden), call_timeout=60, start_timeout=600) as model:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(2, 3, toy.HIDDEN, generator=generator)
         out = model(x, torch.tensor([1, 2]))

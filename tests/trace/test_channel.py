@@ -10,6 +10,7 @@ import pytest
 
 from nxd_infer.trace import channel
 from nxd_infer.trace.channel import AWAKE_SECONDS, Channel, Kind, Request
+from tests.processes import wait_until
 
 STEP = Request(Kind.STEP, 3, 7)
 
@@ -43,31 +44,44 @@ def test_the_callers_end_is_noticed_whenever_it_comes(ends, seconds):
 
 
 @pytest.fixture
-def yields(monkeypatch) -> list[float]:
-    """When the rank, awake, left its core to others."""
-    found: list[float] = []
+def yields(monkeypatch) -> list[None]:
+    """One for each time that the rank, awake, left its core to others."""
+    found: list[None] = []
     sched_yield = os.sched_yield
-    monkeypatch.setattr(os, "sched_yield", lambda: (found.append(time.monotonic()), sched_yield()))
+    monkeypatch.setattr(os, "sched_yield", lambda: (found.append(None), sched_yield()))
     return found
 
 
 @pytest.mark.check
 def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
     caller, rank = ends
-    begin = time.monotonic()
-    sender = threading.Timer(100 * AWAKE_SECONDS, caller.send_request, [STEP])
-    sender.start()
-    assert rank.receive_request() == (STEP, [])
-    assert not yields or yields[-1] - begin < 50 * AWAKE_SECONDS  # far from both ends, on a busy machine too
-    sender.join(10)
+    received = []
+    thread = threading.Thread(target=lambda: received.append(rank.receive_request()))
+    thread.start()
+
+    def sleeps():
+        before = len(yields)
+        time.sleep(20 * AWAKE_SECONDS)
+        return len(yields) == before
+
+    wait_until(sleeps)
+    assert not received
+    caller.send_request(STEP)
+    thread.join(60)
+    assert received == [(STEP, [])]
 
 
 @pytest.mark.check
 def test_a_rank_that_is_asked_soon_has_stayed_awake(ends, yields, monkeypatch):
-    monkeypatch.setattr(channel, "AWAKE_SECONDS", 30.0)
+    monkeypatch.setattr(channel, "AWAKE_SECONDS", 600.0)
     caller, rank = ends
-    sender = threading.Timer(0.3, caller.send_request, [STEP])
+
+    def send():
+        wait_until(lambda: len(yields) > 100)
+        caller.send_request(STEP)
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert rank.receive_request() == (STEP, [])
-    assert len(yields) > 1
-    sender.join(10)
+    sender.join(60)
+    assert len(yields) > 100

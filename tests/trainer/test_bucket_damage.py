@@ -49,16 +49,16 @@ def untouched(endpoint: str, options: dict, verify: bool) -> str:
 def test_a_damaged_tensor_is_found_before_anything_changes(ranks: int):
     """Each file of a bucket in turn, whichever rank reads it; without verify= it is not looked for."""
     with s3_server() as (endpoint, objects, _):
-        run_ranks(saved, ranks, endpoint, ZERO1, tp=1, timeout=60)
+        run_ranks(saved, ranks, endpoint, ZERO1, tp=1)
         files = sorted(name for name in objects if name.endswith(".safetensors"))
         assert len(files) == 1 + 2 * ranks
         for file in files:
             data = objects[file]
             objects[file] = data[:-1] + bytes([data[-1] ^ 1])
-            told = run_ranks(untouched, ranks, endpoint, ZERO1, True, tp=1, timeout=60)
+            told = run_ranks(untouched, ranks, endpoint, ZERO1, True, tp=1)
             assert sum(f"s3://{file} differs from its checksum" in text for text in told) == 1, told
             objects[file] = data
-        assert run_ranks(untouched, ranks, endpoint, ZERO1, True, tp=1, timeout=60) == ["loaded"] * ranks
+        assert run_ranks(untouched, ranks, endpoint, ZERO1, True, tp=1) == ["loaded"] * ranks
 
 
 def test_a_file_of_several_parts(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +139,7 @@ def killed_in_a_bucket(endpoint: str, kills: int) -> list[tuple[int, int]]:
 def test_killed_at_random_moments_of_saving_into_a_bucket():
     """The last complete tag is never lost, tags that are saved anew included, and the next save tidies up."""
     with s3_server() as (endpoint, objects, _):
-        (found,) = run_ranks(killed_in_a_bucket, 1, endpoint, 12, timeout=200)
+        (found,) = run_ranks(killed_in_a_bucket, 1, endpoint, 12)
         assert len(found) == 12 and all(newest >= known for known, newest in found), found
         folders = {tuple(key.split("/")[1:3]) for key in objects}
         assert len(folders) == 2 * 12  # "after" and the newest of each job

@@ -80,7 +80,7 @@ def resumed_elsewhere(root: str, options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_training_goes_on(tmp_path: Path, dtype: torch.dtype):
     """Bit by bit at the degrees of the save, to 1e-9 at any others; in bfloat16 with float32 masters."""
-    found = run_ranks(saved_and_resumed, 4, str(tmp_path), dtype, tp=2, timeout=120)
+    found = run_ranks(saved_and_resumed, 4, str(tmp_path), dtype, tp=2)
     for rank in found:
         assert rank["sync"] == rank["async"] == [True] * 8
         assert rank["losses"] == found[0]["losses"]
@@ -91,7 +91,7 @@ def test_training_goes_on(tmp_path: Path, dtype: torch.dtype):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["async", "sync"]
     if dtype == torch.float64:
         for world, tp, options in ((4, 4, {}), (2, 1, ZERO1), (1, 1, {})):
-            for losses in run_ranks(resumed_elsewhere, world, str(tmp_path), options, tp=tp, timeout=120):
+            for losses in run_ranks(resumed_elsewhere, world, str(tmp_path), options, tp=tp):
                 assert losses == pytest.approx(found[0]["losses"], rel=1e-9), (world, tp)
 
 
@@ -153,7 +153,7 @@ def killed_everywhere(folder: str, same_tag: bool) -> list[tuple[str, list[str]]
 @pytest.mark.parametrize("same_tag", [False, True])
 def test_killed_at_every_step_of_saving(tmp_path: Path, same_tag: bool):
     """The old checkpoint or the new one is there, whole, and the next save tidies up."""
-    ((found),) = run_ranks(killed_everywhere, 1, str(tmp_path), same_tag, timeout=120)
+    ((found),) = run_ranks(killed_everywhere, 1, str(tmp_path), same_tag)
     contents = [content for content, _ in found]
     assert len(found) > 20 and contents == sorted(contents, reverse=True)  # old, ..., old, new, ..., new
     assert contents[0] == "old" and contents.count("new") > 3
@@ -181,8 +181,8 @@ def newest(root: str) -> Any:
 
 
 def test_one_rank_killed_while_saving(tmp_path: Path):
-    assert run_ranks(one_rank_killed, 2, str(tmp_path), lost=(1,), timeout=90)[0] == "told"
-    assert run_ranks(newest, 2, str(tmp_path), timeout=90) == ["whole"] * 2
+    assert run_ranks(one_rank_killed, 2, str(tmp_path), lost=(1,))[0] == "told"
+    assert run_ranks(newest, 2, str(tmp_path)) == ["whole"] * 2
 
 
 # --- in one process ---------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_the_process_ends_when_its_save_is_whole(tmp_path: Path):
         "import torch, sys; from nxd_infer.trainer.checkpoint import save_checkpoint; "
         "save_checkpoint(sys.argv[1], 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=600)
     assert load_checkpoint(tmp_path, model=torch.nn.Linear(300, 300)) == 1
 
 

@@ -132,7 +132,7 @@ def of_two_ranks(root: str) -> list[str]:
 
 def test_each_file_is_verified_by_one_rank(tmp_path: Path):
     """Two ranks share the work; whoever finds the damage names the file, and none goes on."""
-    first, second = run_ranks(of_two_ranks, 2, str(tmp_path), tp=1, timeout=90)
+    first, second = run_ranks(of_two_ranks, 2, str(tmp_path), tp=1)
     assert len(first) == len(second) == 5  # one model, two optimizers, two random states
     for one, other in zip(first, second, strict=True):
         file = one.partition(":")[0]
@@ -259,7 +259,7 @@ def killed_at_random(folder: str) -> list[int]:
 
 def test_killed_at_twenty_random_moments(tmp_path: Path):
     """Nothing that was complete is ever lost, and what is there is whole."""
-    (steps,) = run_ranks(killed_at_random, 1, str(tmp_path), timeout=240)
+    (steps,) = run_ranks(killed_at_random, 1, str(tmp_path))
     assert len(steps) == 20 and min(steps) >= 0
 
 
@@ -305,4 +305,4 @@ def writers_at_once(folder: str, num_workers: int) -> int:
 
 def test_no_more_ranks_than_workers(tmp_path: Path):
     """``num_workers`` ranks write, and read, at a time."""
-    assert run_ranks(writers_at_once, 2, str(tmp_path), 1, timeout=60) == [1, 1]
+    assert run_ranks(writers_at_once, 2, str(tmp_path), 1) == [1, 1]

@@ -46,7 +46,7 @@ def test_exported_weights(tmp_path: Path, capsys, monkeypatch, family: str):
     transformers = pytest.importorskip("transformers")
     config = write_tiny(family, tmp_path / "model", intermediate_size=45, vocab_size=289)
     root, out = tmp_path / "ckpts", tmp_path / "exported"
-    logits, _ = run_ranks(trained, 2, str(config), str(root), tp=2, timeout=120)
+    logits, _ = run_ranks(trained, 2, str(config), str(root), tp=2)
 
     done = nxd_infer_here(capsys, monkeypatch, "ckpt", "export-hf", root, "--config", config, "--out", out)
     assert done.status == 0, done.err

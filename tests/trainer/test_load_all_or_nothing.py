@@ -82,7 +82,7 @@ def refused(root: str, zero1: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_optimizer_or_other_groups(tmp_path: Path, ranks: int):
     """Hyperparameters go by the place of a group: in another order they would be given to the wrong parameters."""
-    run_ranks(refused, ranks, str(tmp_path), ranks == 2, tp=1, timeout=90)
+    run_ranks(refused, ranks, str(tmp_path), ranks == 2, tp=1)
 
 
 @pytest.mark.check

@@ -141,23 +141,23 @@ def loaded(root: str, options: dict[str, Any], with_scheduler: bool) -> list[flo
 @pytest.mark.parametrize("form", ["trainer", "trainer-xser", "layers", "layers-xser"])
 def test_training_goes_on_at_any_degree(tmp_path: Path, form: str):
     """Written at tp 2, loaded at tp 2 and at tp 1, with the state of the optimizer: the same losses."""
-    wanted, _ = run_ranks(written, 2, str(tmp_path), form, False, tp=2, timeout=120)
+    wanted, _ = run_ranks(written, 2, str(tmp_path), form, False, tp=2)
     scheduler = form.startswith("trainer")
-    for losses in run_ranks(loaded, 2, str(tmp_path), {}, scheduler, tp=2, timeout=120):
+    for losses in run_ranks(loaded, 2, str(tmp_path), {}, scheduler, tp=2):
         assert losses == pytest.approx(wanted, rel=1e-12)
-    (losses,) = run_ranks(loaded, 1, str(tmp_path), {}, scheduler, tp=1, timeout=120)
+    (losses,) = run_ranks(loaded, 1, str(tmp_path), {}, scheduler, tp=1)
     assert losses == pytest.approx(wanted, rel=1e-9)
 
 
 def test_a_sharded_optimizer(tmp_path: Path):
     """``torch_xla``'s ZeRO-1 over two ranks, some parameters padded: loaded at dp 2 with and without it, at tp 2."""
-    ranks = run_ranks(written, 2, str(tmp_path), "trainer", True, tp=1, timeout=120)
+    ranks = run_ranks(written, 2, str(tmp_path), "trainer", True, tp=1)
     for options in (ZERO1, {}):
-        found = run_ranks(loaded, 2, str(tmp_path), options, True, tp=1, timeout=120)
+        found = run_ranks(loaded, 2, str(tmp_path), options, True, tp=1)
         for losses, wanted in zip(found, ranks, strict=True):
             assert losses == pytest.approx(wanted, rel=1e-9)
     mean = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
-    for losses in run_ranks(loaded, 2, str(tmp_path), {}, True, tp=2, timeout=120):
+    for losses in run_ranks(loaded, 2, str(tmp_path), {}, True, tp=2):
         assert losses == pytest.approx(mean, rel=1e-9)
 
 
@@ -243,7 +243,7 @@ def test_offline_with_a_configuration(tmp_path: Path, capsys, monkeypatch, famil
     """Cut for two ranks with a padded vocabulary, put together again: the very weights of the directory; and loaded."""
     directory = write_tiny(family, tmp_path / "model", vocab_size=289)
     theirs = tmp_path / "theirs"
-    run_ranks(of_a_llama, 2, str(theirs), str(directory), tp=2, timeout=120)
+    run_ranks(of_a_llama, 2, str(theirs), str(directory), tp=2)
     run = partial(nxd_infer_here, capsys, monkeypatch, "ckpt")
     assert "it cannot be seen: " in run("reshard", theirs, tmp_path / "ours", "--tp", 1).err
     done = run("export-hf", theirs, "--config", directory, "--out", tmp_path / "out")

@@ -82,7 +82,7 @@ def same_files(first: Path, second: Path, pattern: str) -> None:
 def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path, capsys, monkeypatch):
     """tp 2 -> tp 1 dp 2 (ZeRO-1 stays unsharded) -> tp 4 -> tp 2: tensor for tensor, and the two ends are equal."""
     start = tmp_path / "start"
-    run_ranks(saved, 2, str(start), {}, tp=2, timeout=120)
+    run_ranks(saved, 2, str(start), {}, tp=2)
     before = start
     for tp, dp in ((1, 2), (4, 1), (2, 1)):
         out = tmp_path / f"tp{tp}"
@@ -95,16 +95,16 @@ def test_resharded_is_what_a_job_would_have_saved(tmp_path: Path, capsys, monkey
     same_files(start / "trained", tmp_path / "tp2" / "trained", "model.*.safetensors")
     same_files(start / "trained", tmp_path / "tp2" / "trained", "optim.*.safetensors")
     native = tmp_path / "native"
-    run_ranks(saved_again, 1, str(start), str(native), {}, tp=1, timeout=120)
+    run_ranks(saved_again, 1, str(start), str(native), {}, tp=1)
     same_files(native / "trained", tmp_path / "tp1" / "trained", "model.*.safetensors")
-    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "tp1"), {}, tp=1, timeout=120):
+    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "tp1"), {}, tp=1):
         assert losses == again
 
 
 def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
     """ZeRO-1 over two ranks -> tp 2 dp 1 and tp 2 dp 3, whose losses are those of loading the original."""
     start = tmp_path / "start"
-    run_ranks(saved, 2, str(start), ZERO1, tp=1, timeout=120)
+    run_ranks(saved, 2, str(start), ZERO1, tp=1)
     for tp, dp in ((2, 1), (2, 3)):
         out = tmp_path / f"dp{dp}"
         assert command(capsys, monkeypatch, "reshard", start, out, "--tp", tp, "--dp", dp).status == 0
@@ -112,7 +112,7 @@ def test_a_sharded_optimizer(tmp_path: Path, capsys, monkeypatch):
         assert " 0 differ" in command(capsys, monkeypatch, "diff", out, start).out
         manifest = json.loads((out / "trained" / "manifest.json").read_text())
         assert manifest["resharded_from"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 1} and manifest["sha256"]
-    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "dp3"), {}, tp=2, timeout=120):
+    for losses, again in run_ranks(resumed, 2, str(start), str(tmp_path / "dp3"), {}, tp=2):
         assert losses == again
 
 

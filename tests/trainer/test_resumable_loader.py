@@ -79,14 +79,14 @@ def resumed(root: str, batch_size: int) -> list:
 
 def test_the_data_go_on_where_they_were(tmp_path: Path):
     """Saved in the second epoch at dp 2: bit by bit at dp 2, dropout included; the same samples a step at dp 1."""
-    ranks = run_ranks(stopped_and_resumed, 2, str(tmp_path), 0, tp=1, timeout=90)
+    ranks = run_ranks(stopped_and_resumed, 2, str(tmp_path), 0, tp=1)
     for whole, again in ranks:
         assert len(whole) == 10 and again == whole[7:]
     steps = list(zip(*(whole for whole, _ in ranks), strict=True))
     for epoch in (0, 1):
         samples = [index for first, second in steps if first[0] == epoch for index in first[1] + second[1]]
         assert len(set(samples)) == 20  # the two that fill no step are left out
-    (alone,) = run_ranks(resumed, 1, str(tmp_path), 4, timeout=90)
+    (alone,) = run_ranks(resumed, 1, str(tmp_path), 4)
     assert [(epoch, samples) for epoch, samples, _ in alone] == [
         (first[0], first[1] + second[1]) for first, second in steps[7:]
     ]
@@ -99,7 +99,7 @@ def test_what_workers_fetched_ahead_is_not_lost(tmp_path: Path):
 
 def test_each_rank_of_another_loader_gets_its_own(tmp_path: Path):
     """Anything with ``state_dict()`` will do; positions that differ between ranks go on at their degrees only."""
-    for found in run_ranks(positions_of_ranks, 2, str(tmp_path), tp=1, timeout=60):
+    for found in run_ranks(positions_of_ranks, 2, str(tmp_path), tp=1):
         assert found
     with pytest.raises(
         CheckpointError, match=r"another position in the data for each rank, .*'dp': 2.*ResumableLoader"

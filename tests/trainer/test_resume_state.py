@@ -85,7 +85,7 @@ def resumed(root: str, zero1: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rates_that_are_tensors_and_schedules_go_on(tmp_path: Path, ranks: int):
     """A tensor rate is stored in its own type, and a schedule finds its own kinds of containers again."""
-    run_ranks(resumed, ranks, str(tmp_path), ranks == 2, tp=1, timeout=90)
+    run_ranks(resumed, ranks, str(tmp_path), ranks == 2, tp=1)
 
 
 def resharded_file(root: str) -> None:
@@ -99,7 +99,7 @@ def resharded_file(root: str) -> None:
 
 
 def test_a_rate_that_is_a_tensor_in_sharded_files(tmp_path: Path):
-    run_ranks(resharded_file, 2, str(tmp_path), tp=1, timeout=60)
+    run_ranks(resharded_file, 2, str(tmp_path), tp=1)
 
 
 def loaded_before_the_first_step(root: str, zero1: bool) -> None:
@@ -129,7 +129,7 @@ def loaded_before_the_first_step(root: str, zero1: bool) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_masters_are_saved_as_the_weights_are(tmp_path: Path, ranks: int):
-    run_ranks(loaded_before_the_first_step, ranks, str(tmp_path), ranks == 2, tp=1, timeout=60)
+    run_ranks(loaded_before_the_first_step, ranks, str(tmp_path), ranks == 2, tp=1)
 
 
 def filled_otherwise(root: str) -> None:
@@ -158,7 +158,7 @@ def filled_otherwise(root: str) -> None:
 
 
 def test_masters_are_filled_as_the_weights_are(tmp_path: Path):
-    run_ranks(filled_otherwise, 2, str(tmp_path), tp=2, timeout=60)
+    run_ranks(filled_otherwise, 2, str(tmp_path), tp=2)
 
 
 @pytest.mark.check

@@ -33,7 +33,7 @@ def torchrun(script: Path, *arguments: object, cwd: Path) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=600,
     )
     errors = {path.parent.name: path.read_text() for path in logs.rglob("stderr.log")}
     assert done.returncode == 0, done.stderr + "\n".join(text[-2000:] for text in errors.values())
@@ -91,7 +91,7 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert f"[1, 64, {VOCAB_SIZE}]" in done.stdout

@@ -245,7 +245,7 @@ def resumed(folder: str, dtype: torch.dtype) -> list:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sharded_state_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype):
-    assert run_ranks(resumed, 4, str(tmp_path), dtype, tp=2, timeout=120) == [[True] * 4] * 4
+    assert run_ranks(resumed, 4, str(tmp_path), dtype, tp=2) == [[True] * 4] * 4
     names = [f"optim.dp_rank_0{dp}.tp_rank_0{tp}.pp_rank_00" for dp in range(2) for tp in range(2)]
     wanted = sorted(name + ending for name in names for ending in (".json", ".safetensors"))
     assert sorted(path.name for path in tmp_path.iterdir()) == wanted
@@ -306,7 +306,7 @@ def wrong_states(folder: str) -> list[str]:
 
 
 def test_states_that_do_not_fit(tmp_path: Path):
-    first, second = run_ranks(wrong_states, 2, str(tmp_path), tp=1, timeout=120)
+    first, second = run_ranks(wrong_states, 2, str(tmp_path), tp=1)
     for model, memory, _, _, degrees in (first, second):
         assert "belongs to another model" in model and "self_attn" in model
         assert "optimizer state: found" in memory or "it describes" in memory

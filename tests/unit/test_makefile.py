@@ -14,7 +14,7 @@ def make_install(venv: Path) -> str:
     """``make install`` into an environment whose pip only says what it was asked for."""
     done = subprocess.run(
         ["make", "--no-print-directory", "install", f"VENV={venv}", "TORCH=torch==9.9"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     return done.stdout
 

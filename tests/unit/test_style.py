@@ -13,7 +13,7 @@ BIN = Path(sys.executable).parent
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol, TypeVar
 
 RISE, FALL = 0.05, 0.5
@@ -38,19 +39,33 @@ class Graph:
 class StepCosts:
     """Seconds of one execution by graph. Before anything is measured, larger graphs are taken to cost more."""
 
-    def __init__(self, graphs: Iterable[Graph]):
+    def __init__(self, graphs: Iterable[Graph], given: Mapping[str, float] | None = None):
+        """``given``: seconds by graph that hold for good, whatever is measured: the same choices in every run.
+
+        Raises ValueError for a graph that does not exist, or that costs nothing.
+        """
         self._seconds = {graph.name: 1e-3 + 1e-5 * graph.batch * graph.length for graph in graphs}
         self._best: dict[str, float] = {}
+        self._given = frozenset(given or ())
+        for name, seconds in (given or {}).items():
+            if name not in self._seconds or not 0 < seconds < inf:
+                known = ", ".join(self._seconds)
+                raise ValueError(f"costs: {name!r} = {seconds!r}: expected seconds above 0 for one of {known}")
+            self._seconds[name] = seconds
 
     def __getitem__(self, name: str) -> float:
         return self._seconds[name]
 
     def set(self, name: str, seconds: float) -> None:
-        """Take ``seconds`` as the cost, whatever was known (warm-up does)."""
+        """Take ``seconds`` as the cost, whatever was measured before (warm-up does)."""
+        if name in self._given:
+            return
         self._seconds[name] = self._best[name] = max(seconds, 1e-9)
 
     def observe(self, name: str, seconds: float) -> None:
         """Let one execution correct the estimate."""
+        if name in self._given:
+            return
         if name not in self._best:
             self.set(name, seconds)
             return

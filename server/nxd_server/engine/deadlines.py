@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import time
+from collections.abc import Callable
 
 from nxd_server.engine.request import Ticket
 
@@ -13,33 +14,34 @@ from nxd_server.engine.request import Ticket
 class Deadlines:
     """Those of tickets that are not done; the others are forgotten in passing."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._heap: list[tuple[float, int, Ticket]] = []
         self._numbers = itertools.count()
         self._limit = 64
 
     def add(self, ticket: Ticket) -> None:
-        if ticket.deadline is None:
+        if ticket.timeout is None:
             return
         if len(self._heap) > self._limit:  # most of them belong to requests that are done
             self._heap = [entry for entry in self._heap if not entry[2].done]
             heapq.heapify(self._heap)
             self._limit = 2 * len(self._heap) + 64
-        heapq.heappush(self._heap, (ticket.deadline, next(self._numbers), ticket))
+        heapq.heappush(self._heap, (self._clock() + ticket.timeout, next(self._numbers), ticket))
 
     def wait_seconds(self) -> float:
         """Until the next one."""
-        return max(0.0, self._heap[0][0] - time.monotonic()) if self._heap else math.inf
+        return max(0.0, self._heap[0][0] - self._clock()) if self._heap else math.inf
 
     @property
     def due(self) -> bool:
         """Whether :meth:`take_late` may have something. Needs no lock: it only looks."""
         heap = self._heap
-        return bool(heap) and (heap[0][0] <= time.monotonic() or heap[0][2].done)
+        return bool(heap) and (heap[0][0] <= self._clock() or heap[0][2].done)
 
     def take_late(self) -> list[Ticket]:
         """Those that have passed, each once."""
-        now, late = time.monotonic(), []
+        now, late = self._clock(), []
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].done):
             late.append(heapq.heappop(self._heap)[2])
         return late

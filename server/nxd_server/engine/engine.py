@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import Any
 
@@ -50,11 +50,14 @@ class Engine(ModelWorker):
         restart_window: float = 600.0,
         idle_probe: float | None = 5.0,
         on_state: Any = None,
+        costs: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """``model`` is a TensorParallelModel or a RankModel (or anything with its ``run_bucket``, ``manifest``,
         ``restart`` and ``health``, and ``begin_bucket``, with ``checked=``, where its ``arrays`` is true). Without a
         tokenizer, events carry no text and stop strings are refused. ``prefill_ratio`` and ``stall_ratio`` are the
-        scheduler's bounds on prefill; ``speculate``: tokens to guess ahead.
+        scheduler's bounds on prefill; ``speculate``: tokens to guess ahead. ``costs``: seconds by graph in place of
+        what is measured, so that the same steps are chosen in every run; ``clock``: of the requests' timeouts.
 
         Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -89,7 +92,7 @@ class Engine(ModelWorker):
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         self._graphs = [*graphs, *verifying]
-        self.costs = StepCosts(self._graphs)
+        self.costs = StepCosts(self._graphs, costs)
         self._scheduler: Scheduler[Choice] = Scheduler(
             graphs,
             self.slots,
@@ -103,7 +106,7 @@ class Engine(ModelWorker):
         self._flights = Flights(self.steps, self._inputs, 2 if ahead else 1, self._refuse)
         self._arrivals: deque[Choice] = deque()
         self._cancels: deque[Ticket] = deque()
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(clock)
         self._ids = itertools.count(1)
         self._waiting_tokens = self._prompt_tokens = self._generated_tokens = self._live_tokens = 0
 
@@ -224,13 +227,12 @@ class Engine(ModelWorker):
 
     def _work(self) -> bool:
         self._take_news()
-        scheduler = self._scheduler
-        if scheduler.waiting:
+        if self._scheduler.waiting:
             self._admit()
-        while not self._flights.full and (step := scheduler.next_step()) is not None:
+        while not self._flights.full and (step := self._scheduler.next_step()) is not None:
             launched = self._flights.launch(self._speculation.put(step))
             if launched is not None:
-                scheduler.begin(launched)
+                self._scheduler.begin(launched)
         if not self._flights:
             return False
         self._land()
@@ -349,10 +351,9 @@ class Engine(ModelWorker):
         self._live_tokens = self._scheduler.live_tokens
         now = time.monotonic()
         ticket = choice.ticket
-        usage = Usage(len(choice.prompt), len(choice.output))
         times = Timings(ticket.arrived, choice.admitted, choice.first_token, now)
         self._book_end(outcome, now - ticket.arrived)
-        self._send(choice, event(usage, times))
+        self._send(choice, event(Usage(len(choice.prompt), len(choice.output)), times))
         ticket.close_one()
         self.gate.end(ticket.whole)
         self._book_told()

@@ -65,9 +65,10 @@ class OneShotEngine(ModelWorker):
         restart_window: float = 600.0,
         idle_probe: float | None = 5.0,
         on_state: Callable[[str], None] | None = None,
+        costs: Mapping[str, float] | None = None,
     ):
-        """``max_delay_ms``: how long a request may wait for others to share its step. Raises ModelConfigError for an
-        artifact traced for generation."""
+        """``max_delay_ms``: how long a request may wait for others to share its step; ``costs``: seconds by bucket in
+        place of what is measured. Raises ModelConfigError for an artifact traced for generation."""
         manifest: Manifest = model.manifest
         if manifest.metadata.get("task") == "generate":
             raise ModelConfigError("the artifact was traced for generation: use Engine")
@@ -87,7 +88,7 @@ class OneShotEngine(ModelWorker):
         self._kernel = "bucket-kernel" in manifest.requires
         self._router = Router(manifest.buckets)
         self._max_delay = max_delay_ms / 1000
-        self.costs = StepCosts(Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets)
+        self.costs = StepCosts((Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets), costs)
         self._arrivals: deque[Job] = deque()
         self._pending: list[Job] = []
         self._current: list[Job] = []

@@ -33,7 +33,6 @@ class Ticket:
         self.whole = whole or WholeRequest()
         self.arrived = time.monotonic()
         self.timeout = timeout
-        self.deadline = None if timeout is None else self.arrived + timeout
         self.on_event = on_event
         self.choices: list[Choice] = []
         self.open = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,8 +35,9 @@ class Running:
 class StepRunner:
     """Runs the buckets of ``model`` and remembers what happened."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, clock: Callable[[], float] = time.monotonic):
         self.model = model
+        self._clock = clock
         self._running: deque[Running] = deque()
         self.worked = False
         """Whether a step for requests has succeeded since the ranks were started."""
@@ -54,22 +55,22 @@ class StepRunner:
     @contextlib.contextmanager
     def visible(self, bucket: str) -> Iterator[None]:
         """What runs inside is a step of ``bucket`` to those who look; it counts as the last one when it succeeds."""
-        self._bucket, self._started = bucket, time.monotonic()
+        self._bucket, self._started = bucket, self._clock()
         try:
             yield
         finally:
             self._started = None
-        self._last = time.monotonic()
+        self._last = self._clock()
 
     def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, Any], float]:
         """One execution on behalf of nobody, and its seconds: the ranks' own where they say so."""
-        started = time.monotonic()
+        started = self._clock()
         with self.visible(bucket):
             if isinstance(inputs, InputBlock):
                 step = self.model.begin_bucket(bucket, inputs)
                 return step.result(), step.seconds
             outputs = self.model.run_bucket(bucket, inputs)
-        return outputs, time.monotonic() - started
+        return outputs, self._clock() - started
 
     def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
         """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
@@ -85,7 +86,7 @@ class StepRunner:
         running = Running(bucket, inputs, pending)
         self._running.append(running)
         if len(self._running) == 1:
-            self._bucket, self._started = bucket, time.monotonic()
+            self._bucket, self._started = bucket, self._clock()
         return running
 
     def finish(self, running: Running, useful: int, padding: int) -> tuple[dict[str, Any], float]:
@@ -99,7 +100,7 @@ class StepRunner:
         finally:
             self._running.popleft()
             self._started = None
-        self._last = time.monotonic()
+        self._last = self._clock()
         if self._running:
             self._bucket, self._started = self._running[0].bucket, self._last
         self.worked = True
@@ -141,13 +142,13 @@ class StepRunner:
     @property
     def age(self) -> float | None:
         """Seconds since the last step ended; None before the first."""
-        return None if self._last is None else time.monotonic() - self._last
+        return None if self._last is None else self._clock() - self._last
 
     @property
     def running_for(self) -> float | None:
         """Seconds since the step in flight began; None when there is none."""
         started = self._started
-        return None if started is None else time.monotonic() - started
+        return None if started is None else self._clock() - started
 
     def overdue(self, costs: StepCosts) -> str:
         """Why the step in flight takes too long, measured by ``costs``; empty when it does not."""
