@@ -94,7 +94,7 @@ class LLM:
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
         speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
-        on_progress: called with (done, total, bucket) while every graph runs once.
+        on_progress: called with (done, total, bucket) while graphs run for the first time.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
 
     Raises the errors of ``load_artifact``, and ModelConfigError when files that the task needs are missing. Safe to
