@@ -103,6 +103,11 @@ class RankFailedError(RankError):
         super().__init__(message, rank)
         self.remote_traceback = remote_traceback
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the rank raised an error of this package, whose message says all there is to say."""
+        return any(line.startswith(f"{__name__}.") for line in self.remote_traceback.splitlines())
+
 
 class ModelClosedError(NxdError, RuntimeError):
     """A call on a model whose ranks have been stopped."""

@@ -78,6 +78,12 @@ class LoadedArtifact:
     def weight_file(self, rank: int) -> Path:
         return self.path / weight_name(rank)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files of all ranks; those that are missing are told when they are read."""
+        files = [self.weight_file(rank) for rank in range(self.manifest.tp_degree)]
+        return sum(file.stat().st_size for file in files if file.exists())
+
     def op_file(self, digest: str) -> Path:
         return self.path / "ops" / f"{digest}.so"
 
@@ -372,7 +378,7 @@ def parallel_model_load(
     load_dir: str | os.PathLike[str],
     *,
     call_timeout: float = 30.0,
-    start_timeout: float = 300.0,
+    start_timeout: float | None = None,
     backend: str | None = None,
     verify: bool = True,
     expect_digest: str | None = None,

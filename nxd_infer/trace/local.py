@@ -94,7 +94,7 @@ class LocalRank:
                 self.close()
         self._steps += 1
 
-    def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> None:
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> None:
         """As :meth:`exchange`: there is nobody who would do it meanwhile."""
         self.exchange(kind, bucket)
 

@@ -43,8 +43,10 @@ class TensorParallelModel(nn.Module, RankModel):
 
     Args:
         artifact: what ``load_artifact`` returned, or the path of a saved artifact.
-        call_timeout: seconds a call may take before its ranks are taken for stuck and ended.
-        start_timeout: seconds the ranks may take to load everything.
+        call_timeout: seconds a call may take before its ranks are taken for stuck and ended; ten times as long as its
+            bucket has taken before, where that is more.
+        start_timeout: seconds the ranks may take to load everything, or to take new weights. Default: 300 to load, and
+            one more for every 100 MB; to take new weights, some times as long as loading has taken.
         in_process: run degree 1 in this process. Default: at degree 1, yes. A server passes False, because a graph
             holds the interpreter for a whole step, and because a call in this process cannot be timed out.
         threads_per_rank: compute threads of each rank process. Default: what the graphs were compiled for, else an
@@ -68,7 +70,7 @@ class TensorParallelModel(nn.Module, RankModel):
         artifact: LoadedArtifact | str,
         *,
         call_timeout: float = 30.0,
-        start_timeout: float = 300.0,
+        start_timeout: float | None = None,
         in_process: bool | None = None,
         threads_per_rank: int | None = None,
     ):
@@ -112,8 +114,9 @@ class TensorParallelModel(nn.Module, RankModel):
     def run_bucket(self, name: str, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """Run bucket ``name`` with inputs of exactly its shapes; no routing, no padding. Outputs by name.
 
-        Inputs with a default may be left out. ``timeout`` overrides ``call_timeout`` for this call. Where ``arrays``
-        says so, inputs may be NumPy arrays, which cost less to hand over; outputs are arrays then, too.
+        Inputs with a default may be left out. ``timeout``: seconds for this call, in place of what ``call_timeout``
+        comes to. Where ``arrays`` says so, inputs may be NumPy arrays, which cost less to hand over; outputs are arrays
+        then, too.
         """
         if self.arrays and isinstance(next(iter(inputs.values()), None), np.ndarray):
             return RankModel.run_bucket(self, name, inputs, timeout=timeout)
@@ -135,13 +138,13 @@ class TensorParallelModel(nn.Module, RankModel):
     def warmup(self) -> dict[str, float]:
         """Run every bucket once on its defaults or zeros, then reset the states; seconds by bucket name.
 
-        The first run of a graph loads code and reads weights, so it may take up to ``start_timeout``.
+        The first run of a graph loads code and reads weights, so it may take as long as a start.
         """
         seconds = {}
         for index, bucket in enumerate(self.buckets):
             inputs = {spec.name: lawful(spec) for spec in bucket.inputs if spec.default is None}
             begin = time.perf_counter()
-            self._run(Route(index, inputs), self.start_timeout)
+            self._run(Route(index, inputs), self.bounds.start)
             seconds[bucket.name] = time.perf_counter() - begin
         self.reset_states()
         return seconds
@@ -153,8 +156,10 @@ class TensorParallelModel(nn.Module, RankModel):
             number, side = free_side(ranks)
             for spec, view in zip(bucket.inputs, side.inputs[route.bucket], strict=True):
                 fill(view, spec, route.inputs.get(spec.name))
-            side.last = ranks.begin(Kind.STEP, route.bucket, number)
-            ranks.finish(side.last, timeout)
+            side.last = ranks.begin(Kind.STEP, route.bucket, number, timeout=self._limit(route.bucket, timeout))
+            ranks.finish(side.last)
+            if side.last is not None:  # a call in this process has no bound, and needs no measure
+                self.bounds.called(route.bucket, side.last.seconds)
             # Copies, made while the lock is held: the next call overwrites the arena.
             return [output.clone() for output in cut(bucket, route.inputs, side.outputs[route.bucket])]
 

@@ -7,8 +7,8 @@ program wants: tensors, routing, and degree 1 in its own process.
 
 from __future__ import annotations
 
-import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
 from nxd_infer.processors import processors
 from nxd_infer.trace.arena import InputBlock
 from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.bounds import Bounds, check_seconds
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.cores import check_degree, default_threads
 from nxd_infer.trace.health import RankHealth
@@ -61,7 +62,7 @@ class Ranks(Protocol):
         fds: list[int] | None = None,
         fatal: bool = True,
     ) -> None: ...
-    def begin(self, kind: Kind, bucket: int = 0, side: int = 0) -> Any: ...
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> Any: ...
     def finish(self, exchange: Any, timeout: float | None = None) -> None: ...
     def settle(self) -> None: ...
     def check(self) -> None: ...
@@ -84,12 +85,10 @@ class RankModel:
         artifact: LoadedArtifact,
         *,
         call_timeout: float = 30.0,
-        start_timeout: float = 300.0,
+        start_timeout: float | None = None,
         threads_per_rank: int | None = None,
         before_load: Callable[[], None] | None = None,
     ):
-        check_seconds("call_timeout", call_timeout)
-        check_seconds("start_timeout", start_timeout)
         if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
             raise InputMismatchError(
                 f"threads_per_rank must be a whole number of at least 1, or None, got {threads_per_rank!r}"
@@ -97,8 +96,7 @@ class RankModel:
         degree = artifact.manifest.tp_degree
         check_degree(degree)
         self.artifact = artifact
-        self.call_timeout = call_timeout
-        self.start_timeout = start_timeout
+        self.bounds = Bounds(artifact.manifest.buckets, artifact.weight_bytes, call_timeout, start_timeout)
         self.in_process = False
         self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
         self._before_load = before_load
@@ -108,7 +106,7 @@ class RankModel:
         self._ranks: Ranks | None = None
         self._closed = False
         self._finalizer: weakref.finalize | None = None
-        self._swaps = WeightSwaps(artifact.manifest, start_timeout)
+        self._swaps = WeightSwaps(artifact.manifest, self.bounds)
 
     # --- what it is ---
 
@@ -193,7 +191,9 @@ class RankModel:
         try:
             if self._closed:  # close() came before there was anything to close
                 raise ModelClosedError("the model was closed; call restart() to start its ranks again")
+            begin = time.monotonic()
             ranks.start()
+            self.bounds.loaded(time.monotonic() - begin)
             self._before_load = None
             self._swaps.replay(ranks)
         except BaseException:
@@ -206,8 +206,7 @@ class RankModel:
         return Supervisor(
             self.artifact,
             threads=self.threads_per_rank,
-            call_timeout=self.call_timeout,
-            start_timeout=self.start_timeout,
+            bounds=self.bounds,
             before_load=self._before_load,
         )
 
@@ -218,8 +217,8 @@ class RankModel:
     ) -> dict[str, np.ndarray]:
         """Run bucket ``name`` with arrays of exactly its shapes. Outputs by name.
 
-        Inputs with a default may be left out; an :class:`InputBlock` of the bucket costs least. ``timeout`` overrides
-        ``call_timeout`` for this call.
+        Inputs with a default may be left out; an :class:`InputBlock` of the bucket costs least. ``timeout``: seconds
+        for this call, in place of what ``call_timeout`` comes to.
         """
         index = self._bucket_index(name, timeout)
         self._check_arrays(index, inputs)
@@ -260,8 +259,11 @@ class RankModel:
             for spec, view in zip(bucket.inputs, side.input_arrays[index], strict=True):
                 array = inputs.get(spec.name)
                 view[...] = spec.default if array is None else array
-        side.last = ranks.begin(Kind.STEP, index, number)
-        return PendingStep(ranks, self._turn, side, side.output_arrays[index], timeout)
+        side.last = ranks.begin(Kind.STEP, index, number, timeout=self._limit(index, timeout))
+        return PendingStep(ranks, self._turn, side, index, self.bounds)
+
+    def _limit(self, index: int, timeout: float | None) -> float:
+        return self.bounds.call(index) if timeout is None else timeout
 
     def _bucket_index(self, name: str, timeout: float | None) -> int:
         if timeout is not None:
@@ -342,11 +344,6 @@ class RankModel:
         ``restart``. None where nothing did. Takes no lock."""
         ranks = self._ranks
         return ranks.failure if ranks is not None else None
-
-
-def check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise InputMismatchError(f"{name} is a positive number of seconds, got {value!r}")
 
 
 def takes_arrays(manifest: Manifest) -> bool:

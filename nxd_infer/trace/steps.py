@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import StepsPendingError
 from nxd_infer.trace.arena import Side
+from nxd_infer.trace.bounds import Bounds
 from nxd_infer.trace.turns import Turns
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def free_side(ranks: Ranks) -> tuple[int, Any]:
 class PendingStep:
     """A step that was handed to the ranks. Whoever drops it wants no outputs."""
 
-    def __init__(self, ranks: Ranks, turn: Turns, side: Side, outputs: dict[str, np.ndarray], timeout: float | None):
+    def __init__(self, ranks: Ranks, turn: Turns, side: Side, bucket: int, bounds: Bounds):
         self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
-        self._outputs, self._timeout = outputs, timeout
+        self._outputs, self._bucket, self._bounds = side.output_arrays[bucket], bucket, bounds
         side.taken = True
 
     @property
@@ -52,7 +53,8 @@ class PendingStep:
         if not self._waits:
             raise StepsPendingError("the step's outputs were taken, or a wait for them was interrupted: run it again")
         try:
-            self._ranks.finish(self._exchange, self._timeout)
+            self._ranks.finish(self._exchange)
+            self._bounds.called(self._bucket, self._exchange.seconds)
             return {name: array.copy() for name, array in self._outputs.items()} if copy else self._outputs
         finally:
             self.drop()

@@ -18,6 +18,7 @@ from typing import NoReturn
 from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
 from nxd_infer.trace.arena import Arena, Side
 from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.bounds import Bounds
 from nxd_infer.trace.channel import Answers, ChannelClosed, Kind, Request
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.processes import RankProcesses
@@ -40,6 +41,8 @@ class Exchange:
     """Tracebacks of the ranks that raised."""
     nanoseconds: int = 0
     """What the slowest rank worked on it."""
+    timeout: float | None = None
+    """Seconds that it may take; None: the model's ``call_timeout``."""
 
     @property
     def seconds(self) -> float:
@@ -54,23 +57,21 @@ class Supervisor:
         artifact: LoadedArtifact,
         *,
         threads: int,
-        call_timeout: float,
-        start_timeout: float,
+        bounds: Bounds,
         before_load: Callable[[], None] | None = None,
     ):
         """``before_load`` is called once the processes run and import torch; no rank reads the artifact before its end,
         or ever, when it raises."""
         self.degree = artifact.manifest.tp_degree
         self._before_load = before_load
-        self.call_timeout = call_timeout
-        self.start_timeout = start_timeout
+        self.bounds = bounds
         self.failure: NxdError | None = None
         """What ended the ranks, once something has."""
         self._processes = RankProcesses(
             artifact,
             threads=threads,
             # The caller's deadline comes first; this one frees ranks whose caller cannot end them.
-            collective_timeout=max(1.5 * call_timeout, call_timeout + 5.0),
+            collective_timeout=1.5 * max(bounds.start, bounds.call_timeout),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
@@ -106,7 +107,7 @@ class Supervisor:
             self._answers = Answers(self._processes.channels)
             if self._before_load is not None:
                 self._before_load()
-            self.exchange(Kind.START, timeout=self.start_timeout)
+            self.exchange(Kind.START, timeout=self.bounds.start)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None
@@ -129,14 +130,23 @@ class Supervisor:
         self.settle(timeout)
         self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
 
-    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, fds: list[int] | None = None) -> Exchange:
+    def begin(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        side: int = 0,
+        *,
+        fds: list[int] | None = None,
+        timeout: float | None = None,
+    ) -> Exchange:
         """Send one record to every rank; ``fds`` holds one descriptor a rank. Ranks do what they are sent in order.
+        ``timeout``: seconds that it may take, from when somebody waits for it.
 
         Raises RankDiedError or ModelClosedError; the ranks have been ended then.
         """
         self.check()
         self._sequence += 1
-        exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)))
+        exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)), timeout=timeout)
         record = Request(kind, bucket, self._sequence, side).record()
         rank = 0
         try:
@@ -151,15 +161,17 @@ class Supervisor:
     def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
         """Wait until every rank has done ``exchange``, and what was begun before it. Harmless the second time.
 
-        Each wait lasts at most ``timeout`` (default: call_timeout) seconds and leaves the interpreter to other threads.
-        With ``fatal`` False a rank that raises leaves the ranks running.
+        Each wait lasts at most ``timeout`` seconds (default: what the exchange was begun with, else the model's
+        call_timeout) and leaves the interpreter to other threads. With ``fatal`` False a rank that raises leaves the
+        ranks running.
 
         Raises RankFailedError, RankDiedError, RankTimeoutError (the ranks have been ended then), ModelClosedError.
         """
         self.check()
         while exchange.sequence in self._open:
             first = next(iter(self._open.values()))
-            self._collect(first, self.call_timeout if timeout is None else timeout, fatal or first is not exchange)
+            seconds = timeout or first.timeout or self.bounds.call_timeout
+            self._collect(first, seconds, fatal or first is not exchange)
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait out whatever was begun, so that the ranks are idle and the arena is free."""
@@ -233,9 +245,10 @@ class Supervisor:
             + (f", {passed[r]} collectives passed" if passed[r] else "")
             for r in sorted(states)
         )
+        setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.RESET) else "start_timeout"
         text = (
             f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s ({details}); "
-            "all ranks have been ended: raise call_timeout if the work is that long, or call restart()"
+            f"all ranks have been ended: raise {setting} if the work is that long, or call restart()"
         )
         return self.fail(RankTimeoutError(text + self._processes.tail(rank), rank))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import RankFailedError, WeightSchemaError
+from nxd_infer.trace.bounds import Bounds
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.manifest import Manifest
 
@@ -21,10 +22,10 @@ log = logging.getLogger(__name__)
 class WeightSwaps:
     """What was swapped in since the artifact was loaded, oldest first. The caller holds the model's lock."""
 
-    def __init__(self, manifest: Manifest, timeout: float):
-        """``timeout``: seconds the ranks may take to check new weights, and to use them."""
+    def __init__(self, manifest: Manifest, bounds: Bounds):
+        """``bounds``: how long the ranks may take to check new weights, and to use them."""
         self._manifest = manifest
-        self._timeout = timeout
+        self._bounds = bounds
         self._entries: list[NewWeights] = []
 
     def swap(self, ranks: Any, new: NewWeights) -> None:
@@ -76,12 +77,12 @@ class WeightSwaps:
     def _prepare(self, ranks: Any, new: NewWeights) -> None:
         fds = [file.fileno() for file in new.files]
         try:
-            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._timeout, fds=fds, fatal=False)
+            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._bounds.swap, fds=fds, fatal=False)
         except RankFailedError as error:
             ranks.exchange(Kind.ABORT_WEIGHTS)
-            log.error("a rank refused new weights: %s", error)
+            log.error("a rank refused new weights: %s", error.summary if error.foreseen else error)
             text = f"a rank refused the new weights and nothing was changed: {error.summary}"
             raise WeightSchemaError(text) from error
 
     def _commit(self, ranks: Any) -> None:
-        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._timeout)
+        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._bounds.swap)

@@ -102,11 +102,22 @@ class ServerSettings(BaseSettings):
         30.0, ge=0, description="Seconds running requests may take to finish after SIGTERM before they are cut."
     )
     call_timeout: float = Field(
-        10.0, gt=0, description="Seconds one step may take before its rank counts as stuck (at least 5 measured steps)."
+        10.0,
+        gt=0,
+        description="Seconds one step may take before its rank counts as stuck; ten times what its graph has taken, "
+        "where that is more.",
     )
-    start_timeout: float = Field(300.0, gt=0, description="Seconds the ranks may take to load the artifact.")
-    recovery_timeout: float = Field(
-        15.0, ge=0, description="Seconds the ranks may take to be ready again after a failure; then the server exits."
+    start_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds the ranks may take to load the artifact; by default 300, and one more for every 100 MB. "
+        "Also to take new weights; by default as for `recovery_timeout`.",
+    )
+    recovery_timeout: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds lost ranks may take to be ready again; then the server exits. By default six times what "
+        "the start took, and one more for every 100 MB; at least 30.",
     )
     max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
     threads_per_rank: int | None = Field(

@@ -5,12 +5,25 @@ Each says which HTTP status it becomes in its docstring; the HTTP half maps by c
 
 from __future__ import annotations
 
-from nxd_infer.errors import ModelConfigError, NxdError, RankError
+import logging
+
+from nxd_infer.errors import ModelConfigError, NxdError, RankError, RankFailedError
 
 
 def summary(error: BaseException) -> str:
     """What a client is told of ``error``: the output of a rank is for the log alone."""
     return error.summary if isinstance(error, RankError) else str(error)
+
+
+def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
+    """One line for what is foreseen: a rank that ended or is late, files that do not fit. Its traceback, or that of the
+    rank that raised it, with anything else."""
+    if isinstance(error, RankFailedError) and error.foreseen:
+        log.error("%s: %s", what, error.summary)
+    elif isinstance(error, (NxdError, ConnectionError)):
+        log.error("%s: %s", what, error)
+    else:
+        log.error("%s", what, exc_info=error)
 
 
 def forget_frames(error: BaseException) -> None:
@@ -107,6 +120,13 @@ class EngineUnavailableError(ServerError, RuntimeError):
 
 class EngineFailedError(EngineUnavailableError):
     """The ranks failed while this request was running or waiting (503); ``__cause__`` holds the rank's error."""
+
+
+def ranks_failed(error: BaseException) -> EngineFailedError:
+    """The error of a request that was in the ranks when ``error`` ended them."""
+    failure = EngineFailedError(f"the ranks failed while this request was in progress: {summary(error)}", "failed", 5.0)
+    failure.__cause__ = error
+    return failure
 
 
 class ForbiddenPathError(ServerError, PermissionError):

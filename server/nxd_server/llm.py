@@ -97,7 +97,7 @@ class LLM:
         call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
         speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
         generation_defaults: where no parameters are given, sample as the model's ``generation_config.json`` says.
-        on_progress: called with (done, total, bucket) while every graph runs once.
+        on_progress: called with (done, total, bucket) while graphs run for the first time.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
 
     Raises the errors of ``load_artifact``, and ModelConfigError when files that the task needs are missing. Safe to

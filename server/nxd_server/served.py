@@ -1,14 +1,21 @@
-"""What is served, as the artifact's manifest tells it."""
+"""What is served, as the artifact's manifest and the files of text beside its graphs tell it."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxd_infer.errors import ModelConfigError
 from nxd_server.config import ServerSettings
+from nxd_server.errors import GenerateOnlyError, RequestError
 
 if TYPE_CHECKING:
     from nxd_infer.trace.manifest import Manifest
+    from nxd_server.text.chat import ChatTemplate
+    from nxd_server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("nxd_server.service")
 
 ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
 
@@ -20,6 +27,8 @@ class Served:
         self.artifact = artifact
         self.settings = settings
         self._manifest: Manifest | None = None
+        self._tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -67,3 +76,38 @@ class Served:
             shape = bucket.inputs[0].shape if bucket.inputs else []
             shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
         return shapes
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the artifact has none."""
+        if self._tokenizer is None:
+            instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
+            raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
+        return self._tokenizer
+
+    # --- while it is loaded ---------------------------------------------------------------------------
+
+    def _check_task(self) -> None:
+        """Refuse what the artifact was not traced for, before its ranks take seconds to start."""
+        settings = self.settings
+        if self.task != "generate":
+            for name in ("lora", "speculate"):
+                if getattr(settings, name):
+                    raise GenerateOnlyError(name, self.task)
+        elif settings.speculate:
+            from nxd_server.engine.speculation import check_speculate
+
+            check_speculate(self.metadata, settings.speculate)
+
+    def _read_text(self, task: str) -> None:
+        """The tokenizer and the chat template that lie beside the graphs."""
+        if task not in ROUTES:
+            return
+        from nxd_server.text.chat import ChatTemplate
+        from nxd_server.text.tokenizer import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_dir(self.artifact)
+        except ModelConfigError as error:
+            logger.warning("no text routes, token ids only: %s", error)
+        if task == "generate" and self._tokenizer is not None:
+            self.chat_template = ChatTemplate.from_dir(self.artifact)

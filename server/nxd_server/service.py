@@ -1,9 +1,9 @@
 """What is served: an artifact's ranks, its engine, its tokenizer, and how they are right now.
 
 The service starts in a thread of its own, so that the HTTP half answers ``/livez`` from the first moment; it is ready
-once every graph has run. The graphs run in the ranks' processes, never in this one. A watchdog thread follows the
-engine: it restarts the ranks by itself, and where it cannot within ``recovery_timeout`` the service reports that the
-process should end, because a supervisor above can do what it could not.
+once its ranks have been seen to work. The graphs run in the ranks' processes, never in this one. A watchdog thread
+follows the engine: it restarts the ranks by itself, and where it cannot within the bound of ``recovery`` the service
+reports that the process should end, because a supervisor above can do what it could not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.errors import ModelConfigError, NxdError, RankError
-from nxd_server.bounded import BoundedModel, make_model
+from nxd_infer.errors import NxdError, RankFailedError
+from nxd_server.bounded import make_model
 from nxd_server.config import ServerSettings
-from nxd_server.errors import EngineUnavailableError, GenerateOnlyError, RequestError, summary
-from nxd_server.served import ROUTES, Served
+from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
+from nxd_server.recovery import Recovery
+from nxd_server.served import Served
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
     from nxd_server.engine.weights import WholeRequest
-    from nxd_server.text.chat import ChatTemplate
-    from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.service")
 
@@ -62,6 +61,9 @@ class Service(Served):
         self.load_seconds: float | None = None
         self.failure: str | None = None
         """Why the service can never be ready again."""
+        self.recovery = Recovery(settings.recovery_timeout)
+        self._ranks_seconds = 0.0
+        """What the ranks took to start and load."""
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._closing = False
@@ -72,8 +74,6 @@ class Service(Served):
         self._engine: Engine | None = None
         self._oneshot: OneShotEngine | None = None
         self._encoder: TextEncoder | None = None
-        self._tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
         self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
 
     # --- life -----------------------------------------------------------------------------------------
@@ -95,10 +95,9 @@ class Service(Served):
         except Exception as error:
             if self._closing:
                 return
-            if not isinstance(error, NxdError):
-                logger.exception("the artifact cannot be served")
-            elif isinstance(error, RankError):  # what the rank printed is for the log alone
-                logger.error("the artifact cannot be served: %s", error)
+            told = isinstance(error, RankFailedError) and error.foreseen
+            if not told and not (isinstance(error, NxdError) and summary(error) == str(error)):
+                log_failure(logger, "the artifact cannot be served", error)  # what ranks printed is for the log alone
             self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
             return
         self._watch()
@@ -108,10 +107,14 @@ class Service(Served):
         model = self._open()
         if self._closing:
             return
-        self._start_engine(model)
+        worker = self._start_engine(model)
         self.load_seconds = time.monotonic() - begin
+        self.recovery.took(self.load_seconds)
+        worker.restarts.hopeless = self.recovery.hopeless(self._ranks_seconds)
         if not self._closing:
             logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
+            if worker.restarts.hopeless:
+                logger.warning("ranks that are lost will not be started again: %s", worker.restarts.hopeless)
 
     def _open(self) -> Any:
         """Read the artifact and start its ranks; the model as the engine shall see it."""
@@ -125,16 +128,15 @@ class Service(Served):
         degree = artifact.manifest.tp_degree
         self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
         logger.info(self._stage)
-        # The bound that counts is BoundedModel's; the ranks' own must not be below a cold first run. Only a model that
-        # routes by its user's kernel is not called through it.
-        kernel = "bucket-kernel" in artifact.manifest.requires
+        self.recovery.nbytes = artifact.weight_bytes
         model = make_model(
             artifact,
             self._spawned,
-            call_timeout=settings.call_timeout if kernel else settings.start_timeout,
+            call_timeout=settings.call_timeout,
             start_timeout=settings.start_timeout,
             threads_per_rank=settings.threads_per_rank,
         )
+        model.bounds.patient = True  # a first step is watched here, and however slow it is, it is the first
         with self._lock:
             self._model = model
             if self._closing:
@@ -153,36 +155,11 @@ class Service(Served):
         # While the ranks start, which takes seconds; in a thread that the process does not wait for at its end.
         threading.Thread(target=read, name="nxd-text", daemon=True).start()
         model.start()
+        self._ranks_seconds = model.bounds.load_seconds or 0.0
         text.result()
-        return BoundedModel(model, settings.call_timeout, settings.start_timeout)
+        return model
 
-    def _check_task(self) -> None:
-        """Refuse what the artifact was not traced for, before its ranks take seconds to start."""
-        settings = self.settings
-        if self.task != "generate":
-            for name in ("lora", "speculate"):
-                if getattr(settings, name):
-                    raise GenerateOnlyError(name, self.task)
-        elif settings.speculate:
-            from nxd_server.engine.speculation import check_speculate
-
-            check_speculate(self.metadata, settings.speculate)
-
-    def _read_text(self, task: str) -> None:
-        """The tokenizer and the chat template that lie beside the graphs."""
-        if task not in ROUTES:
-            return
-        from nxd_server.text.chat import ChatTemplate
-        from nxd_server.text.tokenizer import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_dir(self.artifact)
-        except ModelConfigError as error:
-            logger.warning("no text routes, token ids only: %s", error)
-        if task == "generate" and self._tokenizer is not None:
-            self.chat_template = ChatTemplate.from_dir(self.artifact)
-
-    def _start_engine(self, model: Any) -> None:
+    def _start_engine(self, model: Any) -> Engine | OneShotEngine:
         settings = self.settings
         options: dict[str, Any] = {
             "max_queued_requests": settings.max_queued_requests,
@@ -204,6 +181,7 @@ class Service(Served):
             if self._tokenizer is not None:
                 self._encoder = TextEncoder(self._oneshot, self._tokenizer)
         engine.start(on_progress=self._progress)
+        return engine
 
     def _progress(self, done: int, total: int, bucket: str) -> None:
         self._stage = f"warming up: graph {min(done + 1, total)} of {total} ({bucket})"
@@ -211,21 +189,17 @@ class Service(Served):
 
     def _watch(self) -> None:
         """Give the engine its time to recover, and no more."""
-        recovering: float | None = None
-        while not self._closing:
-            worker = self._worker
-            if worker is None:
-                return
+        worker, before = self._worker, 0.0
+        while worker is not None and not self._closing:
             if worker.wait_failed(WATCH_SECONDS):
-                error = worker.health().error
-                self._fail(f"the ranks failed and could not be started again: {error}")
+                self._fail(worker.verdict)
                 return
-            if worker.state != "recovering":
-                recovering = None
-                continue
-            recovering = recovering or time.monotonic()
-            if time.monotonic() - recovering > self.settings.recovery_timeout:
-                self._fail(f"the ranks were not ready again within {self.settings.recovery_timeout:g} s")
+            seconds, stage = worker.restarts.seconds, worker.restarts.stage
+            if seconds is None and before and worker.state == "ready":
+                self.recovery.took(before)
+            before = seconds or 0.0
+            if before > self.recovery.limit:
+                self._fail(self.recovery.late(stage))
                 return
 
     def _fail(self, reason: str) -> None:
@@ -269,13 +243,6 @@ class Service(Served):
             raise self._unavailable()
         return self._manifest
 
-    def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError when the artifact has none."""
-        if self._tokenizer is None:
-            instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
-            raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
-        return self._tokenizer
-
     def require_encoder(self) -> TextEncoder:
         """Texts to vectors; RequestError when the artifact has no tokenizer."""
         self.require_tokenizer()
@@ -302,6 +269,8 @@ class Service(Served):
         health = self.health()
         if health is None or health.state == "starting":
             return False, "starting", self._stage
+        if health.recovering_for is not None:
+            return False, health.state, self.recovery.progress(health.recovering_for, health.stage)
         if not health.ready:
             return False, health.state if health.state != "ready" else "stalled", health.reason
         for rank in health.ranks:

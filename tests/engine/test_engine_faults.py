@@ -161,18 +161,26 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
     assert caught.value.state == "failed" and caught.value.retry_after is None
 
 
-def test_a_restart_that_fails_leaves_the_engine_failed(engines):
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen):
+    """What is foreseen is one line of the log; a traceback is for what nobody thought of."""
     model = ToyModel()
     engine = engines(model)
 
     def no_restart():
-        raise RankDiedError("it will not start", 0)
+        raise RankDiedError("it will not start", 0) if foreseen else TypeError("it will not start")
 
     model.restart = no_restart
     model.dead = True
     assert isinstance(ask(engine, [1]).end.error, EngineFailedError)
     assert engine.wait_failed(60)
-    assert "will not start" in engine.health().error
+    assert "will not start" in engine.health().error and "will not start" in engine.verdict
+    told = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert [record.getMessage().partition(":")[0] for record in told] == [
+        "the ranks failed",
+        "the ranks could not be started again",
+    ]
+    assert [bool(record.exc_info) for record in told] == [False, not foreseen]
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(engines):
@@ -192,7 +200,7 @@ def test_an_idle_engine_makes_sure_that_its_ranks_still_answer(engines):
     assert engine.stats().bucket_steps == {}
 
 
-def test_a_warm_up_that_fails_is_an_error_of_start():
+def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
     model = ToyModel()
 
     def fail(name, inputs):
@@ -202,7 +210,7 @@ def test_a_warm_up_that_fails_is_an_error_of_start():
     engine = Engine(model)
     with pytest.raises(EngineUnavailableError, match="rank 0 died"):
         engine.start()
-    assert engine.state == "failed"
+    assert engine.state == "failed" and "Traceback" not in caplog.text
     engine.close()
 
 

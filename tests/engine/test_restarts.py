@@ -206,6 +206,25 @@ def test_a_call_with_the_users_own_routing_counts_as_work(engines):
             assert poison(engine) == ("ready", GenerationError)
 
 
+@pytest.mark.parametrize("error", ["nxd_infer.errors.ArtifactCorruptError: rank_00 is truncated", "KeyError: 'w'"])
+def test_a_rank_that_raises_what_is_foreseen_is_one_line_of_the_log(engines, caplog, error):
+    engine = engines(restart_limit=0)
+    remote = f"Traceback (most recent call last):\n  secret.py, line 1\n{error}"
+
+    def lose(name, inputs):
+        engine.model.dead = True
+        raise RankFailedError(
+            f"rank 0 of 1 raised during start: {error}\n--- traceback of rank 0 ---\n{remote}", 0, remote
+        )
+
+    engine.model.fail = lose
+    with pytest.raises(EngineFailedError):
+        engine.submit(request(HARMLESS)).result(10)
+    assert settled(engine) == "failed"
+    assert ("secret.py" in caplog.text) == ("nxd_infer.errors" not in error)
+    assert error in caplog.text
+
+
 class Lost:
     """Ranks that are gone: they have descriptors and shared memory until nothing refers to them."""
 

@@ -53,11 +53,20 @@ class ToyService(Service):
     """A service whose ranks are a :class:`ToyModel`, or a :class:`ToyOneShot`, in this process."""
 
     def __init__(
-        self, settings: ServerSettings, on_failure, kind: type, toy: dict, start_file: str | None, fail_file: str | None
+        self,
+        settings: ServerSettings,
+        on_failure,
+        kind: type,
+        toy: dict,
+        start_file: str | None,
+        fail_file: str | None,
+        ranks_seconds: float,
     ):
+        """``ranks_seconds``: what its ranks are taken to have needed for their start, where it matters."""
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
         self._start_file = start_file
+        self._ranks_seconds = ranks_seconds
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
 
@@ -96,6 +105,7 @@ def main() -> int:
     parser.add_argument("--toy", default="{}")
     parser.add_argument("--one-shot", action="store_true", help="an encoder for embeddings in place of the decoder")
     parser.add_argument("--start-file", help="it is loaded once this file exists")
+    parser.add_argument("--ranks-seconds", type=float, default=0.0)
     parser.add_argument("--fail-file")
     options = parser.parse_args()
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
@@ -103,7 +113,9 @@ def main() -> int:
     kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)
     return serve_service(
         settings,
-        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_file, options.fail_file),
+        lambda on_failure: ToyService(
+            settings, on_failure, kind, toy, options.start_file, options.fail_file, options.ranks_seconds
+        ),
     )
 
 

@@ -261,7 +261,35 @@ def test_ranks_that_keep_failing_end_the_server_with_status_1(tmp_path):
         file.write_text("always")
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
         assert server.wait() == 1
-        assert "giving up" in server.log
+        (last,) = [line for line in server.lines if "giving up" in line]
+        assert "could not be started again: rank 0 ended with signal 9" in last and "Traceback" not in server.log
+
+
+def test_ranks_that_fail_more_often_than_is_allowed_end_the_server_with_the_way_out(tmp_path):
+    file = tmp_path / "fail"
+    with toy_server(arguments=("--fail-file", str(file)), max_restarts=1) as server:
+        for _ in range(2):
+            server.wait_ready()
+            file.write_text("once")
+            is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        assert server.wait() == 1
+        (last,) = [line for line in server.lines if "giving up" in line]
+        assert "started again as often as max_restarts allows (1 in 600 s): see in the log" in last
+        assert "Traceback" not in server.log
+
+
+def test_a_recovery_that_cannot_be_in_time_is_not_begun(tmp_path):
+    """As where a model takes longer to load than an operator has allowed for."""
+    file = tmp_path / "fail"
+    arguments = ("--fail-file", str(file), "--ranks-seconds", "24")
+    with toy_server(arguments=arguments, recovery_timeout=15) as server:
+        wait_for(lambda: "ranks that are lost will not be started again: recovery_timeout is 15 s" in server.log)
+        file.write_text("once")
+        is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
+        assert server.wait() == 1
+        (last,) = [line for line in server.lines if "giving up" in line]
+        assert "rank 0 ended with signal 9" in last and "leave it out to have it derived" in last
+        assert "starting the ranks again" not in server.log and "Traceback" not in server.log
 
 
 def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
@@ -272,9 +300,12 @@ def test_a_recovery_that_takes_too_long_ends_the_server_with_status_1(tmp_path):
         server.wait_ready()
         file.write_text("once, then hang")  # the warm-up after the restart does not return
         is_error(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}), 503)
-        is_error(server.get("/readyz"), 503, code="recovering")
+        error = is_error(server.get("/readyz"), 503, code="recovering")
+        assert "starting the ranks again: a first step runs, " in error["message"] and "at most 5 s" in error["message"]
+        found = server.get("/health").json()["recovery"]
+        assert found["stage"] == "a first step runs" and found["limit"] == 5.0 and found["expected"] > 0
         assert server.wait() == 1
-        assert "not ready again within 5 s" in server.log
+        assert "not ready again within 5 s" in server.log and "Traceback" not in server.log
 
 
 def test_logs_as_json_are_one_object_a_line():

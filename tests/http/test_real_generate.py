@@ -210,7 +210,8 @@ def test_the_log_names_the_rank_that_died_and_says_when_it_serves_again(llama):
         wait_for(lambda: "ready again" in server.log)
         assert "the ranks failed: rank 1 of 2 was ended by SIGKILL" in server.log
         assert "starting the ranks again (1 of 3 times in 600 s)" in server.log
-        assert "rank 0 of 2" not in server.log
+        assert "rank 0 of 2" not in server.log and "Traceback" not in server.log
+        assert sum(word in line for line in server.lines for word in ("ERROR", "CRITICAL")) == 1
 
 
 def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
@@ -292,3 +293,21 @@ def test_a_damaged_artifact_is_refused_by_name(llama, tmp_path, capfd):
     assert main([str(damaged), "--port", "0", "--log-format", "json"]) == 1
     told = [json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()]
     assert any("rank_01.safetensors" in line for line in told)
+    assert not any("Traceback" in line for line in told)
+
+
+def test_a_shard_that_is_truncated_while_it_is_served_ends_a_recovery_with_one_line(llama, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(llama[1], copy)
+    (file,) = copy.glob("weights/rank_01.safetensors")
+    with real_server(copy) as server:
+        pids = rank_pids(server)
+        os.truncate(file, file.stat().st_size // 2)
+        os.kill(pids[1], signal.SIGKILL)
+        assert server.wait(60) == 1
+        (last,) = [line for line in server.lines if "giving up" in line]
+        assert "could not be started again: rank" in last and "rank_01.safetensors" in last
+        assert "Traceback" not in server.log
+        assert all(gone(pid) for pid in pids)

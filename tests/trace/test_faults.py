@@ -274,6 +274,25 @@ def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
         model(X)
 
 
+def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_took(path, monkeypatch):
+    """While it hangs, no request is answered: that must not last as long as a first start may."""
+    monkeypatch.setattr("nxd_infer.trace.bounds.LEAST_SECONDS", 0.5)
+    model = parallel_model_load(path, call_timeout=TIMEOUT).start()
+    pids = pids_of(model)
+    new = model.cut_weights(toy.logical_weights(seed=1))
+    assert model.bounds.start > 300 > 30 > model.bounds.swap
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(
+        RankTimeoutError, match=r"rank 1 of 2 did not finish its prepare weights .* raise start_timeout"
+    ):
+        model.update_weights(new)
+    assert all(gone(pid, 10) for pid in pids)
+    model.restart()
+    x = torch.randn(2, 8, toy.HIDDEN)
+    assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
+    model.close()
+
+
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.trace import processes
 

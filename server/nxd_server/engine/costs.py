@@ -1,4 +1,9 @@
-"""What one execution of each graph costs, as measured, and which graph to take for it."""
+"""What one execution of each graph costs, and which graph to take for it.
+
+What has not run yet is estimated from what has: costs are never simply unknown. An estimate leans to the high side (a
+graph is taken to cost almost in proportion to its tokens), so that a large graph does not surprise those who stream;
+and a little below proportion, so that it is tried where it would be full. Its first execution corrects it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ OUTLIER = 4.0
 """A single step counts for at most this many times the estimate: one page fault or one busy core is no trend."""
 RECOVERY = 0.002
 """How far a graph that did not run moves back to its best: what was slow on a busy machine gets another chance."""
+PROPORTION = 0.9
+"""A graph that never ran is taken to cost as much more as it has more tokens, to this power."""
 CLEAR_GAIN = 0.8
 """A larger graph that does no more useful work must cost less than this share of the smaller one."""
 
@@ -44,8 +51,11 @@ class StepCosts:
 
         Raises ValueError for a graph that does not exist, or that costs nothing.
         """
-        self._seconds = {graph.name: 1e-3 + 1e-5 * graph.batch * graph.length for graph in graphs}
+        self._tokens = {graph.name: max(1, graph.batch * graph.length) for graph in graphs}
+        self._seconds = {name: 1e-3 + 1e-5 * tokens for name, tokens in self._tokens.items()}
         self._best: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        """Of graphs that have run once, for requests: what was touched for the first time is in it."""
         self._given = frozenset(given or ())
         for name, seconds in (given or {}).items():
             if name not in self._seconds or not 0 < seconds < inf:
@@ -61,13 +71,30 @@ class StepCosts:
         if name in self._given:
             return
         self._seconds[name] = self._best[name] = max(seconds, 1e-9)
+        self._first.pop(name, None)
+        for other in self._seconds.keys() - self._best.keys() - self._given:
+            self._seconds[other] = self._estimate(self._tokens[other])
+
+    def measured(self, name: str) -> bool:
+        """Whether the graph has run; else its cost is an estimate."""
+        return name in self._best or name in self._given
+
+    def smallest_first(self, names: Iterable[str]) -> list[str]:
+        """``names`` by how many tokens their graphs take."""
+        return sorted(names, key=lambda name: self._tokens.get(name, 0))
 
     def observe(self, name: str, seconds: float) -> None:
-        """Let one execution correct the estimate."""
+        """Let one execution correct the estimate. The first two say what it is."""
         if name in self._given:
             return
         if name not in self._best:
+            estimate = self._seconds[name] if self._best else seconds
             self.set(name, seconds)
+            # Should it seem slow because it was cold, it is tried again some time: see RECOVERY.
+            self._best[name], self._first[name] = min(estimate, seconds), seconds
+            return
+        if name in self._first:
+            self.set(name, min(self._first[name], seconds))
             return
         known = self._seconds[name]
         weight = FALL if seconds < known else RISE
@@ -76,6 +103,12 @@ class StepCosts:
         for other, best in self._best.items():
             if other != name:
                 self._seconds[other] += RECOVERY * (best - self._seconds[other])
+
+    def _estimate(self, tokens: int) -> float:
+        """From the largest measured graph that is no larger, else from the smallest."""
+        known = sorted((self._tokens[name], self._seconds[name]) for name in self._best if name in self._tokens)
+        near, seconds = max((pair for pair in known if pair[0] <= tokens), default=known[0] if known else (1, 1e-3))
+        return seconds * max(1.0, tokens / near) ** PROPORTION
 
     def cheapest(self, graphs: Sequence[G], useful: Callable[[G], float]) -> G:
         """Of ``graphs``, smallest first, the one with the most ``useful`` work per second; padding must clearly pay."""

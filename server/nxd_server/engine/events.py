@@ -133,3 +133,7 @@ class EngineHealth:
     """The last failure of the ranks, if any."""
     ranks: list[dict] = field(default_factory=list)
     """``TensorParallelModel.health()``."""
+    recovering_for: float | None = None
+    """Seconds since the ranks began to be started again; None when they are not."""
+    stage: str = ""
+    """What is waited for meanwhile."""

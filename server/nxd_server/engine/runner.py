@@ -18,6 +18,8 @@ WARM_SECONDS = 0.05
 OVERDUE_FACTOR = 20.0
 OVERDUE_SECONDS = 5.0
 """A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
+FIRST_SECONDS = 30.0
+"""A graph that never ran may take so long, whatever it is estimated to cost: it touches memory for the first time."""
 
 Tensors = Mapping[str, Any]
 """Torch's or NumPy's, as the model takes them."""
@@ -153,7 +155,8 @@ class StepRunner:
     def overdue(self, costs: StepCosts) -> str:
         """Why the step in flight takes too long, measured by ``costs``; empty when it does not."""
         running, bucket = self.running_for, self._bucket
-        limit = max(OVERDUE_SECONDS, OVERDUE_FACTOR * costs.as_dict().get(bucket, 0.0))
+        least = OVERDUE_SECONDS if not bucket or costs.measured(bucket) else FIRST_SECONDS
+        limit = max(least, OVERDUE_FACTOR * costs.as_dict().get(bucket, 0.0))
         if running is None or running <= limit:
             return ""
         return f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"

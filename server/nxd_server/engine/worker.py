@@ -2,10 +2,10 @@
 runs and is measured stands in ``runner``.
 
 One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under
-``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again at most
-``restart_limit`` times within ``restart_window`` seconds; beyond that the state is ``failed`` for good, and whoever
-serves is told (``wait_failed``) so that it can exit. A graph that *raised* (RankFailedError) after others had worked
-is its input's fault rather than the machine's, and does not count: a bad request must not use up the restarts.
+``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again as often
+as ``restarts`` allows; beyond that the state is ``failed`` for good, and whoever serves is told (``wait_failed``) so
+that it can exit. A graph that *raised* (RankFailedError) after others had worked is its input's fault rather than the
+machine's, and does not count: a bad request must not use up the restarts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from nxd_infer.errors import CollectiveError, ModelClosedError, RankError, RankF
 from nxd_server.engine.admission import Admission
 from nxd_server.engine.costs import StepCosts
 from nxd_server.engine.events import EngineHealth, EngineStats
+from nxd_server.engine.restarts import Restarts
 from nxd_server.engine.runner import StepRunner
+from nxd_server.engine.warmup import Progress, warm_up, when_idle
 from nxd_server.engine.weights import WeightGate
 from nxd_server.errors import (
-    EngineFailedError,
     EngineUnavailableError,
     WeightsBusyError,
     forget_frames,
+    log_failure,
+    ranks_failed,
     summary,
     weights_busy,
 )
@@ -40,8 +43,6 @@ FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
 """Errors after which the ranks, and every state in them, are lost."""
 IDLE_SECONDS = 1.0
 """How long an idle thread sleeps at most before it looks after the ranks."""
-
-Progress = Callable[[int, int, str], None]
 
 
 class ModelWorker(Admission, ABC):
@@ -64,8 +65,7 @@ class ModelWorker(Admission, ABC):
         self.model = model
         self.steps = StepRunner(model)
         self.costs = StepCosts(())
-        self._restart_limit = restart_limit
-        self._restart_window = restart_window
+        self.restarts = Restarts(restart_limit, restart_window)
         self._idle_probe = idle_probe
         self._on_state = on_state
         self.gate = WeightGate(self._wake)
@@ -74,8 +74,8 @@ class ModelWorker(Admission, ABC):
         self._closing = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._restarts: list[float] = []
-        self._restart_count = 0
+        self.verdict = ""
+        """Why the engine has failed for good, with the way out where there is one."""
         self._last_alive_check = 0.0
         self._updating = threading.Lock()
 
@@ -107,7 +107,7 @@ class ModelWorker(Admission, ABC):
     # --- life -----------------------------------------------------------------------------------------
 
     def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
-        """Run every graph, measure it, and take requests. ``on_progress(done, total, bucket)`` follows the warm-up.
+        """Run graphs, measure them, and take requests. ``on_progress(done, total, bucket)`` follows the warm-up.
 
         With ``wait``, returns when ready, and raises EngineUnavailableError when the warm-up failed.
         """
@@ -229,6 +229,8 @@ class ModelWorker(Admission, ABC):
             step_running=steps.running_for,
             error=summary(self._error) if self._error else "",
             ranks=steps.ranks(),
+            recovering_for=self.restarts.seconds,
+            stage=self.restarts.stage,
         )
 
     def stats(self) -> EngineStats:
@@ -241,7 +243,7 @@ class ModelWorker(Admission, ABC):
             submitted=self._submitted,
             finished=dict(self._finished),
             rejected=dict(self._rejected),
-            restarts=self._restart_count,
+            restarts=self.restarts.count,
             bucket_steps=dict(self.steps.bucket_steps),
             bucket_seconds=dict(self.steps.bucket_seconds),
             useful_tokens=dict(self.steps.useful_tokens),
@@ -285,8 +287,8 @@ class ModelWorker(Admission, ABC):
                     if not self._recover(error):
                         return
         except BaseException as error:
-            log.exception("the engine's thread failed")
-            self._give_up(error)
+            log_failure(log, "the engine failed", error)
+            self._give_up(error, f"the engine failed: {summary(error) or type(error).__name__}")
         else:
             self._forget_steps()
             self.gate.abandon("closed")
@@ -294,20 +296,10 @@ class ModelWorker(Admission, ABC):
             self._set_state("closed")
 
     def _warm_up(self, on_progress: Progress | None) -> None:
-        names = self._bucket_names()
-        for done, name in enumerate(names):
-            if self._closing:
-                return
-            if on_progress is not None:
-                on_progress(done, len(names), name)
-            inputs = self._padding_inputs(name)
-            if inputs is None:
-                continue
-            self.costs.set(name, self.steps.measure(name, inputs))
+        names, going = self._bucket_names(), lambda: not self._closing
+        warm_up(self.steps, self.costs, names, self._padding_inputs, on_progress, going)
         self._warmed()
         keep_off(getattr(self.model, "lead_cores", ()))
-        if on_progress is not None and names:
-            on_progress(len(names), len(names), names[-1])
 
     def _change_weights(self) -> bool:
         """Make the change that is wanted, if nothing is left that it waits for. False when the engine is over."""
@@ -343,11 +335,8 @@ class ModelWorker(Admission, ABC):
         if now - self._last_alive_check >= IDLE_SECONDS:
             self._last_alive_check = now
             self.steps.check_alive()
-        age = self.steps.age
-        if self._idle_probe is not None and (age is None or age >= self._idle_probe):
-            name = min(self._bucket_names(), key=lambda name: self.costs.as_dict().get(name, 0.0))
-            if (inputs := self._padding_inputs(name)) is not None:
-                self.steps.timed(name, inputs)
+        if self._idle_probe is not None:
+            when_idle(self.steps, self.costs, self._bucket_names(), self._padding_inputs, self._idle_probe)
 
     def _has_news(self) -> bool:
         """Whether callers left something to do; called under the lock."""
@@ -360,41 +349,38 @@ class ModelWorker(Admission, ABC):
 
         ``begun``: False when no request has begun, so that none has lost anything: they go on waiting.
         """
-        log.error("the ranks failed: %s", error)
+        log_failure(log, "the ranks failed", error)
         forget_frames(error)
         self._forget_steps()
         self._error = error
-        now = time.monotonic()
-        recent = [moment for moment in self._restarts if now - moment < self._restart_window]
         excused = isinstance(error, RankFailedError) and self.steps.worked
-        allowed = (excused or len(recent) < self._restart_limit) and self._restart_limit > 0
-        if not allowed or self._closing or self._draining:
-            self._give_up(error)
+        refusal = "the engine ends" if self._closing or self._draining else self.restarts.refusal(excused)
+        if refusal:
+            self._give_up(error, f"the ranks failed ({summary(error)}) and are not started again: {refusal}")
             return False
         self._set_state("recovering")
         if begun:
             self._ranks_lost(error)
-        self._restarts = recent if excused else [*recent, now]
-        self._restart_count += 1
         self.steps.worked = False
-        log.info(
-            "starting the ranks again%s",
-            "" if excused else f" ({len(self._restarts)} of {self._restart_limit} times in {self._restart_window:g} s)",
-        )
+        log.info("starting the ranks again (%s)", self.restarts.begin(excused))
         try:
             self.model.restart()
+            self.restarts.stage = "a first step runs"
             self._warm_up(None)
         except BaseException as second:
-            log.exception("the ranks could not be started again")
-            self._give_up(second)
+            log_failure(log, "the ranks could not be started again", second)
+            reason = summary(second) or type(second).__name__
+            self._give_up(second, f"the ranks failed ({summary(error)}) and could not be started again: {reason}")
             return False
+        seconds = self.restarts.seconds or 0.0
+        self.restarts.end()
         self._set_state("ready")
-        log.info("the ranks are ready again after %.1f s", time.monotonic() - now)
+        log.info("the ranks are ready again after %.1f s", seconds)
         return True
 
     def _ranks_lost(self, error: BaseException) -> None:
         """What becomes of the requests when the ranks are about to be started again."""
-        self._fail_all(_failed(error))
+        self._fail_all(ranks_failed(error))
 
     def _finish_steps(self) -> None:
         """Wait for what the ranks have been given. A subclass that gives them steps ahead does."""
@@ -404,15 +390,10 @@ class ModelWorker(Admission, ABC):
         """Whatever the ranks were given is gone with them."""
         self.steps.forget()
 
-    def _give_up(self, error: BaseException) -> None:
-        self._error = error
+    def _give_up(self, error: BaseException, verdict: str) -> None:
+        self._error, self.verdict = error, verdict
+        self.restarts.end()
         self._forget_steps()
         self._set_state("failed")
         self.gate.abandon("failed")
-        self._fail_all(_failed(error))
-
-
-def _failed(error: BaseException) -> EngineFailedError:
-    failure = EngineFailedError(f"the ranks failed while this request was in progress: {summary(error)}", "failed", 5.0)
-    failure.__cause__ = error
-    return failure
+        self._fail_all(ranks_failed(error))

@@ -82,6 +82,13 @@ async def health(request: Request) -> Response:
     stats = service.stats()
     if engine is not None:
         extra |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
+        if engine.recovering_for is not None:
+            extra["recovery"] = {
+                "stage": engine.stage,
+                "seconds": round(engine.recovering_for, 1),
+                "expected": service.recovery.expected,
+                "limit": service.recovery.limit,
+            }
     if stats is not None:
         extra |= {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
     return _verdict(context, extra)

@@ -1,0 +1,95 @@
+"""How long ranks may take, from what was measured: with numbers in place of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_infer.errors import InputMismatchError
+from nxd_infer.trace.bounds import START_SECONDS, Bounds
+from nxd_infer.trace.manifest import BucketSpec, InputSpec
+
+ONE, FOUR, PROMPT = range(3)
+GIB = 2**30
+
+
+def bounds(nbytes=6 * GIB, call=10.0, patient=False, **options):
+    """Of graphs that take 1, 4 and 512 tokens, and a mask that is as large for all of them."""
+    mask = InputSpec.of("mask", torch.empty(1000))
+    buckets = [
+        BucketSpec(
+            name=str(tokens),
+            inputs=[InputSpec.of("tokens", torch.empty(tokens, dtype=torch.int64)), mask],
+            outputs=[],
+            graphs=["toy"],
+        )
+        for tokens in (1, 4, 512)
+    ]
+    found = Bounds(buckets, nbytes, call, **options)
+    found.patient = patient
+    return found
+
+
+@pytest.mark.check
+def test_a_first_start_is_bounded_by_its_bytes_and_new_weights_by_what_it_took():
+    subject = bounds()
+    assert START_SECONDS < subject.start < bounds(nbytes=60 * GIB).start
+    assert subject.swap == subject.start
+    subject.loaded(8.0)
+    assert 6 * 8.0 < subject.swap < subject.start  # everything may have to be read from disk again
+    subject.loaded(80.0)
+    assert subject.swap > 6 * 80.0
+    small = bounds(nbytes=1000)
+    small.loaded(0.01)
+    assert small.swap == pytest.approx(30.0, abs=0.1)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("seconds", [20.0, 900.0])
+def test_a_setting_raises_and_lowers_what_starts_and_new_weights_may_take(seconds):
+    subject = bounds(start_timeout=seconds)
+    subject.loaded(8.0)
+    assert subject.start == subject.swap == seconds
+
+
+@pytest.mark.check
+def test_a_call_may_take_ten_times_what_its_own_bucket_took():
+    subject = bounds()
+    subject.loaded(8.0)
+    for bucket, seconds in ((ONE, 0.4), (PROMPT, 4.0)):
+        subject.called(bucket, seconds)
+    assert subject.call(ONE) == 10.0, "a step that is short hangs no longer because another one is long"
+    assert subject.call(PROMPT) == 40.0
+    subject.called(PROMPT, 2.0)
+    assert subject.call(PROMPT) == 40.0
+
+
+@pytest.mark.check
+def test_a_graph_that_never_ran_may_take_as_much_more_as_it_has_more_input():
+    """No slow first step is a hang, and no hang in a first step lasts as long as a start may."""
+    subject = bounds()
+    subject.loaded(8.0)
+    subject.called(ONE, 0.4)
+    assert subject.call(FOUR) == pytest.approx(10 * 4 * 0.4 + 6 * 8.0)
+    subject.called(FOUR, 0.5)
+    assert subject.call(PROMPT) == pytest.approx(10 * 128 * 0.5 + 6 * 8.0)
+    subject.called(PROMPT, 4.0)
+    assert bounds().call(PROMPT) == 10.0  # nothing is known: the setting alone
+    assert bounds(patient=True).call(PROMPT) == bounds().start
+
+
+@pytest.mark.check
+def test_after_a_restart_every_graph_may_read_its_weights_again():
+    subject = bounds(patient=True)
+    subject.loaded(8.0)
+    subject.called(PROMPT, 4.0)
+    subject.loaded(10.0)
+    assert subject.call(PROMPT) == pytest.approx(10 * 4.0 + 6 * 10.0)
+    subject.called(PROMPT, 4.0)
+    assert subject.call(PROMPT) == 40.0
+
+
+@pytest.mark.parametrize("options", [{"call": 0}, {"call": float("nan")}, {"start_timeout": float("inf")}])
+def test_a_setting_that_is_no_time_is_refused(options):
+    with pytest.raises(InputMismatchError, match="_timeout is a positive number of seconds"):
+        bounds(**options)
