@@ -86,6 +86,9 @@ class ServerSettings(BaseSettings):
     max_choices: int = Field(64, ge=1, description="Prompts times n of one request.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; a larger one is answered 413.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds a request may take in all; then 504.")
+    render_timeout: float = Field(
+        5.0, gt=0, le=3600, description="Seconds the model's chat template may take for one conversation."
+    )
     keep_alive_interval: float = Field(
         10.0, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
     )

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
     from nxd_server.engine.weights import WholeRequest
-    from nxd_server.text.chat import ChatTemplate
+    from nxd_server.text.chat import TemplateSources
+    from nxd_server.text.lanes import BoundedTemplate, BoundedTokenizer
     from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.service")
@@ -73,7 +74,8 @@ class Service(Served):
         self._oneshot: OneShotEngine | None = None
         self._encoder: TextEncoder | None = None
         self._tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
+        self.chat_template: BoundedTemplate | None = None
+        self._bounded_tokenizer: BoundedTokenizer | None = None
         self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
 
     # --- life -----------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Service(Served):
         """The tokenizer and the chat template that lie beside the graphs."""
         if task not in ROUTES:
             return
-        from nxd_server.text.chat import ChatTemplate
+        from nxd_server.text.chat import TemplateSources
         from nxd_server.text.tokenizer import Tokenizer
 
         try:
@@ -180,7 +182,18 @@ class Service(Served):
         except ModelConfigError as error:
             logger.warning("no text routes, token ids only: %s", error)
         if task == "generate" and self._tokenizer is not None:
-            self.chat_template = ChatTemplate.from_dir(self.artifact)
+            self._use_template(TemplateSources.from_dir(self.artifact))
+
+    def _use_template(self, sources: TemplateSources | None) -> None:
+        """Serve conversations by the template, once it is known to be one."""
+        if sources is None:
+            return
+        from nxd_server.text.lanes import BoundedTemplate
+
+        settings = self.settings
+        template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
+        self.chat_template = template  # first: closing ends it while it is checked
+        template.check()
 
     def _start_engine(self, model: Any) -> None:
         settings = self.settings
@@ -248,6 +261,9 @@ class Service(Served):
         """End everything; what still runs fails. The ranks are gone when this returns."""
         with self._lock:
             self._closing = True
+        for bounded in (self.chat_template, self._bounded_tokenizer):
+            if bounded is not None:
+                bounded.stop()
         worker, model = self._worker, self._model
         if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
             model.close()  # first: the engine's thread may be inside a start that only this ends
@@ -275,6 +291,26 @@ class Service(Served):
             instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
             raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
         return self._tokenizer
+
+    def bounded_tokenizer(self) -> BoundedTokenizer:
+        """The tokenizer for texts of any size; RequestError when the artifact has none. For the loop's thread alone."""
+        tokenizer = self.require_tokenizer()
+        if self._bounded_tokenizer is None:
+            from nxd_server.text.lanes import BoundedTokenizer
+
+            settings = self.settings
+            self._bounded_tokenizer = BoundedTokenizer(
+                tokenizer, settings.request_timeout, settings.max_queued_requests
+            )
+        return self._bounded_tokenizer
+
+    def texts_aside(self) -> dict[str, int]:
+        """How many conversations and texts are worked on in processes of their own, or wait for that."""
+        template, tokenizer = self.chat_template, self._bounded_tokenizer
+        return {
+            "conversations": 0 if template is None else template.inside,
+            "texts": 0 if tokenizer is None else tokenizer.inside,
+        }
 
     def require_encoder(self) -> TextEncoder:
         """Texts to vectors; RequestError when the artifact has no tokenizer."""

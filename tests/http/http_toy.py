@@ -17,7 +17,7 @@ from nxd_server.config import ServerSettings
 from nxd_server.http import logs
 from nxd_server.run import serve_service
 from nxd_server.service import Service
-from nxd_server.text.chat import ChatTemplate
+from nxd_server.text.chat import TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, ToyModel
 from tests.engine.toy_oneshot import ToyOneShot
@@ -25,6 +25,10 @@ from tests.engine.toy_oneshot import ToyOneShot
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
     "{% if shout %}LOUD;{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    # What a template may do that nobody should have to wait for.
+    "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if times %}{{ 'x' * times }}{% endif %}{% if flood %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}"
+    "{% endif %}{% if index %}{{ '{}'.format() }}{% endif %}"
 )
 
 
@@ -86,7 +90,7 @@ class ToyService(Service):
         threading.Event().wait(self._start_delay)
         self._manifest = self._toy.manifest
         self._tokenizer = toy_tokenizer()
-        self.chat_template = ChatTemplate(TEMPLATE)
+        self._use_template(TemplateSources(TEMPLATE))
         return self._toy
 
 

@@ -60,6 +60,12 @@ async def read_body(request: Request, limit: int) -> bytes:
             return b"".join(chunks)
 
 
+async def client_left(receive: Receive) -> None:
+    """Return when the connection is closed; for a request whose body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
 class DrainingReceive:
     """``receive`` that knows whether the body was read to its end, and can read on when it was not.
 

@@ -94,6 +94,12 @@ class _ServiceCollector(Collector):
             yield GaugeMetricFamily(
                 "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
             )
+        texts = GaugeMetricFamily(
+            "nxd_texts_aside", "Conversations and texts that are worked on beside the server, or wait.", labels=["kind"]
+        )
+        for kind, count in service.texts_aside().items():
+            texts.add_metric([kind], count)
+        yield texts
         yield from self._ranks()
         stats = service.stats()
         if stats is not None:

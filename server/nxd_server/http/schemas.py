@@ -23,6 +23,7 @@ from .errors import bad_request, clip, missing_field, unknown_field, unsupported
 BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
 """They are looked through at every token, in the one thread that serves everybody."""
+MOST_VARIABLES = 64
 MOST_BIASES = 4096
 """What a graph takes is the engine's to say; no graph takes this many, so more are not even read."""
 
@@ -221,7 +222,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
 
 
 class EmbeddingBody(Body):
