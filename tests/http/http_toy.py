@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import threading
 import time
@@ -101,7 +102,10 @@ def main() -> int:
     parser.add_argument("--one-shot", action="store_true", help="an encoder for embeddings in place of the decoder")
     parser.add_argument("--start-delay", type=float, default=0.0)
     parser.add_argument("--fail-file")
+    parser.add_argument("--descriptors", type=int, help="this process's limit of open files")
     options = parser.parse_args()
+    if options.descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, options.descriptors))
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
     logs.configure(settings.log_format, settings.log_level)
     kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)

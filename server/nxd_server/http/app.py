@@ -13,8 +13,10 @@ import nxd_infer
 from nxd_server.text.lanes import Lane
 
 from . import adapters, health, models, sagemaker, text
+from .body import Bodies
 from .chat import chat
 from .completions import completions
+from .connections import Connections
 from .embeddings import classify, embeddings
 from .errors import CODES, TYPES, ApiError
 from .keys import Keys
@@ -54,8 +56,10 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     metrics = Metrics(service)
     keys = Keys(settings.keys(), settings.admin())
     encoders = Lane("prompts", ENCODERS, settings.max_queued_requests)
-    app.state.context = Context(service, settings, metrics, keys, encoders)
+    app.state.context = Context(service, settings, metrics, keys, encoders, Bodies())
     app.state.in_flight = InFlight()
+    app.state.connections = Connections(settings)
+    metrics.watch(app.state.connections)
     app.add_middleware(
         RequestMiddleware,
         keys=keys,

@@ -15,7 +15,7 @@ from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.text.lanes import Lane
 
-from .body import ClientLeft, client_left, read_json
+from .body import Bodies, ClientLeft, client_left, default_limit
 from .errors import ApiError, bad_request, clip
 from .middleware import WHOLE
 from .schemas import Body
@@ -44,6 +44,7 @@ class Context:
     metrics: Metrics
     keys: Keys
     encoders: Lane
+    bodies: Bodies
 
 
 def context_of(request: Request) -> Context:
@@ -64,10 +65,17 @@ def whole_of(request: Request) -> WholeRequest:
     return request.scope[WHOLE]
 
 
+async def json_body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; raises as :meth:`Bodies.read_json`."""
+    context = context_of(request)
+    settings = context.settings
+    limit = settings.max_body_bytes or default_limit(context.service)
+    return await context.bodies.read_json(request, limit, settings.request_timeout)
+
+
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
-    """The body as ``kind``; raises ApiError 400 or 413, or ClientLeft."""
-    settings = context_of(request).settings
-    return kind.parse(await read_json(request, settings.max_body_bytes, settings.request_timeout))
+    """The body as ``kind``; raises ApiError 400, 413 or 415, or ClientLeft."""
+    return kind.parse(await json_body(request))
 
 
 def check_model(service: Service, name: str | None) -> str | None:

@@ -322,4 +322,4 @@ def _not_empty(value: list[Any], path: str) -> None:
 
 
 def _ids(value: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < 2**31 for item in value)
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31)
