@@ -45,13 +45,13 @@ GOOD = {
     "an empty value": get("X-A:"),
     "bytes in a value": get("X-A: \xff\xfe"),
     "a query": get(line="GET /livez?a=%00&b HTTP/1.1"),
-    "empty lines before": b"\r\n\r\n" + get(),
     "no body": get("Content-Length: 0"),
     "an upgrade to something else": get("Connection: Upgrade", "Upgrade: websocket"),
     "an upgrade to HTTP/2": get("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA"),
 }
 
 BAD = {
+    "empty lines before": b"\r\n\r\n" + get(),
     "both lengths": post(LENGTH, CHUNKED, body=CHUNKS),
     "both lengths, the other way round": post(CHUNKED, LENGTH, body=CHUNKS),
     "both lengths, the smaller one first": post("Content-Length: 0", CHUNKED, body=CHUNKS),
@@ -76,7 +76,6 @@ BAD = {
     "chunked in quotes": post('Transfer-Encoding: "chunked"', body=CHUNKS),
     "a space before the colon": post("Content-Length : 15"),
     "a tab before the colon": post("Transfer-Encoding\t: chunked", body=CHUNKS),
-    "a space before a name": get(" X-A: b"),
     "a value on two lines at the start": b"GET /livez HTTP/1.1\r\n X: a\r\nHost: x\r\n\r\n",
     "no colon": get("X-A"),
     "no name": get(": a"),
@@ -119,8 +118,6 @@ BAD_CHUNKS = {
     "data longer than its size": b"e\r\n" + BODY + b"\r\n0\r\n\r\n",
     "other bytes after the data": b"f\r\n" + BODY + b"XX0\r\n\r\n",
     "a bare newline after the data": b"f\r\n" + BODY + b"\n0\r\n\r\n",
-    "a bare return in an extension": b"f;a\rb\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "a null in an extension": b"f;a\0\r\n" + BODY + b"\r\n0\r\n\r\n",
     "an extension without an end": b"f;" + b"a" * 40_000 + b"\r\n" + BODY,
     "a trailer without a colon": b"f\r\n" + BODY + b"\r\n0\r\nX\r\n\r\n",
     "a trailer without an end": b"f\r\n" + BODY + b"\r\n0\r\nX: " + b"a" * 40_000,
@@ -186,6 +183,13 @@ def test_a_version_before_ours_is_answered_and_the_connection_closed(server):
 def test_a_line_may_end_with_a_newline_alone(server):
     """RFC 9112, 2.2, allows that, and no body can be hidden by it; inside of a chunked body it is refused."""
     assert statuses(server, b"GET /livez HTTP/1.1\nHost: x\n\n" + NEXT) == [200, 200]
+
+
+def test_a_value_may_go_on_in_the_next_line(server):
+    """RFC 9112, 5.2, has a server refuse that or read a space; what is on the next line is no header of its own."""
+    assert statuses(server, get("X-A: a\r\n Content-Length: 5") + NEXT) == [200, 200]
+    assert statuses(server, post(LENGTH, "X-A: a\r\n Transfer-Encoding: chunked") + NEXT) == [200, 200]
+    assert statuses(server, post("Content-Length: 1\r\n 5") + NEXT) == [400]
 
 
 def test_many_requests_on_one_connection_are_answered_in_order(server):

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import struct
 import termios
+from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -17,6 +18,7 @@ from .connections import Connections
 from .errors import ApiError, encode
 from .middleware import CROWDED
 
+MOST_HEAD_BYTES = 2**14
 MOST_TINY_CHUNKS = 4096
 TINY_BYTES = 16
 """Chunks of a body that are smaller, on average, take longer to find than to read."""
@@ -27,8 +29,8 @@ def guarded(connections: Connections) -> type[JsonErrorProtocol]:
     return type("GuardedProtocol", (JsonErrorProtocol,), {"guard": connections})
 
 
-class _ChunkCounter(h11.Connection):
-    """As its base, but a body in very many very small chunks is an error."""
+class _StrictConnection(h11.Connection):
+    """As its base, but a large head is an error even if all of it is here, as is a body in very many tiny chunks."""
 
     _chunks = _bytes = 0
 
@@ -41,7 +43,17 @@ class _ChunkCounter(h11.Connection):
                 raise h11.RemoteProtocolError("the body comes in too many too small chunks")
         elif isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            _check_size(event.headers, len(event.target))
+            if event.http_version not in (b"1.0", b"1.1"):
+                raise h11.RemoteProtocolError("another version of HTTP")
+        elif isinstance(event, h11.EndOfMessage):
+            _check_size(event.headers)
         return event
+
+
+def _check_size(headers: Iterable[tuple[bytes, bytes]], size: int = 0) -> None:
+    if size + sum(len(name) + len(value) + 4 for name, value in headers) > MOST_HEAD_BYTES:
+        raise h11.RemoteProtocolError(f"more than {MOST_HEAD_BYTES} bytes of headers")
 
 
 class JsonErrorProtocol(H11Protocol):
@@ -77,7 +89,7 @@ class JsonErrorProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.conn = _ChunkCounter(h11.SERVER)
+        self.conn = _StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
 
     @property
     def owes(self) -> bool:
