@@ -87,9 +87,7 @@ class BoundedTemplate:
         try:
             return await self._lane.run(work, functools.partial(self._process.cancel, job))
         except JobFailed as error:
-            raise RequestError(
-                "messages", f"the model's chat template cannot render them: {self._why(error)}"
-            ) from None
+            raise RequestError("messages", f"the model's chat template was ended: {self._why(error)}") from None
 
     @property
     def inside(self) -> int:

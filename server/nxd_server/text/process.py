@@ -119,7 +119,7 @@ class TextProcess:
                 self._check_open()
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-c", _COMMAND, paths],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env={**kept, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
