@@ -89,13 +89,37 @@ class ServerSettings(BaseSettings):
         128, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
     )
     max_choices: int = Field(64, ge=1, description="Prompts times n of one request.")
-    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; a larger one is answered 413.")
+    max_body_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the "
+        "model's length can be, from 2 to 16 MiB.",
+    )
     request_timeout: float = Field(600.0, gt=0, description="Seconds a request may take in all; then 504.")
+    render_timeout: float = Field(
+        5.0, gt=0, le=3600, description="Seconds the model's chat template may take for one conversation."
+    )
     keep_alive_interval: float = Field(
         10.0, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
     )
     connection_timeout: int = Field(
-        75, ge=1, description="Seconds a connection is kept for the next request, or for a client that reads nothing."
+        75,
+        ge=1,
+        description="Seconds a connection is kept for the next request, or for a client that reads nothing or sends "
+        "nothing more of a body.",
+    )
+    header_timeout: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="Seconds until the head of a request must be here, from its first byte or, on a "
+        "new connection, from the start.",
+    )
+    max_connections: int | None = Field(
+        None, ge=16, description="Connections at once; by default as many as the limit of open files leaves room for."
+    )
+    max_connections_per_address: int | None = Field(
+        None, ge=1, description="Connections at once from one address; by default as many as there are."
     )
 
     drain_timeout: float = Field(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nxd_server")
 
+WAITING = 2048
+"""Connections that the system keeps until they are accepted."""
 CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
 """How long finished answers may at least take to reach their clients after the engine is done with them."""
@@ -41,6 +43,11 @@ FLUSH_SECONDS = 2.0
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling: it would raise the signal again, and the exit status would be -15."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING)  # uvicorn's one number is both how many wait and how many are accepted at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,7 +103,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(WAITING)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
@@ -127,7 +134,8 @@ class _Run:
         self._handle_signals()
         service.start()  # the ranks import and load while this process imports what answers HTTP
         from nxd_server.http.app import create_app
-        from nxd_server.http.protocol import JsonErrorProtocol
+        from nxd_server.http.connections import BACKLOG
+        from nxd_server.http.protocol import guarded
 
         app = create_app(service, self._settings)
         gc.freeze()  # nor through it while requests run: a full collection took 30 ms
@@ -135,7 +143,8 @@ class _Run:
         server = _Server(
             uvicorn.Config(
                 app,
-                http=JsonErrorProtocol,
+                http=guarded(app.state.connections),
+                backlog=BACKLOG,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -150,6 +159,7 @@ class _Run:
         await asyncio.sleep(0)  # what has failed meanwhile is known from here on
         if not self._failed.is_set():
             logger.info("listening on http://%s:%d", shown, port)
+        watching = asyncio.create_task(app.state.connections.watch())
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(serving, self._stop, self._failed)
         graceful = not self._failed.is_set() and not serving.done()
@@ -160,6 +170,7 @@ class _Run:
             _abandon(connection)
         server.should_exit = True
         await asyncio.wait({serving}, timeout=5.0)
+        watching.cancel()
         status = 0 if graceful and not self._hurry.is_set() else 1
         logger.info("ended with status %d", status)
         return status

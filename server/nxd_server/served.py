@@ -12,7 +12,8 @@ from nxd_server.errors import GenerateOnlyError, RequestError
 
 if TYPE_CHECKING:
     from nxd_infer.trace.manifest import Manifest
-    from nxd_server.text.chat import ChatTemplate
+    from nxd_server.text.chat import TemplateSources
+    from nxd_server.text.lanes import BoundedTemplate, BoundedTokenizer
     from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.service")
@@ -28,7 +29,8 @@ class Served:
         self.settings = settings
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
+        self._bounded_tokenizer: BoundedTokenizer | None = None
+        self.chat_template: BoundedTemplate | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -84,6 +86,26 @@ class Served:
             raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
         return self._tokenizer
 
+    def bounded_tokenizer(self) -> BoundedTokenizer:
+        """The tokenizer for texts of any size; RequestError when the artifact has none. For the loop's thread alone."""
+        tokenizer = self.require_tokenizer()
+        if self._bounded_tokenizer is None:
+            from nxd_server.text.lanes import BoundedTokenizer
+
+            settings = self.settings
+            self._bounded_tokenizer = BoundedTokenizer(
+                tokenizer, settings.request_timeout, settings.max_queued_requests
+            )
+        return self._bounded_tokenizer
+
+    def texts_aside(self) -> dict[str, int]:
+        """How many conversations and texts are worked on in processes of their own, or wait for that."""
+        template, tokenizer = self.chat_template, self._bounded_tokenizer
+        return {
+            "conversations": 0 if template is None else template.inside,
+            "texts": 0 if tokenizer is None else tokenizer.inside,
+        }
+
     # --- while it is loaded ---------------------------------------------------------------------------
 
     def _check_task(self) -> None:
@@ -102,7 +124,7 @@ class Served:
         """The tokenizer and the chat template that lie beside the graphs."""
         if task not in ROUTES:
             return
-        from nxd_server.text.chat import ChatTemplate
+        from nxd_server.text.chat import TemplateSources
         from nxd_server.text.tokenizer import Tokenizer
 
         try:
@@ -110,4 +132,15 @@ class Served:
         except ModelConfigError as error:
             logger.warning("no text routes, token ids only: %s", error)
         if task == "generate" and self._tokenizer is not None:
-            self.chat_template = ChatTemplate.from_dir(self.artifact)
+            self._use_template(TemplateSources.from_dir(self.artifact))
+
+    def _use_template(self, sources: TemplateSources | None) -> None:
+        """Serve conversations by the template, once it is known to be one."""
+        if sources is None:
+            return
+        from nxd_server.text.lanes import BoundedTemplate
+
+        settings = self.settings
+        template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
+        self.chat_template = template  # first: closing ends it while it is checked
+        template.check()

@@ -222,6 +222,9 @@ class Service(Served):
         """End everything; what still runs fails. The ranks are gone when this returns."""
         with self._lock:
             self._closing = True
+        for bounded in (self.chat_template, self._bounded_tokenizer):
+            if bounded is not None:
+                bounded.stop()
         worker, model = self._worker, self._model
         if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
             model.close()  # first: the engine's thread may be inside a start that only this ends

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from nxd_server.config import ServerSettings
 from nxd_server.http import logs
 from nxd_server.run import serve_service
 from nxd_server.service import Service
-from nxd_server.text.chat import ChatTemplate
+from nxd_server.text.chat import TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, ToyModel
 from tests.engine.toy_oneshot import ToyOneShot
@@ -24,6 +25,10 @@ from tests.engine.toy_oneshot import ToyOneShot
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
     "{% if shout %}LOUD;{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    # What a template may do that nobody should have to wait for.
+    "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if times %}{{ 'x' * times }}{% endif %}{% if flood %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}"
+    "{% endif %}{% if index %}{{ '{}'.format() }}{% endif %}"
 )
 
 
@@ -95,7 +100,7 @@ class ToyService(Service):
             time.sleep(0.02)
         self._manifest = self._toy.manifest
         self._tokenizer = toy_tokenizer()
-        self.chat_template = ChatTemplate(TEMPLATE)
+        self._use_template(TemplateSources(TEMPLATE))
         return self._toy
 
 
@@ -107,7 +112,10 @@ def main() -> int:
     parser.add_argument("--start-file", help="it is loaded once this file exists")
     parser.add_argument("--ranks-seconds", type=float, default=0.0)
     parser.add_argument("--fail-file")
+    parser.add_argument("--descriptors", type=int, help="this process's limit of open files")
     options = parser.parse_args()
+    if options.descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, options.descriptors))
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
     logs.configure(settings.log_format, settings.log_level)
     kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)

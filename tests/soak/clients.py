@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.soak.attackers import abandoned_text, many_values, odd_variable, silent
 from tests.soak.books import check_any_moment
 from tests.soak.questions import COMPLETIONS, Question, question
 from tests.soak.state import ADMIN, BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak, refused, route_of
@@ -199,6 +200,7 @@ async def look(soak: Soak, rng: random.Random) -> None:
 KINDS: dict[Callable[[Soak, random.Random], Awaitable[None]], float] = {
     whole: 30, stream: 30, unseeded: 8, several: 8, leave: 9, slow: 4, malformed: 8, oversized: 2, half: 0.5,
     no_http: 1, forbidden: 1, look: 6, burst: 1.5,
+    silent: 0.5, many_values: 1, odd_variable: 0.5, abandoned_text: 1,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -22,12 +23,13 @@ from tests.soak import processes
 from tests.soak.clients import MALFORMED, all_of, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
 from tests.soak.questions import MAX_LEN, Question, Told, question, told
-from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
+from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, GRACE, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
 from tests.soak.wire import Violation
 
 ROUND_SECONDS, REPORT_SECONDS = 60.0, 10.0
 END_SECONDS = 30.0
 GUESSES = 3
+LIVEZ_SECONDS, LOOKS = 0.1, 40
 MIB = processes.MIB
 
 
@@ -92,6 +94,9 @@ class Run:
         self._soak = Soak(server.port, grace)
         self._pids: set[int] = {server.process.pid}
         self._shared: set[str] = set()
+        self._patience = LIVEZ_SECONDS * max(1.0, grace / GRACE)
+        self._alive: list[float] = []
+        """Seconds that the last looks at ``/livez`` took."""
         self._mine: processes.Sample | None = None
         self._ranks: processes.Sample | None = None
 
@@ -200,10 +205,11 @@ class Run:
         )
 
     async def _watch(self) -> None:
-        """A line every ten seconds; Violation when the server ends by itself."""
+        """A line every ten seconds; Violation when the server ends by itself, or is late to say that it lives."""
         next_line = time.monotonic() + REPORT_SECONDS
         while True:
             await asyncio.sleep(0.5)
+            await self._look_alive()
             if (status := self._server.process.poll()) is not None:
                 raise Violation(f"the server ended with status {status}")
             if time.monotonic() >= next_line:
@@ -211,6 +217,14 @@ class Run:
                 ranks = await self._soak.rank_pids()
                 self._pids.update(ranks)
                 print(f"{self._age:>6}  {self.summary()}; {self._system(ranks)}", flush=True)
+
+    async def _look_alive(self) -> None:
+        """Most of the last looks at ``/livez`` took no longer than they may."""
+        answer = await self._soak.ask("GET", "/livez", bound=END_SECONDS)
+        self._soak.allow(answer, "/livez", 200)
+        self._alive = [*self._alive[1 - LOOKS :], answer.ended - answer.begun]
+        if len(self._alive) == LOOKS and (usual := statistics.median(self._alive)) > self._patience:
+            raise Violation(f"/livez took {usual:.2f} s, more often than not")
 
     def _system(self, ranks: list[int]) -> str:
         words = []
@@ -226,7 +240,9 @@ class Run:
         books = self._soak.books
         kinds = " ".join(f"{name} {count}" for name, count in sorted(books.kinds.items()))
         refusals = " ".join(f"{status}: {books.status(status)}" for status in (429, 503, 504))
-        return f"{kinds}; {books.choices} choices, {books.tokens} tokens; {refusals}; weights {self._soak.version}"
+        alive = f"/livez {1000 * max(self._alive, default=0):.0f} ms at most"
+        answers = f"{books.choices} choices, {books.tokens} tokens"
+        return f"{kinds}; {answers}; {refusals}; weights {self._soak.version}; {alive}"
 
     # --- the end ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Question, Told, told
 from tests.soak.wire import Answer, Pace, Violation, Wire, request
 
-SLOTS, QUEUE, BODY_BYTES = 8, 32, 64 * 1024
+SLOTS, QUEUE, BODY_BYTES = 8, 32, 1024 * 1024
 REQUEST_TIMEOUT, CALL_TIMEOUT = 5.0, 6.0
 """A rank that is stopped is noticed after the deadline of those who wait for it, so that this is tried as well."""
 GRACE = 3.0

@@ -10,17 +10,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 import nxd_infer
+from nxd_server.text.lanes import Lane
 
 from . import adapters, health, models, sagemaker, text
+from .body import Bodies
 from .chat import chat
 from .completions import completions
+from .connections import Connections
 from .embeddings import classify, embeddings
 from .errors import CODES, TYPES, ApiError
 from .keys import Keys
 from .metrics import Metrics
 from .middleware import InFlight, RequestMiddleware
 from .predict import predict
-from .requests import Context, context_of, parse, require_admin
+from .requests import ENCODERS, Context, context_of, parse, require_admin
 from .schemas import (
     AdapterBody,
     Body,
@@ -52,8 +55,11 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     metrics = Metrics(service)
     keys = Keys(settings.keys(), settings.admin())
-    app.state.context = Context(service, settings, metrics, keys)
+    encoders = Lane("prompts", ENCODERS, settings.max_queued_requests)
+    app.state.context = Context(service, settings, metrics, keys, encoders, Bodies())
     app.state.in_flight = InFlight()
+    app.state.connections = Connections(settings)
+    metrics.watch(app.state.connections)
     app.add_middleware(
         RequestMiddleware,
         keys=keys,

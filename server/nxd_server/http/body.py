@@ -1,28 +1,39 @@
-"""Reading a request's body: bounded while it arrives, then strictly parsed, whatever the client sends.
-
-A body is UTF-8 JSON with an object at the top, no ``NaN``, no lone surrogate, at most 200 levels deep. Everything
-else is a 400 (or 413) before any other code sees it.
-"""
+"""Reading a request's body: bounded while it arrives, alone and together with those of all other requests."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
-from .errors import ApiError, bad_request
+from .errors import ApiError
+from .strict_json import parse_json
+
+if TYPE_CHECKING:
+    from nxd_server.service import Service
 
 INLINE_PARSE_BYTES = 64 * 1024
-"""A larger body is parsed in a thread, so that it does not hold up everybody's streams."""
-DRAIN_BYTES = 64 * 2**20
+"""A larger body is parsed in a thread, between whose steps others get their turn."""
+ALL_BODIES_BYTES = 256 * 2**20
+"""What all requests that are being read may hold."""
+DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
+SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
+TOKEN_BYTES = 6
+"""An id with its comma, or the text of a token."""
 
 
 class ClientLeft(Exception):
     """The connection closed before the answer was complete; nobody is there to be told."""
+
+
+def default_limit(service: Service) -> int:
+    """Bytes of the largest body that can be of use: as many prompts as one request may ask, as long as they may be."""
+    if service.task != "generate":
+        return LARGEST_LIMIT
+    return min(LARGEST_LIMIT, max(SMALLEST_LIMIT, TOKEN_BYTES * service.max_len * service.settings.max_choices))
 
 
 def too_large(limit: int) -> ApiError:
@@ -35,29 +46,62 @@ def declared_length(request: Request) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body.
+class Bodies:
+    """The bodies that are being read, and how much they hold."""
 
-    Raises:
-        ApiError: 413 as soon as it is known to exceed ``limit``, declared or not.
-        ClientLeft: the connection closed in the middle.
-    """
-    declared = declared_length(request)
-    if declared is not None and declared > limit:
-        raise too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
+    def __init__(self, most: int = ALL_BODIES_BYTES):
+        self._most = most
+        self.held = 0
+
+    async def read_json(self, request: Request, limit: int, timeout: float) -> dict[str, Any]:
+        """The body as a JSON object.
+
+        Raises:
+            ApiError: 413 too large; 415 compressed; 400 as :func:`parse_json`; 504 not here within ``timeout`` seconds;
+                503 when there is no room for it beside the others.
+            ClientLeft: the connection closed in the middle.
+        """
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ApiError(415, f"the request body is compressed ({encoding[:40]!r}); send it as it is")
+        declared = declared_length(request)
+        if declared is not None and declared > limit:
             raise too_large(limit)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+        chunks: list[bytes] = []
+        try:
+            await asyncio.wait_for(self._read(request, limit, chunks), timeout)
+            data = b"".join(chunks)
+            return await asyncio.to_thread(parse_json, data) if len(data) > INLINE_PARSE_BYTES else parse_json(data)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                504,
+                f"the request body was not complete after {timeout:g} s (request_timeout)",
+                headers={"connection": "close"},
+            ) from None
+        finally:
+            self.held -= sum(map(len, chunks))
+
+    async def _read(self, request: Request, limit: int, chunks: list[bytes]) -> None:
+        """Read the body into ``chunks``; ApiError 413 as soon as it is known to exceed ``limit``."""
+        size, more = 0, True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            chunks.append(chunk)
+            size += len(chunk)
+            self.held += len(chunk)
+            if size > limit:
+                raise too_large(limit)
+            if self.held > self._most:
+                raise ApiError(503, "too many large requests are coming in at once", code="busy", retry_after=1)
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the connection is closed; for a request whose body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 class DrainingReceive:
@@ -70,10 +114,10 @@ class DrainingReceive:
 
     def __init__(self, receive: Receive, scope: Scope):
         self._receive = receive
-        names = {name for name, _ in scope["headers"]}
+        headers = dict(scope["headers"])
         # Whether the client may still be sending the request.
-        self.body_left = b"content-length" in names or b"transfer-encoding" in names
-        self._started = b"expect" not in names
+        self.body_left = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._started = b"expect" not in headers
 
     async def __call__(self) -> Message:
         self._started = True
@@ -83,7 +127,10 @@ class DrainingReceive:
         return message
 
     async def drain(self) -> None:
-        """Read the rest of the body, at most :data:`DRAIN_BYTES` of it for :data:`DRAIN_SECONDS`."""
+        """Read the rest of the body, at most :data:`DRAIN_BYTES` of it for :data:`DRAIN_SECONDS`.
+
+        Where :attr:`body_left` still holds, the connection is closed with the answer: nothing more of it is read.
+        """
         if self.body_left and self._started:
             try:
                 await asyncio.wait_for(self._discard(), DRAIN_SECONDS)
@@ -97,41 +144,3 @@ class DrainingReceive:
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             size += len(message.get("body", b""))
-
-
-async def read_json(request: Request, limit: int, timeout: float) -> dict[str, Any]:
-    """The body as a JSON object.
-
-    Raises:
-        ApiError: 413 too large; 400 not UTF-8, not JSON, not an object; 504 not here within ``timeout`` seconds.
-        ClientLeft: the connection closed in the middle.
-    """
-    try:
-        data = await asyncio.wait_for(read_body(request, limit), timeout)
-    except asyncio.TimeoutError:
-        raise ApiError(
-            504,
-            f"the request body was not complete after {timeout:g} s (request_timeout)",
-            headers={"connection": "close"},
-        ) from None
-    if len(data) > INLINE_PARSE_BYTES:
-        return await asyncio.to_thread(parse_json, data)
-    return parse_json(data)
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-    """``data`` as a JSON object, strictly (see the top of this file)."""
-    if not data.strip():
-        raise bad_request("the request body is empty; a JSON object is expected", code="invalid_json")
-    try:
-        data.decode("utf-8", errors="strict")
-    except UnicodeDecodeError as error:
-        raise bad_request(f"the request body is not valid UTF-8 (byte {error.start})", code="invalid_json") from None
-    try:
-        value = from_json(data, allow_inf_nan=False, cache_strings=False)
-    except ValueError as error:
-        raise bad_request(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
-        raise bad_request(f"the request body must be a JSON object, not {kind}", code="invalid_json")
-    return value

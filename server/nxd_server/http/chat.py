@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -20,7 +19,16 @@ from .completions import check_choices
 from .errors import ApiError, bad_request, clip, encode, missing_field, unknown_field, unsupported
 from .generation import Generation
 from .logprobs import chat_logprob
-from .requests import check_model, context_of, encode_text, request_id, require_task, whole_of
+from .requests import (
+    Context,
+    check_model,
+    context_of,
+    encode_text,
+    request_id,
+    require_task,
+    unless_left,
+    whole_of,
+)
 from .schemas import ChatBody
 from .sse import EventStream
 from .tails import Tails, usage_object
@@ -31,7 +39,8 @@ MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "annotations"}
 )
 
-INLINE_MESSAGES = 64
+NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
+"""What ``chat_template_kwargs`` may not hold."""
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,10 +76,8 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-async def chat_prompt(
-    service: Any, messages: list[dict[str, Any]], variables: dict[str, Any], *, bounded: bool = True
-) -> list[int]:
-    """The conversation's token ids by the model's own template."""
+async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The conversation as the model's own template writes it."""
     template = service.chat_template
     if template is None:
         raise ApiError(
@@ -80,19 +87,21 @@ async def chat_prompt(
             code="no_chat_template",
         )
     for name in variables:
-        if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
+        if name in NO_VARIABLES or not name.isidentifier():
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
 
-    def render() -> str:
-        return template.render(check_messages(messages), **variables)
+    most = service.require_tokenizer().most_characters(service.max_len)
+    return await template.render(check_messages(messages), variables, most)
 
-    # Many messages are rendered in a thread, so that they do not hold up everybody's streams.
-    text = render() if len(messages) <= INLINE_MESSAGES else await asyncio.to_thread(render)
-    tokens = await encode_text(service, text, "messages", special=False, bounded=bounded)
+
+async def chat_prompt(context: Context, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    """The conversation's token ids."""
+    text = await chat_text(context.service, messages, variables)
+    tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
-    if bounded and len(tokens) > service.max_len:
-        raise PromptTooLongError(len(tokens), service.max_len, "messages")
+    if len(tokens) > context.service.max_len:
+        raise PromptTooLongError(len(tokens), context.service.max_len, "messages")
     return tokens
 
 
@@ -116,7 +125,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
     check_choices(1, body.n, settings.max_choices)
     defaults = service.sampling_defaults
     body.sampling(asked, top, defaults)  # a wrong value is told before a long conversation is tokenised
-    tokens = await chat_prompt(service, body.messages, body.chat_template_kwargs)
+    tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
     max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
         service,

@@ -17,7 +17,7 @@ from nxd_server.text.tokenizer import Tokenizer
 from .errors import bad_request, encode
 from .generation import Generation
 from .logprobs import LegacyLogprobs
-from .requests import check_model, context_of, encode_prompts, request_id, require_task, whole_of
+from .requests import check_model, context_of, encode_prompts, request_id, require_task, unless_left, whole_of
 from .schemas import CompletionBody, token_lists
 from .sse import EventStream
 from .tails import Tails, usage_object
@@ -60,7 +60,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     check_choices(len(prompts), body.n, settings.max_choices)
     defaults = service.sampling_defaults
     body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value is told before a long prompt is tokenised
-    tokens = await encode_prompts(service, prompts, "prompt", special=body.add_special_tokens)
+    tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     longest = max(len(ids) for ids in tokens)
     max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
     if body.max_tokens is None:

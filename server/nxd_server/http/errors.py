@@ -1,9 +1,9 @@
 """Refusals in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, one status a kind.
 
 400 the request is wrong, 401 no valid key, 403 not allowed, 404 no such route or model, 405 wrong method, 409 in
-conflict with what the server is doing, 413 body too large, 429 full (with ``Retry-After``), 503 not ready or
-failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means a defect of ours: its message
-carries nothing but the request id, the log has the rest.
+conflict with what the server is doing, 413 body too large, 415 body compressed, 429 full (with ``Retry-After``), 503
+not ready or failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means a defect of ours: its
+message carries nothing but the request id, the log has the rest.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ TYPES = {
     405: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -54,6 +55,7 @@ CODES = {
     405: "method_not_allowed",
     409: "conflict",
     413: "body_too_large",
+    415: "compressed_body",
     429: "queue_full",
     500: "internal_error",
     503: "service_unavailable",

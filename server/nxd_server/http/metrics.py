@@ -18,6 +18,8 @@ from nxd_server.engine.events import EngineStats, ErrorEvent, FinishEvent
 if TYPE_CHECKING:
     from nxd_server.service import Service
 
+    from .connections import Connections
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -72,8 +74,28 @@ class Metrics:
             self._decode.observe(times.finished - times.first_token)
         self._whole.observe(times.finished - times.arrived)
 
+    def watch(self, connections: Connections) -> None:
+        """Show how many connections there are, and how many were ended by this side."""
+        self.registry.register(_ConnectionsCollector(connections))
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _ConnectionsCollector(Collector):
+    """The connections, counted when asked."""
+
+    def __init__(self, connections: Connections):
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        connections = self._connections
+        yield GaugeMetricFamily("nxd_connections", "Connections that are open.", len(connections))
+        yield GaugeMetricFamily("nxd_connections_most", "Connections there is room for.", connections.most)
+        ended = CounterMetricFamily("nxd_connections_ended", "Connections this side ended.", labels=["reason"])
+        for reason, count in connections.closed.items():
+            ended.add_metric([reason], count)
+        yield ended
 
 
 class _ServiceCollector(Collector):
@@ -94,6 +116,12 @@ class _ServiceCollector(Collector):
             yield GaugeMetricFamily(
                 "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
             )
+        texts = GaugeMetricFamily(
+            "nxd_texts_aside", "Conversations and texts that are worked on beside the server, or wait.", labels=["kind"]
+        )
+        for kind, count in service.texts_aside().items():
+            texts.add_metric([kind], count)
+        yield texts
         yield from self._ranks()
         stats = service.stats()
         if stats is not None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nxd_server.engine.weights import WholeRequest
 
 from .body import ClientLeft, DrainingReceive
-from .errors import REFUSAL, as_api_error
+from .errors import REFUSAL, ApiError, as_api_error
 from .keys import OPEN_PATHS, Keys
 from .logs import log_access
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
 WEIGHTS_HEADER = b"x-weight-version"
+CROWDED = "nxd.crowded"
+"""What the state of a request's scope holds when its connection is one of those kept for the health routes."""
 WHOLE = "nxd.whole"
 """Where a request's scope keeps its WholeRequest."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -68,11 +70,17 @@ class RequestMiddleware:
         whole = scope[WHOLE] = WholeRequest()
         status, sent, started = 0, 0, False
 
+        body = DrainingReceive(receive, scope)
+
         async def count(message: Message) -> None:
             nonlocal status, sent, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 headers = [*message.get("headers", []), (ID_HEADER, request_id.encode())]
+                if (
+                    body.body_left and (b"connection", b"close") not in headers
+                ):  # what may still come of the request is not read
+                    headers.append((b"connection", b"close"))
                 if whole.version is not None:
                     headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
                 message = {**message, "headers": headers}
@@ -80,10 +88,12 @@ class RequestMiddleware:
                 sent += len(message.get("body", b""))
             await send(message)
 
-        body = DrainingReceive(receive, scope)
         self._in_flight.add(body)
         try:
             try:
+                _check_framing(scope)
+                if CROWDED in scope.get("state", ()) and scope["path"] not in OPEN_PATHS:
+                    raise _crowded()
                 self._keys.check(scope)
                 await self._app(scope, body, count)
             except ClientLeft:
@@ -117,6 +127,28 @@ class RequestMiddleware:
                     sent,
                     scope.get(REFUSAL),
                 )
+
+
+def _check_framing(scope: Scope) -> None:
+    """ApiError 400 for a request with two lengths: a proxy in front may have taken the other one for its end."""
+    names = [name for name, _ in scope["headers"]]
+    if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] != "1.1"):
+        raise ApiError(
+            400,
+            "a request has Content-Length or Transfer-Encoding (HTTP/1.1 alone has that one), not both",
+            code="invalid_http",
+            headers={"connection": "close"},
+        )
+
+
+def _crowded() -> ApiError:
+    return ApiError(
+        503,
+        "the server has all the connections it can take (max_connections), and every one of them is being answered",
+        code="too_many_connections",
+        retry_after=1,
+        headers={"connection": "close"},
+    )
 
 
 def _request_id(scope: Scope) -> str:

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from nxd_server.errors import ended_early, not_finished
 
-from .body import ClientLeft
+from .body import ClientLeft, client_left
 from .requests import context_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ async def wait_all(
 
 async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metrics: Metrics) -> list[T]:
     results = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-    watcher = asyncio.create_task(_left(receive))
+    watcher = asyncio.create_task(client_left(receive))
     try:
         await asyncio.wait({results, watcher}, timeout=timeout + DEADLINE_GRACE, return_when=asyncio.FIRST_COMPLETED)
         if results.done():
@@ -70,8 +70,3 @@ async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metr
     finally:
         watcher.cancel()
         results.cancel()
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

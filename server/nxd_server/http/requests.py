@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
-from nxd_server.errors import PromptTooLongError
+from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.text.lanes import Lane
 
-from .body import read_json
+from .body import Bodies, ClientLeft, client_left, default_limit
 from .errors import ApiError, bad_request, clip
 from .middleware import WHOLE
 from .schemas import Body
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
     from .metrics import Metrics
 
 BodyT = TypeVar("BodyT", bound=Body)
+T = TypeVar("T")
 INLINE_TEXT = 4096
 """A longer text is tokenised in a thread: the library frees the interpreter while it works."""
+ENCODERS = 2
+"""Threads that do; nothing ends the text that one is at, but no more than these go on after their clients left."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Context:
     settings: ServerSettings
     metrics: Metrics
     keys: Keys
+    encoders: Lane
+    bodies: Bodies
 
 
 def context_of(request: Request) -> Context:
@@ -57,10 +65,17 @@ def whole_of(request: Request) -> WholeRequest:
     return request.scope[WHOLE]
 
 
+async def json_body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; raises as :meth:`Bodies.read_json`."""
+    context = context_of(request)
+    settings = context.settings
+    limit = settings.max_body_bytes or default_limit(context.service)
+    return await context.bodies.read_json(request, limit, settings.request_timeout)
+
+
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
-    """The body as ``kind``; raises ApiError 400 or 413, or ClientLeft."""
-    settings = context_of(request).settings
-    return kind.parse(await read_json(request, settings.max_body_bytes, settings.request_timeout))
+    """The body as ``kind``; raises ApiError 400, 413 or 415, or ClientLeft."""
+    return kind.parse(await json_body(request))
 
 
 def check_model(service: Service, name: str | None) -> str | None:
@@ -90,28 +105,47 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
         )
 
 
-async def encode_text(
-    service: Service, text: str, field: str, *, special: bool = True, bounded: bool = True
-) -> list[int]:
-    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant when it is ``bounded``."""
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves or the request's time is over.
+
+    Raises ClientLeft, and what ``work`` raises; the request's body must have been read.
+    """
+    context = context_of(request)
+    timeout = context.settings.request_timeout
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(client_left(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            context.metrics.disconnected()
+            raise ClientLeft
+        raise not_finished(timeout)
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:
+    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant."""
+    service = context.service
     tokenizer = service.require_tokenizer()
-    if bounded:
-        tokenizer.check_length(text, service.max_len, field)
-    if len(text) <= INLINE_TEXT:
-        return tokenizer.encode(text, add_special_tokens=special, field=field)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special, field=field)
+    tokenizer.check_length(text, service.max_len, field)
+    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field)
+    return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
 
 
 async def encode_prompts(
-    service: Service, prompts: list[str | list[int]], field: str, *, special: bool = True
+    context: Context, prompts: list[str | list[int]], field: str, *, special: bool = True
 ) -> list[list[int]]:
     """Token ids of prompts given as texts or as token ids already."""
+    service = context.service
     several = len(prompts) > 1
     tokens = []
     for place, prompt in enumerate(prompts):
         path = f"{field}[{place}]" if several else field
         if isinstance(prompt, str):
-            ids = await encode_text(service, prompt, path, special=special)
+            ids = await encode_text(context, prompt, path, special=special)
         else:
             ids = prompt
         if len(ids) > service.max_len:  # before every one is looked at

@@ -6,13 +6,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from .body import read_json
 from .chat import chat
 from .completions import completions
 from .embeddings import classify, embeddings
 from .errors import bad_request
 from .predict import predict
-from .requests import context_of
+from .requests import context_of, json_body
 from .schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PredictBody
 
 
@@ -20,7 +19,7 @@ async def invocations(request: Request) -> Any:
     """Chat (``messages``), completion (``prompt``), embedding or classification (``input``) or tensors (``inputs``)."""
     context = context_of(request)
     context.service.require_ready()
-    data = await read_json(request, context.settings.max_body_bytes, context.settings.request_timeout)
+    data = await json_body(request)
     if data.get("messages") is not None:
         return await chat(request, ChatBody.parse(data))
     if data.get("prompt") is not None:

@@ -23,6 +23,7 @@ from .errors import bad_request, clip, missing_field, unknown_field, unsupported
 BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
 """They are looked through at every token, in the one thread that serves everybody."""
+MOST_VARIABLES = 64
 MOST_BIASES = 4096
 """What a graph takes is the engine's to say; no graph takes this many, so more are not even read."""
 
@@ -250,7 +251,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
 
 
 _TRUNCATE = "Cut a longer text to as many tokens; -1: to what the model takes."
@@ -371,4 +374,4 @@ def _not_empty(value: list[Any], path: str) -> None:
 
 
 def _ids(value: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < 2**31 for item in value)
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31)

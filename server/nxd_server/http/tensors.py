@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .errors import bad_request, clip, missing_field, unknown_field
 
+MOST_DIMENSIONS = 64
+MOST_NUMBERS = 2**40
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -60,9 +63,16 @@ def _dtype(name: Any, field: str) -> torch.dtype:
 
 
 def _shape(value: Any, field: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(size) is int and 0 <= size < 2**40 for size in value):
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
         raise bad_request(f"`{field}.shape` must be a list of sizes", f"{field}.shape")
+    _check_shape(value, f"{field}.shape")
     return value
+
+
+def _check_shape(shape: Sequence[int], field: str) -> None:
+    """Of a tensor without elements too: libraries multiply its sizes all the same."""
+    if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > MOST_NUMBERS:
+        raise bad_request(f"`{field}` is of no tensor that a model takes", field)
 
 
 def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
@@ -142,9 +152,12 @@ def tensors_from_safetensors(text: str, field: str) -> dict[str, torch.Tensor]:
     except (binascii.Error, ValueError):
         raise bad_request(f"`{field}` is not base64", field) from None
     try:
-        return load(data)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise bad_request(f"`{field}` is not a safetensors file: {error}", field) from None
+        tensors = load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError, OverflowError) as error:
+        raise bad_request(f"`{field}` is not a safetensors file: {str(error).partition(chr(10))[0]}", field) from None
+    for name, tensor in tensors.items():
+        _check_shape(tensor.shape, f"{field}.{clip(name)}")
+    return tensors
 
 
 def tensors_to_safetensors(tensors: dict[str, torch.Tensor]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -11,34 +9,49 @@ from starlette.responses import Response
 
 from nxd_server.engine.request import check_token_ids
 
-from .chat import chat_prompt
+from .chat import chat_text
 from .errors import bad_request, encode
-from .requests import check_model, context_of, encode_text
+from .requests import INLINE_TEXT, Context, check_model, context_of, unless_left
 from .schemas import DetokenizeBody, TokenizeBody
 
 INLINE_TOKENS = 4096
+MOST_TOKENS = 2**16
+"""Token ids that ``/detokenize`` takes where the model's own maximum length is not more."""
 
 
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
-    service = context_of(request).service
-    service.require_loaded()
-    check_model(service, body.model)
+    context = context_of(request)
+    context.service.require_loaded()
+    check_model(context.service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
-    if body.messages is not None:
-        tokens = await chat_prompt(service, body.messages, {}, bounded=False)
+    if body.messages is None and len(body.prompt or "") <= INLINE_TEXT:
+        answer = _tokenized(context, body, body.prompt or "")
     else:
-        tokens = await encode_text(service, body.prompt or "", "prompt", special=body.add_special_tokens, bounded=False)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
+        answer = await unless_left(request, _tokenize_aside(context, body))
+    return Response(answer, media_type="application/json")
+
+
+async def _tokenize_aside(context: Context, body: TokenizeBody) -> bytes:
+    service = context.service
+    text, special, field = body.prompt or "", body.add_special_tokens, "prompt"
+    if body.messages is not None:
+        text, special, field = await chat_text(service, body.messages, {}), False, "messages"
+    service.require_tokenizer().check_length(text, service.max_len, field)
+    return await service.bounded_tokenizer().tokenize(
+        text, special=special, strings=body.return_token_strs, max_model_len=service.max_len, field=field
+    )
+
+
+def _tokenized(context: Context, body: TokenizeBody, text: str) -> bytes:
+    service = context.service
     tokenizer = service.require_tokenizer()
-
-    def answered() -> bytes:
-        if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-        return encode(answer)
-
-    return Response(await _inline_or_thread(answered, len(tokens)), media_type="application/json")
+    tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens, field="prompt")
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+    return encode(answer)
 
 
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
@@ -47,15 +60,13 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     service.require_loaded()
     check_model(service, body.model)
     tokenizer = service.require_tokenizer()
-
-    def answered() -> bytes:
-        if body.tokens:
-            check_token_ids(body.tokens, service.vocab_size, "tokens")
-        return encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-    return Response(await _inline_or_thread(answered, len(body.tokens)), media_type="application/json")
-
-
-async def _inline_or_thread(work: Callable[[], bytes], tokens: int) -> bytes:
-    """``work()``, in a thread where so many tokens would hold up everybody's streams."""
-    return work() if tokens <= INLINE_TOKENS else await asyncio.to_thread(work)
+    most = max(MOST_TOKENS, service.max_len)
+    if len(body.tokens) > most:
+        raise bad_request(f"`tokens` has {len(body.tokens)} ids; at most {most} are taken at once", "tokens")
+    if body.tokens:
+        check_token_ids(body.tokens, service.vocab_size, "tokens")
+    if len(body.tokens) <= INLINE_TOKENS:
+        answer = encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    else:
+        answer = await unless_left(request, service.bounded_tokenizer().detokenize(body.tokens))
+    return Response(answer, media_type="application/json")

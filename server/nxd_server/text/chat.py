@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import RequestError
+from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.tokenizer import check_text, read_config
 
+MOST_CHARACTERS = 2**30
+"""What one rendering may be where nobody set a limit."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class ChatTemplate:
-    """A compiled chat template and the special tokens it may name."""
+@dataclass(frozen=True)
+class TemplateSources:
+    """A model's chat templates as they are written, and the special tokens they may name. Nothing is compiled."""
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, named: Mapping[str, str] | None = None
-    ):
-        """``named`` holds further templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
-        self.source = source
-        self.special_tokens = dict(special_tokens or {})
-        self._template = compile_template(source)
-        self._tools = compile_template(named["tool_use"]) if named and "tool_use" in named else self._template
+    default: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Further templates (``tool_use``, ``rag``) of the same model."""
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> ChatTemplate | None:
-        """The template of a model or artifact directory; None when it has none."""
+    def from_dir(cls, directory: str | Path) -> TemplateSources | None:
+        """The templates of a model or artifact directory; None when it has none."""
         directory = Path(directory)
         config = read_config(directory)
         templates = _read_templates(directory, config)
@@ -50,20 +50,43 @@ class ChatTemplate:
                 special[name] = text
         return cls(templates["default"], special, templates)
 
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens it may name.
+
+    A template is a program: it may take for ever, to compile too. A server has it run where it can be ended
+    (:class:`~nxd_server.text.lanes.BoundedTemplate`).
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, named: Mapping[str, str] | None = None
+    ):
+        """``named`` holds further templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        self._template = compile_template(source)
+        self._tools = compile_template(named["tool_use"]) if named and "tool_use" in named else self._template
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> ChatTemplate | None:
+        """The template of a model or artifact directory; None when it has none."""
+        sources = TemplateSources.from_dir(directory)
+        return None if sources is None else cls(sources.default, sources.special_tokens, sources.named)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: list[dict] | None = None,
+        max_characters: int = MOST_CHARACTERS,
         **variables: Any,
     ) -> str:
         """The prompt as text, special tokens included: encode it with ``add_special_tokens=False``.
 
-        Raises RequestError when the messages are not messages, or when the template refuses them.
+        Raises RequestError when the messages are not messages, when the template refuses them, or when it makes more
+        than ``max_characters`` of them.
         """
-        from jinja2 import TemplateError
-
         template = self._tools if tools else self._template
         scope = {
             **self.special_tokens,
@@ -74,11 +97,28 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return template.render(scope)
+            return _joined(template.generate(scope), max_characters)
         except _Refusal as error:
             raise RequestError("messages", f"the model's chat template refuses them: {error}") from None
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        except (MemoryError, RequestError):
+            raise
+        except Exception as error:  # whatever a program may do wrong
             raise RequestError("messages", f"the model's chat template cannot render them: {error}") from error
+
+
+def _joined(parts: Iterable[str], most: int) -> str:
+    """The parts as one text; stops at the first that makes it longer than ``most``."""
+    kept, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > most:
+            raise TextTooLongError(
+                "messages",
+                f"the model's chat template makes more than {most} characters of them, which are more than the "
+                "tokens this model takes",
+            )
+        kept.append(part)
+    return "".join(kept)
 
 
 def normalise_messages(messages: Any) -> list[dict[str, Any]]:

@@ -122,13 +122,17 @@ class Tokenizer:
 
     def check_length(self, text: str, max_len: int, field: str = "prompt") -> None:
         """TextTooLongError when ``text`` is longer than ``max_len`` tokens can be: far cheaper than to encode it."""
-        most = max(SHORT_ENOUGH, max_len * self._longest_token)
+        most = self.most_characters(max_len)
         if len(text) > most:
             raise TextTooLongError(
                 field,
                 f"the text has {len(text)} characters, which are more than fit: this model's maximum context length is "
                 f"{max_len} tokens; at most {most} characters are read",
             )
+
+    def most_characters(self, max_len: int) -> int:
+        """The longest text that is read where a model takes ``max_len`` tokens."""
+        return max(SHORT_ENOUGH, max_len * self._longest_token)
 
     @functools.cached_property
     def _longest_token(self) -> int:

@@ -1,0 +1,125 @@
+"""JSON from strangers: strict, and counted before it is parsed.
+
+The parser holds the interpreter, and with it everybody's streams, for as long as it takes: half a millisecond for a
+long text, seconds for millions of small lists. So what is in a body is counted first, by searches that take next to
+no time and in pieces between which others get their turn, and what would take long is never parsed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import from_json
+
+from .errors import ApiError, bad_request, clip
+
+MOST_ELEMENTS = 2**19
+"""Values in all: with the longest lists of token ids that 64 prompts can be."""
+MOST_CONTAINERS = 2**16
+"""Lists and objects among them; each costs as much as ten numbers."""
+NUMBER_BYTES = 64
+"""Bytes outside of strings an element, on average; a number of thousands of digits takes long to read."""
+SLACK_BYTES = 2**14
+WINDOW = 2**16
+
+
+class Outline:
+    """What a JSON text holds, by its punctuation outside of strings. Of a text that is no JSON it says little."""
+
+    def __init__(self, data: bytes):
+        """Raises ApiError 400 as soon as it is more than is parsed."""
+        self.elements = 0
+        self.containers = 0
+        self.objects = 0
+        self.keys = 0
+        self.bytes = 0
+        place, inside = 0, False
+        while place < len(data):
+            window = data[place : place + WINDOW]
+            if place + WINDOW < len(data) and (len(window) - len(window.rstrip(b"\\"))) % 2:
+                window = window[:-1]  # the last one escapes what the next window begins with
+            place += len(window)
+            inside = self._count(window, inside)
+            self._check()
+
+    def _count(self, window: bytes, inside: bool) -> bool:
+        """Add a window that begins inside of a string, or not; whether the next one does."""
+        if b"\\" in window:
+            window = window.replace(b"\\\\", b"").replace(b'\\"', b"")  # of what is left, every quote ends a string
+        parts = window.split(b'"')
+        outside = b"".join(parts[int(inside) :: 2])
+        objects = outside.count(b"{")
+        self.elements += outside.count(b",")
+        self.containers += outside.count(b"[") + objects
+        self.objects += objects
+        self.keys += outside.count(b":")
+        self.bytes += len(outside.translate(None, b" \t\r\n"))
+        return inside if len(parts) % 2 else not inside
+
+    def _check(self) -> None:
+        count = self.elements + self.containers
+        if count > MOST_ELEMENTS:
+            raise _too_much(f"more than {MOST_ELEMENTS} values")
+        if self.containers > MOST_CONTAINERS:
+            raise _too_much(f"more than {MOST_CONTAINERS} lists and objects")
+        if self.bytes > NUMBER_BYTES * (count + self.keys) + SLACK_BYTES:
+            raise _too_much(f"numbers of more than {NUMBER_BYTES} digits")
+
+
+def _too_much(what: str) -> ApiError:
+    return bad_request(
+        f"the request body holds {what}, which are not read; send less at once, or tensors as `safetensors`",
+        code="body_too_complex",
+    )
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """``data`` as a JSON object.
+
+    Raises:
+        ApiError: 400 for what is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
+            not), not an object, or has a key twice in one object: two readers would understand two requests.
+    """
+    if not data.strip():
+        raise _invalid("is empty; a JSON object is expected")
+    outline = Outline(data)
+    try:
+        data.decode("utf-8", errors="strict")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"is not valid UTF-8 (byte {error.start})") from None
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise _invalid(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+        raise _invalid(f"must be a JSON object, not {kind}")
+    if outline.keys != (len(value) if outline.objects == 1 else _keys(value)):
+        json.loads(data, object_pairs_hook=_unique)
+    return value
+
+
+def _invalid(what: str) -> ApiError:
+    return bad_request(f"the request body {what}", code="invalid_json")
+
+
+def _keys(value: dict[str, Any]) -> int:
+    """The keys of an object and of all objects in it."""
+    count, rest = 0, [value]
+    while rest:
+        one: Any = rest.pop()
+        if isinstance(one, dict):
+            count += len(one)
+            one = one.values()
+        rest.extend(inner for inner in one if type(inner) in (dict, list))
+    return count
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in known:
+            raise _invalid(f"has the key {clip(name)!r} twice in one object")
+        known[name] = value
+    return known

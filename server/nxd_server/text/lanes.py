@@ -1,0 +1,145 @@
+"""Ways for texts through the server: so many at once, so many that wait, and none whose client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import QueueFullError, RequestError
+from nxd_server.text.chat import TemplateSources
+from nxd_server.text.process import JobFailed, Setup, TextProcess
+from nxd_server.text.process_main import TEMPLATE_MEMORY, TOKENIZER_MEMORY
+from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.threads import in_thread
+
+T = TypeVar("T")
+MIB = 2**20
+
+
+class Lane:
+    """``width`` pieces of work at a time, each in a thread of its own; ``queue`` more may wait."""
+
+    def __init__(self, what: str, width: int, queue: int):
+        self._what = what
+        self._most = width + queue
+        self._turns = asyncio.Semaphore(width)
+        self.inside = 0
+
+    async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
+        """``work()``. When this is cancelled, work that waits is dropped, and ``cancel`` ends work that runs.
+
+        Raises QueueFullError when there is no room to wait.
+        """
+        if self.inside >= self._most:
+            raise QueueFullError(f"{self.inside} {self._what} are being worked on or wait (max_queued_requests)")
+        self.inside += 1
+        try:
+            await self._turns.acquire()
+        except BaseException:
+            self.inside -= 1
+            raise
+        running = in_thread(work, "nxd-text")
+        running.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if cancel is not None:
+                cancel()
+            raise
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        """The turn is over when the work is, and not when nobody waits for it any more."""
+        self.inside -= 1
+        self._turns.release()
+        if not work.cancelled():
+            work.exception()  # seen, whether somebody waits or not
+
+
+class BoundedTemplate:
+    """A model's chat template, rendered in a process that can be killed."""
+
+    def __init__(self, sources: TemplateSources, seconds: float, queue: int):
+        """``seconds`` for each rendering; ``queue`` conversations may wait."""
+        header = {"kind": "template", "source": sources.default, "named": dict(sources.named)}
+        setup = Setup({**header, "special_tokens": dict(sources.special_tokens)})
+        self._process = TextProcess(lambda: setup)
+        self._seconds = seconds
+        self._lane = Lane("conversations", 1, queue)
+
+    def check(self) -> None:
+        """ModelConfigError for a template that cannot be used with any conversation; blocks."""
+        try:
+            self._render([{"role": "user", "content": ""}], {}, MIB, None)
+        except JobFailed as error:
+            raise ModelConfigError(f"the model's chat template cannot be used: {self._why(error)}") from None
+        except RequestError as error:
+            if not error.field:  # it does not compile; one that refuses this conversation may take another
+                raise ModelConfigError(error.message) from None
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most: int) -> str:
+        """The prompt as text, of at most ``most`` characters; RequestError when the template does not give one."""
+        job = object()
+        work = functools.partial(self._render, messages, variables, most, job)
+        try:
+            return await self._lane.run(work, functools.partial(self._process.cancel, job))
+        except JobFailed as error:
+            raise RequestError("messages", f"the model's chat template was ended: {self._why(error)}") from None
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._lane.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def _render(self, messages: Any, variables: Mapping[str, Any], most: int, job: object | None) -> str:
+        header = {"messages": messages, "variables": variables, "most": most}
+        return self._process.run(header, seconds=self._seconds, job=job)[1].decode()
+
+    def _why(self, error: JobFailed) -> str:
+        if error.late:
+            return f"it did not come to an end within {self._seconds:g} s (render_timeout)"
+        return f"it takes more than {TEMPLATE_MEMORY // MIB} MiB of memory, or ended its process otherwise"
+
+
+class BoundedTokenizer:
+    """``/tokenize`` and ``/detokenize``: answers ready to be sent, made in a process that can be killed."""
+
+    def __init__(self, tokenizer: Tokenizer, seconds: float, queue: int):
+        """``seconds`` for each text; ``queue`` texts may wait."""
+        self._process = TextProcess(
+            lambda: Setup({"kind": "tokenizer", "config": tokenizer.config}, tokenizer.raw.to_str().encode())
+        )
+        self._seconds = seconds
+        self._lane = Lane("texts", 1, queue)
+
+    async def tokenize(self, text: str, *, special: bool, strings: bool, max_model_len: int, field: str) -> bytes:
+        """The answer to ``/tokenize``; RequestError naming ``field``."""
+        header = {"do": "tokenize", "special": special, "strings": strings, "max_model_len": max_model_len}
+        return (await self._run({**header, "field": field}, text.encode(), field))[1]
+
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
+        """The answer to ``/detokenize``, of ids that the model has."""
+        return (await self._run({"do": "detokenize"}, array("q", ids).tobytes(), "tokens"))[1]
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._lane.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    async def _run(self, header: dict[str, Any], blob: bytes, field: str) -> tuple[dict[str, Any], bytes]:
+        job = object()
+        work = functools.partial(self._process.run, header, blob, seconds=self._seconds, job=job)
+        try:
+            return await self._lane.run(work, functools.partial(self._process.cancel, job))
+        except JobFailed as error:
+            why = f"{self._seconds:g} s" if error.late else f"{TOKENIZER_MEMORY // MIB} MiB of memory"
+            raise RequestError(field, f"it takes more than {why}; send less at once") from None

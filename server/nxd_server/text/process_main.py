@@ -1,0 +1,125 @@
+"""What runs inside a :class:`~nxd_server.text.process.TextProcess`: frames in, frames out, on its standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import RequestError, TextTooLongError
+from nxd_server.text.process import START_SECONDS, read_frame, write_frame
+
+TEMPLATE_MEMORY = 256 * 2**20
+TOKENIZER_MEMORY = 1024 * 2**20
+"""Bytes a job may take beyond what the process has when it is ready."""
+KEPT_MEMORY = 64 * 2**20
+"""A process that has grown by more ends: only so does the system get everything back."""
+NICENESS = 5
+"""Streams come first; a text of a megabyte may take its time."""
+
+Answer = tuple[dict[str, Any], bytes]
+Job = Callable[[dict[str, Any], bytes], Answer]
+
+
+def main() -> None:
+    """Serve jobs until the other side closes."""
+    connection = socket.socket(fileno=os.dup(0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _end_in(START_SECONDS)
+    try:
+        job = _prepare(*read_frame(connection))
+    except ModelConfigError as error:
+        write_frame(connection, {"refused": ["", str(error)]})
+        return
+    _end_in(None)
+    write_frame(connection, {})
+    resident = _bytes(1)
+    while True:
+        try:
+            header, blob = read_frame(connection)
+        except EOFError:
+            return
+        _end_in(header["seconds"])
+        answer, data = _answered(job, header, blob)
+        _end_in(None)
+        last = answer.get("last", False) or _bytes(1) - resident > KEPT_MEMORY
+        write_frame(connection, {**answer, "last": last}, data)
+        if last:
+            return
+        del header, blob, answer, data
+
+
+def _end_in(seconds: float | None) -> None:
+    """Die a moment after ``seconds``, should nobody be left to kill this process: that is what SIGALRM does."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + 1.0)
+
+
+def _limit_memory(size: int) -> None:
+    """Let this process take ``size`` bytes more than it has."""
+    limit = _bytes(0) + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _answered(job: Job, header: dict[str, Any], blob: bytes) -> Answer:
+    try:
+        return job(header, blob)
+    except RequestError as error:
+        return {"refused": [error.field, error.message], "too_long": isinstance(error, TextTooLongError)}, b""
+    except MemoryError:
+        return {"memory": True, "last": True}, b""
+
+
+def _prepare(header: dict[str, Any], blob: bytes) -> Job:
+    if header["kind"] == "template":
+        return _template_job(header)
+    os.nice(NICENESS)
+    job = _tokenizer_job(header, blob)
+    _limit_memory(TOKENIZER_MEMORY)
+    return job
+
+
+def _template_job(setup: dict[str, Any]) -> Job:
+    from nxd_server.text.chat import ChatTemplate
+
+    _limit_memory(TEMPLATE_MEMORY)
+    # Compiled here and nowhere else: jinja2 computes constants while it compiles, so that alone may take for ever.
+    template = ChatTemplate(setup["source"], setup["special_tokens"], setup["named"])
+
+    def render(header: dict[str, Any], blob: bytes) -> Answer:
+        text = template.render(header["messages"], max_characters=header["most"], **header["variables"])
+        return {}, text.encode()
+
+    return render
+
+
+def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
+    from tokenizers import Tokenizer as RawTokenizer
+
+    from nxd_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(RawTokenizer.from_str(blob.decode()), setup["config"])
+
+    def work(header: dict[str, Any], blob: bytes) -> Answer:
+        if header["do"] == "detokenize":
+            ids = array("q", blob)
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            return {}, json.dumps({"prompt": text}, ensure_ascii=False, separators=(",", ":")).encode()
+        ids = tokenizer.encode(blob.decode(), add_special_tokens=header["special"], field=header["field"])
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": header["max_model_len"], "tokens": ids}
+        if header["strings"]:
+            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        return {"count": len(ids)}, json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+    return work
+
+
+def _bytes(field: int) -> int:
+    """Bytes of address space (0) or of memory (1) that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()

@@ -1,0 +1,148 @@
+"""Templates and long texts run beside the server: they end, leave nothing behind, and hold up nobody."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+
+import httpx
+import pytest
+
+from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
+from tests.processes import descendants, gone
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**variables):
+    return {"messages": HELLO, "max_tokens": 3, "temperature": 0, "chat_template_kwargs": variables}
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """A template has a second; one text may wait for another."""
+    with toy_server(render_timeout=1.0, max_queued_requests=1, access_log=False) as server:
+        yield server
+
+
+def test_a_template_without_an_end_holds_up_nobody_and_is_400(impatient):
+    others = 0
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(impatient.post, CHAT, chat(spin=1), timeout=30)
+        while not answer.done():
+            assert impatient.get("/livez", timeout=30).status_code == 200
+            others += 1
+    error = is_error(answer.result(), 400, "messages")
+    assert "did not come to an end within 1 s (render_timeout)" in error["message"]
+    assert others > 10, "only those before and after it were answered"
+    assert impatient.post(CHAT, chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("variables", "param", "says"),
+    [
+        ({"self": 1}, "chat_template_kwargs", "must not set 'self'"),
+        ({"max_characters": 1}, "chat_template_kwargs", "must not set"),
+        ({"times": 10**12}, "messages", "256 MiB of memory"),
+        ({"times": 10**30}, "messages", "cannot render them"),
+        ({"times": 9 * 10**6}, "messages", "makes more than 1048576 characters"),
+        ({"flood": 1}, "messages", "makes more than 1048576 characters"),
+        ({"index": 1}, "messages", "cannot render them"),
+        (dict.fromkeys(map("v{}".format, range(100))), "chat_template_kwargs", "at most 64"),
+    ],
+)
+def test_what_a_template_cannot_do_is_400(toy, variables, param, says):
+    assert says in is_error(toy.post(CHAT, chat(**variables)), 400, param)["message"]
+    assert toy.post(CHAT, chat()).status_code == 200
+
+
+def test_a_signal_ends_the_server_while_a_template_runs():
+    with toy_server(render_timeout=600, drain_timeout=0.5) as server:
+        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
+            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1, 20)
+            children = descendants(server.process.pid)
+            assert children
+            assert server.stop(signal.SIGTERM) == 0
+        assert all(gone(pid, 5) for pid in children)
+
+
+def test_a_client_that_leaves_ends_its_template(toy):
+    with toy_server(render_timeout=600) as server:
+        with raw(server, http_request(CHAT, json.dumps(chat(spin=1)).encode())):
+            wait_for(lambda: server.metric("nxd_texts_aside", kind="conversations") == 1, 20)
+            (child,) = descendants(server.process.pid)
+        server.wait_metric("nxd_texts_aside", 0.0, kind="conversations")
+        assert gone(child, 10)
+        assert server.post(CHAT, chat()).status_code == 200  # another has been started
+
+
+TEXT = {"prompt": "hello, you there. " * 50_000}
+"""Close to the megabyte that is read at all."""
+
+
+def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(impatient):
+    """One is worked on and one waits; a third is 429. Their clients gone, nothing of them is left."""
+    data = http_request("/tokenize", json.dumps(TEXT).encode())
+    before = descendants(impatient.process.pid)
+    for _ in range(3):
+        with raw(impatient, data), raw(impatient, data):
+            wait_for(lambda: impatient.metric("nxd_texts_aside", kind="texts") == 2, 20)
+            is_error(impatient.post("/tokenize", TEXT), 429, code="queue_full")
+        impatient.wait_metric("nxd_texts_aside", 0.0, kind="texts")
+    wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
+
+
+def test_what_a_long_text_took_is_given_back(toy):
+    """The process that held it ends; a text that takes little leaves it running for the next."""
+    before = descendants(toy.process.pid)
+    assert toy.post("/tokenize", TEXT).json()["count"] > 500_000
+    assert descendants(toy.process.pid) <= before
+    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000
+    assert len(descendants(toy.process.pid) - before) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "ab " * 400_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "ab " * 400_000}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 70_000}, "tokens"),
+    ],
+)
+def test_texts_and_ids_beyond_what_is_read_are_refused(toy, path, body, param):
+    is_error(toy.post(path, body), 400, param)
+
+
+def test_long_and_short_texts_are_answered_alike(toy, tokenizer):
+    for text in ("hello", "hello, you. " * 500):
+        for strings in (False, True):
+            answer = toy.post("/tokenize", {"prompt": text, "return_token_strs": strings}).json()
+            ids = tokenizer.encode(text)
+            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 64)
+            assert answer.get("token_strs") == ([tokenizer.token_text(token) for token in ids] if strings else None)
+            assert toy.post("/detokenize", {"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
+
+
+def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
+    """It is compiled in the process too: constants are computed then, here more of them than any memory holds."""
+    from nxd_infer.errors import ModelConfigError
+    from nxd_server.text.chat import TemplateSources
+    from nxd_server.text.lanes import BoundedTemplate
+
+    for source, says in (("{% for x in %}", "not valid jinja2"), ("{{ 'x' * 10**11 }}", "256 MiB of memory")):
+        template = BoundedTemplate(TemplateSources(source), seconds=5, queue=1)
+        try:
+            with pytest.raises(ModelConfigError, match=says):
+                template.check()
+        finally:
+            template.stop()
+
+
+def test_the_server_knows_no_client_that_waits_for_ever(impatient):
+    """A conversation's place in the lane is free again whatever became of it."""
+    with httpx.Client(timeout=30) as client:
+        codes = [client.post(impatient.url + CHAT, json=chat(spin=1)).status_code for _ in range(2)]
+    assert codes == [400, 400]
+    assert impatient.metric("nxd_texts_aside") == 0
