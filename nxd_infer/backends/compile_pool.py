@@ -10,7 +10,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.children import child_environment, python_module
 from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.processors import processors
 
@@ -114,19 +114,17 @@ def _start(backend: str, place: Path) -> _Worker:
     answers, theirs = os.pipe()
     temporary = place / "tmp"
     temporary.mkdir(exist_ok=True)
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TMPDIR": str(temporary),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PYTHONWARNINGS": "ignore",
-    }
+    environment = child_environment(
+        TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TMPDIR=str(temporary),
+        PYTHONWARNINGS="ignore",
+    )
     log = place / f"compile-{secrets.token_hex(4)}.log"
     try:
         with open(log, "wb") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())],
+                python_module("nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer import errors
+from nxd_infer.children import python_code
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.processors import processors
 from nxd_infer.trace import func_rank
@@ -166,8 +167,9 @@ def _preparation() -> dict[str, Any]:
     return kept
 
 
+# The caller's path, not a safe one, for the caller's code; `json` is imported before it, and so is Python's own.
 _RANK = """
-import json, sys
+import json
 sys.path[:] = json.loads(sys.argv[2])
 from nxd_infer.trace.func_rank import main
 main(int(sys.argv[1]))
@@ -178,7 +180,7 @@ def _start(settings: func_rank.RankSettings) -> _Rank:
     mine, theirs = Pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(theirs.fileno()), json.dumps(sys.path)],
+            python_code(_RANK, str(theirs.fileno()), json.dumps(sys.path)),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone

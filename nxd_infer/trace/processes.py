@@ -14,15 +14,13 @@ import os
 import select
 import shutil
 import signal
-import site
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from nxd_infer.children import child_environment, python_module
 from nxd_infer.comm.process import process_state
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError
@@ -222,7 +220,7 @@ class RankProcesses:
             libraries=libraries,
             rendezvous=f"{directory}/rendezvous",
         )
-        command = [sys.executable, "-m", "nxd_infer.trace.worker", "rank", str(rank), "--config", config.to_json()]
+        command = python_module("nxd_infer.trace.worker", "rank", str(rank), "--config", config.to_json())
         try:
             with self._going():
                 process = subprocess.Popen(
@@ -230,7 +228,7 @@ class RankProcesses:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=_environment(self.threads),
+                    env=child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads)),
                     pass_fds=(theirs.fileno(), *fds),
                     start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
                 )
@@ -322,18 +320,3 @@ def know_crews(artifact: LoadedArtifact) -> bool:
     except OSError:
         return False  # whoever verifies the files says what is wrong with them
     return bool(libraries) and all(b"nxd_engage_crew" in content for content in libraries)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """The ranks' environment: this process's, with their thread count and a path to this package."""
-    import nxd_infer
-
-    root = str(Path(nxd_infer.__file__).parent.parent)
-    environment = dict(os.environ)
-    if root not in {*site.getsitepackages(), site.getusersitepackages()}:
-        paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    environment["PYTHONSAFEPATH"] = "1"  # a torch.py in the caller's directory is not the rank's torch
-    environment["PYTHONUNBUFFERED"] = "1"
-    environment["OMP_NUM_THREADS"] = str(threads)
-    return environment

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nxd_infer.children import child_environment
 from nxd_infer.errors import RankFailedError, RankTimeoutError
 from nxd_infer.processors import compute_threads
 
@@ -42,7 +42,7 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
     common = {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo",
-        **os.environ,
+        **child_environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxd_infer.children import child_environment, python_module
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
@@ -57,9 +57,9 @@ def ready(port: int) -> bool:
 @contextlib.contextmanager
 def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server process for the block; ended with SIGTERM, or killed when that does not end it."""
-    command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(artifact), "--port", str(port)]
+    command = python_module("nxd_infer.cli.main", "serve", str(artifact), "--port", str(port))
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=child_environment())
         try:
             yield process
         finally:
@@ -98,8 +98,8 @@ def ask(port: int) -> list[Answer]:
 
 def load_in_fresh_process(artifact: Path) -> dict[str, float]:
     """Load and warm the artifact in a process of its own that never imports the model's code."""
-    command = [sys.executable, "-m", "nxd_infer.cli.demo.load_check", str(artifact)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT)
+    command = python_module("nxd_infer.cli.demo.load_check", str(artifact))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT, env=child_environment())
     if done.returncode:
         raise ServerError(f"loading {artifact} failed:\n{done.stderr[-2000:]}")
     figures = json.loads(done.stdout.splitlines()[-1])
@@ -119,7 +119,7 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     if native.availability().ok and not native.is_built():
         with spinner("building the native operators, this once"):
             native.load()  # over its shared memory the ranks exchange faster than over sockets
-    command = [sys.executable, "-m", training.__name__, str(directory), str(seconds), str(os.getpid())]
+    command = python_module(training.__name__, str(directory), str(seconds), str(os.getpid()))
     try:
         run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
     finally:
