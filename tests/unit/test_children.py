@@ -34,7 +34,7 @@ def double():
 
 def test_a_compile_process_imports_nothing_from_here(planted, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with pytest.raises(TraceError, match="graph.json cannot be read"):
+    with pytest.raises(TraceError, match=r"graph\.json cannot be read"):
         compile_graphs("inductor", [Path.cwd() / "graph"], {}, workdir=planted.parent / "work")
     assert not planted.exists(), planted.read_text()
 
