@@ -387,7 +387,8 @@ def parallel_model_load(
     """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
 
     The ranks start at the first call, or with ``model.start()``. ``options`` are those of TensorParallelModel
-    (``in_process``, ``threads_per_rank``). For the refusals see :func:`load_artifact`.
+    (``in_process``, ``threads_per_rank``, ``allow_kernel``: False refuses an artifact with a bucket kernel, which is
+    code that runs in this process). For the refusals see :func:`load_artifact`.
     """
     from nxd_infer.trace.model import TensorParallelModel
 

@@ -73,6 +73,7 @@ class TensorParallelModel(nn.Module, RankModel):
         start_timeout: float | None = None,
         in_process: bool | None = None,
         threads_per_rank: int | None = None,
+        allow_kernel: bool = True,
     ):
         nn.Module.__init__(self)
         if not isinstance(artifact, LoadedArtifact):
@@ -93,7 +94,7 @@ class TensorParallelModel(nn.Module, RankModel):
             raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}")
         self.in_process = degree == 1 and threads_per_rank is None if in_process is None else in_process
         self.arrays = not self.in_process and takes_arrays(artifact.manifest)
-        self._router = Router(artifact.manifest.buckets, _load_kernel(artifact))
+        self._router = Router(artifact.manifest.buckets, _load_kernel(artifact, allow_kernel))
 
     def _new_ranks(self) -> Ranks:
         if self.in_process:
@@ -176,11 +177,16 @@ TensorParallelNeuronModel = TensorParallelModel
 """The name that existing code imports."""
 
 
-def _load_kernel(artifact: LoadedArtifact) -> Any:
-    """The user's bucket kernel (TorchScript), or None."""
+def _load_kernel(artifact: LoadedArtifact, allowed: bool) -> Any:
+    """The user's bucket kernel (TorchScript), or None. It is code, and runs in this process."""
     file = artifact.bucket_kernel_file
     if file is None:
         return None
+    if not allowed:
+        raise ArtifactError(
+            f"{artifact.path} routes with {file.name}, which is code that would run in this process, and "
+            "allow_kernel=False: load it with allow_kernel=True if you trust whoever made it"
+        )
     try:
         return torch.jit.load(str(file))
     except RuntimeError as error:

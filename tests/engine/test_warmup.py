@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_server.engine import runner, warmup
+from nxd_server.engine import warmup
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.runner import FIRST_SECONDS, OVERDUE_SECONDS, StepRunner
 from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
-from tests.engine.asking import wait_until
+from tests.processes import wait_until
 from tests.engine.toy_model import ToyModel
 
 GRAPHS = [Graph(f"decode_b{b}", b, 1) for b in (1, 4, 16)] + [Graph(f"prefill_s{s}", 1, s) for s in (512, 128)]
@@ -39,8 +39,7 @@ def machine(monkeypatch):
     def make(seconds):
         ranks = Ranks(seconds)
         monkeypatch.setattr(warmup, "time", ranks)
-        monkeypatch.setattr(runner, "time", ranks)
-        return StepRunner(ranks), ranks, StepCosts(GRAPHS)
+        return StepRunner(ranks, ranks.monotonic), ranks, StepCosts(GRAPHS)
 
     return make
 

@@ -258,6 +258,16 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
+def test_a_bucket_kernel_is_code_and_can_be_refused(tmp_path):
+    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor([0])
+
+    source = toy.build(tmp_path / "good", degree=1, kernel=kernel)
+    with pytest.raises(ArtifactError, match=r"bucket_kernel\.pt, which is code .* allow_kernel=True"):
+        parallel_model_load(source, allow_kernel=False)
+    parallel_model_load(source).close()
+
+
 @pytest.mark.parametrize("writer", ["pickle", "torch"])
 @pytest.mark.parametrize("name", [weight_name(0), "bucket_kernel.pt"])
 def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path, writer, name):

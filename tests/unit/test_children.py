@@ -34,7 +34,7 @@ def double():
 
 def test_a_compile_process_imports_nothing_from_here(planted, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with pytest.raises(TraceError, match="graph.json cannot be read"):
+    with pytest.raises(TraceError, match=r"graph\.json cannot be read"):
         compile_graphs("inductor", [Path.cwd() / "graph"], {}, workdir=planted.parent / "work")
     assert not planted.exists(), planted.read_text()
 
@@ -53,7 +53,7 @@ def test_a_process_of_the_demo_imports_nothing_from_here(planted, monkeypatch):
 
 
 def test_there_is_one_way_to_start_python():
-    """`children.py` knows how; the doctor only prints the interpreter's path."""
+    """`children.py` knows how; the process for texts is isolated altogether (`-I`), the doctor only prints the path."""
     files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {file.name for file in files if re.search(r"\bsys\.executable\b", file.read_text())}
-    assert found == {"children.py", "doctor.py"}
+    assert found == {"children.py", "doctor.py", "process.py"}

@@ -27,6 +27,7 @@ FLOORS: list[list[str]] = [
         "nxd_infer.dtypes",
         "nxd_infer.errors",
         "nxd_infer.cache",
+        "nxd_infer.children",
         "nxd_infer.processors",
         "nxd_infer.suggest",
         "nxd_infer.units",
