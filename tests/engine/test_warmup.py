@@ -8,8 +8,8 @@ from nxd_server.engine import warmup
 from nxd_server.engine.costs import Graph, StepCosts
 from nxd_server.engine.runner import FIRST_SECONDS, OVERDUE_SECONDS, StepRunner
 from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
-from tests.processes import wait_until
 from tests.engine.toy_model import ToyModel
+from tests.processes import wait_until
 
 GRAPHS = [Graph(f"decode_b{b}", b, 1) for b in (1, 4, 16)] + [Graph(f"prefill_s{s}", 1, s) for s in (512, 128)]
 NAMES = [graph.name for graph in GRAPHS]
