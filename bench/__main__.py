@@ -8,10 +8,23 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-from bench.options import PEERS, THREADS, Options
+from bench.options import PEERS, SIZES, THREADS, Options
 
-BENCHMARKS = ("start", "stream", "collectives", "decode", "prefill", "speculate", "server", "trace", "train", "plot")
+BENCHMARKS = (
+    "start",
+    "stream",
+    "collectives",
+    "decode",
+    "prefill",
+    "speculate",
+    "server",
+    "trace",
+    "sizes",
+    "train",
+    "plot",
+)
 
 
 def main() -> None:
@@ -23,6 +36,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=Options.repetitions, help="default: %(default)s")
     parser.add_argument("--minutes", type=int, default=60, help="end everything after this time, default: %(default)s")
     parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="of `sizes`, default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the others")
     given = parser.parse_args()
     if given.names[:1] == ["peers"]:
         from bench.peers.install import install
@@ -35,8 +50,11 @@ def main() -> None:
     peers = tuple(name for name in given.peers.split(",") if name)
     if unknown := [name for name in peers if name not in PEERS]:
         parser.error(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
+    sizes = tuple(given.sizes.split(","))
+    if unknown := [name for name in sizes if name not in SIZES]:
+        parser.error(f"no size {unknown[0]!r}; there are {', '.join(SIZES)}")
     degrees = tuple(int(tp) for tp in given.tp.split(","))
-    options = Options(given.quick, peers, degrees, given.repetitions, given.model)
+    options = Options(given.quick, peers, degrees, given.repetitions, given.model, sizes, given.folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
     signal.alarm(given.minutes * 60)

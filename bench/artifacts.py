@@ -6,7 +6,8 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,36 @@ BATCHES, PROMPTS = (1, 4, 16), (32, 128, 512)
 TRACE_SECONDS = 1800.0
 
 
-def nxd_infer(*arguments: object, env: dict[str, str] | None = None, timeout: float = TRACE_SECONDS) -> str:
-    """Run a command of the command line and return what it printed; a failure ends the benchmark with its text."""
+def nxd_infer(
+    *arguments: object,
+    env: dict[str, str] | None = None,
+    timeout: float = TRACE_SECONDS,
+    sample: Callable[[int], None] | None = None,
+) -> str:
+    """Run a command of the command line and return what it printed; a failure ends the benchmark with its text.
+
+    ``sample`` is called with its process four times a second.
+    """
     words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     log = home() / "logs" / f"command-{os.getpid()}.log"
     with Group(words, log, env={**os.environ, "COLUMNS": "200"} if env is None else env) as group:
-        try:
-            status = group.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"{' '.join(words)} took longer than {timeout:.0f} s:\n{group.tail()}") from None
+        end = time.monotonic() + timeout
+        while (status := _status(group, timeout if sample is None else 0.25)) is None:
+            if time.monotonic() > end:
+                raise SystemExit(f"{' '.join(words)} took longer than {timeout:.0f} s:\n{group.tail()}")
+            if sample is not None:
+                sample(group.pid)
     if status:
         raise SystemExit(f"{' '.join(words)} ended with status {status}:\n{group.tail()}")
     return log.read_text(errors="replace")
+
+
+def _status(group: Group, seconds: float) -> int | None:
+    """The exit status, or None when ``seconds`` were not enough."""
+    try:
+        return group.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def sources_digest() -> str:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from bench.options import Options, home
 from nxd_infer.cli.demo.corpus import documents, write_tokenizer
+from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.trace.weights import write_safetensors
 
 COMMON: dict[str, int] = {
     "hidden": 1024,
@@ -135,9 +136,15 @@ def write_llama(
             f"{block}.mlp.down_proj.weight": (hidden, intermediate),
         }
     generator = torch.Generator().manual_seed(seed)
-    state = {
-        name: (torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
-        for name, shape in shapes.items()
-    }
-    save_file({name: tensor.bfloat16() for name, tensor in state.items()}, directory / "model.safetensors")
+
+    def tensor(spec: WeightSpec) -> torch.Tensor:
+        if len(spec.shape) == 1:
+            return torch.ones(spec.shape, dtype=torch.bfloat16)
+        return (torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5).bfloat16()
+
+    specs = [
+        WeightSpec.of(name, torch.empty(shape, dtype=torch.bfloat16, device="meta")) for name, shape in shapes.items()
+    ]
+    with (directory / "model.safetensors").open("wb") as file:
+        write_safetensors(file, specs, tensor, {"format": "pt"})  # no more than one tensor is in memory
     return directory

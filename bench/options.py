@@ -10,6 +10,8 @@ from nxd_infer.cache import cache_dir
 
 PEERS = ("hf", "hf_static", "llama_cpp", "openvino", "vllm")
 """Every peer, in the order of the tables."""
+SIZES = ("254M", "1.1B", "3.0B")
+"""Models of the benchmark ``sizes``, by their parameters."""
 THREADS = 2
 """In total, for everyone: one rank of two threads, two ranks of one, two threads of a peer."""
 
@@ -25,6 +27,10 @@ class Options:
     repetitions: int = 5
     model: str = "common"
     """``common`` (254 M parameters, compiled) or ``tiny`` (eager, ready in seconds: for work on the benchmarks)."""
+
+    sizes: tuple[str, ...] = SIZES
+    folder: Path | None = None
+    """Where ``sizes`` keeps its models and artifacts; None for a folder of :func:`home`."""
 
     @property
     def rounds(self) -> int:

@@ -1,4 +1,5 @@
-"""Plots for the documentation, from the last records: tokens a second by batch, time of a step by context."""
+"""Plots for the documentation, from the last records: tokens a second by batch, time of a step by context, and what
+grows with the bytes of a model."""
 
 from __future__ import annotations
 
@@ -11,28 +12,52 @@ from bench.stats import Summary, summary
 from nxd_infer.cli.console import console
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-Lines = Mapping[str, Mapping[int, Summary]]
+Lines = Mapping[str, Mapping[float, Summary]]
 """Name of a line -> x -> y with its range."""
 
 
 def run(options: Options) -> None:
-    record = report.read("decode", options.quick)
-    if record is None:
-        raise SystemExit("there is nothing to plot yet: run `python -m bench decode` first")
     folder = report.RESULTS if options.quick else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    subtitle = f"{record.machine['cpu']}, {record.settings['threads']} threads, bfloat16, {record.finished[:10]}"
-    rates: dict[str, dict[int, Summary]] = {}
+    drawn = {"decode": _decode, "sizes": _sizes}
+    records = {name: record for name in drawn if (record := report.read(name, options.quick)) is not None}
+    if not records:
+        raise SystemExit("there is nothing to plot yet: run `python -m bench decode` or `python -m bench sizes` first")
+    for name, record in records.items():
+        drawn[name](folder, record)
+
+
+def _subtitle(record: report.Record) -> str:
+    return f"{record.machine['cpu']}, {record.settings['threads']} threads, bfloat16, {record.finished[:10]}"
+
+
+def _decode(folder: Path, record: report.Record) -> None:
+    subtitle = _subtitle(record)
+    rates: dict[str, dict[float, Summary]] = {}
     for batch, found in record.figures["rates"].items():
         for name, values in found.items():
             rates.setdefault(name, {})[int(batch)] = summary(values)
     draw(folder / "decode.svg", "Decoding", subtitle, "batch", "tokens/s", rates)
-    steps = {
+    steps: dict[str, dict[float, Summary]] = {
         f"{name}, batch {batch}": {int(c): summary([1e3 * v for v in values]) for c, values in cells.items()}
         for name, batches in record.figures["contexts"].items()
         for batch, cells in batches.items()
     }
     draw(folder / "context.svg", "A decoding step", subtitle, "context, tokens", "milliseconds", steps)
+
+
+def _sizes(folder: Path, record: report.Record) -> None:
+    seconds = {"ours, start to ready": "start_seconds", "ours, a rank's death to ready again": "recovery_seconds"}
+    sizes = {round(found["bytes"] / 2**30, 2): found for found in record.figures.values()}
+    lines = {name: {gib: summary(found[key]) for gib, found in sizes.items()} for name, key in seconds.items()}
+    draw(folder / "sizes.svg", "Start and recovery", _subtitle(record), "weights, GiB", "seconds", lines)
+    gib = 2**-30
+    memory: dict[str, dict[float, Summary]] = {
+        "ours, serving (PSS)": {x: summary([v * gib for v in found["memory"]]) for x, found in sizes.items()},
+        "ours, tracing": {x: summary([found["trace"]["held"] * gib]) for x, found in sizes.items()},
+        "its plan": {x: summary([found["trace"]["planned"] * gib]) for x, found in sizes.items()},
+    }
+    draw(folder / "sizes-memory.svg", "Memory", _subtitle(record), "weights, GiB", "GiB", memory)
 
 
 def draw(path: Path, title: str, subtitle: str, x: str, y: str, lines: Lines) -> None:
@@ -57,7 +82,7 @@ def draw(path: Path, title: str, subtitle: str, x: str, y: str, lines: Lines) ->
             axes.errorbar(places, middle, yerr=[below, above], label=name, capsize=2, markersize=4, **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({place for points in lines.values() for place in points}))
-        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
         axes.set_ylabel(y)

@@ -146,9 +146,18 @@ def tree(pid: int) -> list[int]:
 
 def memory_of(pid: int) -> int:
     """Bytes that a process and its children hold, shared pages divided among those who share them (PSS)."""
+    return _memory(pid, ("Pss:",))
+
+
+def memory_to_hold(pid: int) -> int:
+    """As :func:`memory_of`, without pages of files, which the system takes back when it needs them."""
+    return _memory(pid, ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def _memory(pid: int, lines: tuple[str, ...]) -> int:
     total = 0
     for process in tree(pid):
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+            found = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in found if line.startswith(lines))
     return total

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from pydantic import ValidationError
 
-from bench import plot, report
+from bench import plot, report, sizes
 from bench.options import Options
 from bench.stats import Verdict, summary
 
@@ -68,3 +68,34 @@ def test_plots_hold_every_line_and_are_equal_for_equal_figures(results, tmp_path
         assert word in words[1]
     plot.run(Options())
     assert first == [(tmp_path / "images" / name).read_bytes() for name in ("decode.svg", "context.svg")]
+
+
+def test_what_grows_with_a_model_is_plotted_against_its_bytes(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "FOLDER", tmp_path / "images")
+    figures = {
+        name: {
+            "bytes": gib * 2**30,
+            "start_seconds": [gib, gib + 1.0],
+            "recovery_seconds": [2.0 * gib],
+            "memory": [3 * gib * 2**30],
+            "trace": {"seconds": 1.0, "planned": 2**30, "held": 2**30, "with_files": 2**31},
+        }
+        for name, gib in (("254M", 0.5), ("3.0B", 5.5))
+    }
+    sizes.write(Options(), figures)
+    record = report.read("sizes")
+    assert record is not None
+    short = {verdict.row: verdict.result for verdict in record.verdicts}
+    assert short["3.0B, start to ready"] == "must" and short["3.0B, rank killed to ready again"] == "short"
+    assert short["254M, plan of tracing's memory, off by"] == "aim"
+    plot.run(Options())
+    words = "".join(ElementTree.parse(tmp_path / "images" / "sizes.svg").getroot().itertext())
+    assert all(word in words for word in ("start to ready", "weights, GiB", "0.5", "5.5"))
+    assert "its plan" in "".join(ElementTree.parse(tmp_path / "images" / "sizes-memory.svg").getroot().itertext())
+
+
+def test_the_planned_peak_is_read_from_what_a_trace_prints():
+    assert sizes.planned("  peak memory, tracing    about 3.05 GiB\n") == int(3.05 * 2**30)
+    assert sizes.planned("peak memory, tracing  about 812 MiB") == 812 << 20
+    with pytest.raises(SystemExit, match="announced no peak"):
+        sizes.planned("graphs to compile  6")
