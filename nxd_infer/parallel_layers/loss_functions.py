@@ -103,7 +103,7 @@ def parallel_cross_entropy(
 
 
 def from_parallel_logits_to_logprobs(
-    parallel_logits: Tensor,
+    vocab_parallel_logits: Tensor,
     target: Tensor,
     inference: bool = True,
     *,
@@ -112,14 +112,14 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """The log-probability of each next token: ``[batch, sequence - 1]`` in float32.
 
-    ``parallel_logits`` ``[batch, sequence, vocabulary / degree]``; ``target`` ``[batch, sequence]``, the tokens
+    ``vocab_parallel_logits`` ``[batch, sequence, vocabulary / degree]``; ``target`` ``[batch, sequence]``, the tokens
     themselves: position i is scored with token i + 1. ``inference=False`` keeps the graph for a backward.
     """
     context = current_context() if context is None else context
-    vocabulary = _vocabulary(parallel_logits, vocab_size, context)
+    vocabulary = _vocabulary(vocab_parallel_logits, vocab_size, context)
     _check_range(target, vocabulary)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
-        chosen, _ = _LogProbs.apply(parallel_logits[:, :-1], target[:, 1:], context, vocabulary)  # pyright: ignore
+        chosen, _ = _LogProbs.apply(vocab_parallel_logits[:, :-1], target[:, 1:], context, vocabulary)  # pyright: ignore
     return chosen
 
 

@@ -320,7 +320,8 @@ def test_a_damaged_structure_is_refused(structure: Any):
 
 
 class Thing:
-    pass
+    def __repr__(self) -> str:  # in the names of tests, which must be the same in every process
+        return "Thing()"
 
 
 @pytest.mark.parametrize(

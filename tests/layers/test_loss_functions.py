@@ -42,7 +42,9 @@ def loss_cases(dtype: torch.dtype) -> list[str]:
         found[f"{name} logits kept"] = 0.0 if torch.equal(mine.detach(), given) else 9.0
     logits, tokens = torch.randn(2, 5, VOCABULARY, dtype=dtype), torch.randint(0, VOCABULARY, (2, 5))
     expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    found["logprobs"] = error(from_parallel_logits_to_logprobs(piece(logits, -1), tokens), expected)
+    found["logprobs"] = error(
+        from_parallel_logits_to_logprobs(vocab_parallel_logits=piece(logits, -1), target=tokens), expected
+    )
     trained = piece(logits, -1).detach().clone().requires_grad_()
     from_parallel_logits_to_logprobs(trained, tokens, inference=False).sum().backward()
     whole = logits.clone().requires_grad_()
