@@ -194,6 +194,7 @@ def test_the_plan_of_a_decoder(path):
         "top_logprobs": 20,
         "bias_slots": 300,
         "model_name": "llama",
+        "sampling_defaults": {},
     }
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(plan.files_to_copy)
     module = plan.func(**plan.func_kwargs)

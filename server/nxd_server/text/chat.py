@@ -114,8 +114,8 @@ def _joined(parts: Iterable[str], most: int) -> str:
         if size > most:
             raise TextTooLongError(
                 "messages",
-                f"the model's chat template makes more than {most} characters of them, which are more than the "
-                "tokens this model takes",
+                f"the model's chat template makes more than {most} characters of them, and at most so many can "
+                "fit into this model's maximum context length",
             )
         kept.append(part)
     return "".join(kept)
