@@ -187,6 +187,7 @@ def test_how_to_save_may_be_given_anew(tmp_path: Path):
     """An adapter that was saved alone is loaded to be merged: what is asked for counts before what the file says."""
     saved(tmp_path, 1)
     model = adapted(0.0, load_lora_from_ckpt=True, lora_save_dir=str(tmp_path), save_lora_base=True, merge_lora=True)
+    assert model.lora_config.modules_to_save is None  # as it was
     assert model.lora_config.merge_lora and set(model.state_dict()) == {"0.weight", "0.bias"}
 
 

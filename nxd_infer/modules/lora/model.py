@@ -63,7 +63,7 @@ class LoRAModel(ModelWrapper):
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
             config = peft.read_config(stored, config)
-            config.modules_to_save = self._present(config.modules_to_save)  # PEFT writes names the model may lack
+            config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name what is not there
         self.lora_config = config
         self.lora_layers: dict[str, LoraLayer] = {}
         self._adapt(None if stored is None else peft.adapted_paths(stored))
