@@ -60,7 +60,6 @@ nxd.save_checkpoint(
     user_content={"total_steps": total_steps},
 )
 
-print(
-    "found", user_content, "loss", f"{loss.item():.6f}", "lr", scheduler.get_last_lr()[0],
-    "dp", nxd.parallel_state.get_data_parallel_size(), "tp", nxd.parallel_state.get_tensor_model_parallel_size(),
-)  # fmt: skip
+dp, tp = nxd.parallel_state.get_data_parallel_size(), nxd.parallel_state.get_tensor_model_parallel_size()
+line = f"found {user_content} loss {loss.item():.6f} lr {scheduler.get_last_lr()[0]} dp {dp} tp {tp}"
+sys.stdout.write(line + "\n")  # at once: the processes share it
