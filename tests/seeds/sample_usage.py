@@ -7,12 +7,14 @@ The degree is the argument; ``for`` stands where the documents say "(training lo
 
 import sys
 
+import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from tests.seeds.model import get_model, tokens
 
 total_steps = 0
+torch.manual_seed(0)
 
 import neuronx_distributed as nxd
 
@@ -58,7 +60,6 @@ nxd.save_checkpoint(
     user_content={"total_steps": total_steps},
 )
 
-print(
-    "found", user_content, "loss", f"{loss.item():.6f}", "lr", scheduler.get_last_lr()[0],
-    "dp", nxd.parallel_state.get_data_parallel_size(), "tp", nxd.parallel_state.get_tensor_model_parallel_size(),
-)  # fmt: skip
+dp, tp = nxd.parallel_state.get_data_parallel_size(), nxd.parallel_state.get_tensor_model_parallel_size()
+line = f"found {user_content} loss {loss.item():.6f} lr {scheduler.get_last_lr()[0]} dp {dp} tp {tp}"
+sys.stdout.write(line + "\n")  # at once: the processes share it
