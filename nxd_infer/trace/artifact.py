@@ -28,16 +28,16 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     NxdError,
 )
-from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
 from nxd_infer.trace.storage import (
     CHECKSUM_KEY,
     ArtifactWriter,
     check_weight_file,
     checked_name,
-    hash_files,
     manifest_checksum,
     unique_keys,
 )
+from nxd_infer.trace.verified import Stamp, changed_files, verify_files
 
 if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel
@@ -70,6 +70,8 @@ class LoadedArtifact:
     """sha256 of ``manifest.json``, which holds the sha256 of every other file: it names the whole artifact."""
     temporary: bool = False
     """Whether the directory belongs to this process and goes away with it (a traced model that was not saved)."""
+    stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
+    """Of every file that was verified: by them :meth:`verify_again` knows it."""
     _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
 
     def graph_dir(self, digest: str) -> Path:
@@ -94,13 +96,16 @@ class LoadedArtifact:
 
     def verify(self) -> None:
         """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written."""
-        found: dict[str, FileSpec] = hash_files({name: self.path / name for name in self.manifest.files})
-        for name, spec in self.manifest.files.items():
-            if found[name].sha256 != spec.sha256:
-                raise ArtifactCorruptError(
-                    f"{name} of {self.path} is altered: sha256 {found[name].sha256[:16]}..., "
-                    f"recorded {spec.sha256[:16]}..."
-                )
+        self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
+
+    def verify_again(self, rank: int) -> None:
+        """Hash what rank ``rank`` reads, where it may be other than what was verified; nothing for what never was.
+
+        Raises ArtifactCorruptError as :meth:`verify` does.
+        """
+        own = [name for name in self.stamps if name.startswith(("graphs/", "ops/")) or name == weight_name(rank)]
+        changed = changed_files(self.path, self.stamps, own)
+        self.stamps.update(verify_files(self.path, self.manifest.files, changed))
 
     def check_unchanged(self) -> None:
         """Raise ArtifactCorruptError when another artifact has taken this one's place on disk."""

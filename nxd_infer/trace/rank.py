@@ -67,6 +67,7 @@ class Rank:
     def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
         self.artifact = artifact
         self.rank = rank
+        artifact.verify_again(rank)
         manifest = artifact.manifest
         file = artifact.weight_file(rank)
         self._packed = PackedWeights(manifest.weights, runtime.packer())
@@ -84,6 +85,7 @@ class Rank:
                 spec = manifest.graphs[digest]
                 self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
         artifact.check_unchanged()
+        artifact.verify_again(rank)  # what was read meanwhile
         self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
         self._staged: _Staged | None = None
         self._broken = ""

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -45,13 +46,18 @@ _FULL_TEXTS = ("no space left", "os error 28", "disk quota exceeded", "os error 
 
 def hash_file(path: Path) -> FileSpec:
     """Size and sha256 of one file; the hash runs without the GIL, so files hash in parallel threads."""
+    with open(path, "rb", buffering=0) as file:
+        return hash_open_file(file)
+
+
+def hash_open_file(file: io.FileIO) -> FileSpec:
+    """:func:`hash_file` of what is left to read of an open one."""
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        size += count
     return FileSpec(size=size, sha256=digest.hexdigest())
 
 

@@ -22,6 +22,7 @@ from nxd_infer.trace.bounds import Bounds
 from nxd_infer.trace.channel import Answers, ChannelClosed, Kind, Request
 from nxd_infer.trace.health import RankHealth
 from nxd_infer.trace.processes import RankProcesses
+from nxd_infer.trace.verified import stamps_file
 
 _GRACE = 0.5
 """Seconds to wait, after one rank's error, for the end of another rank that may have caused it."""
@@ -107,7 +108,8 @@ class Supervisor:
             self._answers = Answers(self._processes.channels)
             if self._before_load is not None:
                 self._before_load()
-            self.exchange(Kind.START, timeout=self.bounds.start)
+            with stamps_file(self._processes.artifact.stamps) as fd:
+                self.exchange(Kind.START, timeout=self.bounds.start, fds=[fd] * self.degree)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None

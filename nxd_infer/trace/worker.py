@@ -86,10 +86,10 @@ def main(arguments: list[str]) -> int:
     message = channel.receive_request()
     if message is None:
         return 0
-    request = message[0]
+    request, fds = message
     started = time.monotonic_ns()
     try:
-        rank = load_rank(config)
+        rank = load_rank(config, fds[0])
         arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
     except BaseException:
         channel.send_response(request, time.monotonic_ns() - started, traceback.format_exc())
@@ -185,18 +185,23 @@ def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
         rank.abort_weights()
 
 
-def load_rank(config: WorkerConfig) -> Rank:
-    """This process's rank: its context and transport, then its weights, states and graphs."""
+def load_rank(config: WorkerConfig, stamps: int) -> Rank:
+    """This process's rank: its context and transport, then its weights, states and graphs. ``stamps``: a descriptor of
+    those of the files that the caller has verified."""
     from nxd_infer.context import make_context, set_default_context
     from nxd_infer.trace.artifact import load_artifact
     from nxd_infer.trace.rank import Rank, Runtime
+    from nxd_infer.trace.verified import read_stamps
 
     # The caller verified the contents; a digest that differs means the directory was replaced since.
     artifact = load_artifact(config.artifact, verify=False)
+    artifact.stamps.update(read_stamps(stamps))
+    os.close(stamps)
     if artifact.digest != config.digest:
         from nxd_infer.errors import ArtifactCorruptError
 
         raise ArtifactCorruptError(f"the artifact {config.artifact} was replaced while it was loaded; load it again")
+    artifact.verify_again(config.rank)  # before any of its code runs
     key = "ranks" if config.degree > 1 else "local"
     context = make_context(config.degree, config.rank, tp=config.degree, collectives=key)
     set_default_context(context)

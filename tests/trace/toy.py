@@ -92,8 +92,10 @@ def build(
     shifts: dict[int, int] | None = None,
     pad: bool = True,
     change: Callable[[Manifest], None] | None = None,
+    ops: Sequence[Path] = (),
 ) -> Path:
-    """Write the toy artifact. ``shifts`` makes single ranks add to their ids; ``change`` edits the manifest."""
+    """Write the toy artifact. ``shifts`` makes single ranks add to their ids; ``change`` edits the manifest.
+    ``ops``: native libraries to put in."""
     logical = weights or logical_weights()
     states = [TensorSpec.of("count", torch.zeros(1)), TensorSpec.of("memory", torch.zeros(3))]
     shards = [
@@ -136,11 +138,14 @@ def build(
         for rank, shard in enumerate(shards):
             initial = {"state:memory": torch.tensor([1.0, 2.0, 3.0])}
             writer.write_safetensors(weight_name(rank), {**shard, **initial})
+        for file in ops:
+            writer.add(f"ops/{file.name}", file)
         if kernel is not None:
             writer.write_bytes(BUCKET_KERNEL_NAME, torch.jit.script(kernel).save_to_buffer())
         manifest = Manifest(
             backend="eager",
             requires=["bucket-kernel"] if kernel is not None else [],
+            ops=[file.stem for file in ops],
             target={**describe_target(), "threads": 1},
             versions=versions(),
             tp_degree=degree,

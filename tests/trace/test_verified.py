@@ -1,0 +1,114 @@
+"""A rank that starts later loads what was verified at first, or nothing: files that change under a running model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer import native
+from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
+from nxd_infer.trace.artifact import load_artifact, parallel_model_load, weight_name
+from tests.processes import wait_until
+from tests.trace import toy
+from tests.trace.rank_processes import X, pids_of, started
+
+X_ONES = torch.ones(1, 1, toy.HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    library = native.load()
+    file = shutil.copy(library.path, tmp_path_factory.mktemp("library") / f"{library.hash}.so")
+    return toy.build(tmp_path_factory.mktemp("verified") / "artifact", ops=[Path(file)])
+
+
+@pytest.fixture
+def path(original, tmp_path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "artifact"))
+
+
+def alter(file: Path) -> None:
+    """Another last byte, with the size and the time of writing that the file had."""
+    info = file.stat()
+    with open(file, "r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def replace(file: Path) -> None:
+    """Another file under the name, altered."""
+    copy = file.with_name("copy")
+    shutil.copy2(file, copy)
+    alter(copy)
+    os.rename(copy, file)
+
+
+@pytest.mark.parametrize(("kind", "change"), [("weights", alter), ("graphs", replace), ("ops", alter)])
+def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(path, kind, change):
+    files = sorted(file for file in (path / kind).rglob("*") if file.is_file())
+    model = started(path)
+    for file in files:
+        change(file)
+    os.kill(pids_of(model)[1], signal.SIGKILL)
+    wait_until(lambda: model.failure is not None)
+    assert isinstance(model.failure, RankDiedError)
+    with pytest.raises(RankFailedError, match=rf"ArtifactCorruptError: {kind}/\S+ of \S+ is altered: sha256"):
+        model.restart()
+    model.close()
+
+
+def test_a_rank_refuses_what_was_altered_between_the_verification_and_its_start(path):
+    model = parallel_model_load(path)
+    alter(path / weight_name(1))
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 raised.*rank_01\.safetensors of .* is altered"):
+        model.start()
+
+
+def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(path):
+    model = started(path)
+    expected = model(X_ONES)["y"]
+    for file in [file for file in path.rglob("*") if file.is_file()]:
+        os.utime(file)
+        shutil.copy2(file, file.with_name("copy"))
+        os.rename(file.with_name("copy"), file)
+    torch.testing.assert_close(model.restart()(X_ONES)["y"], expected, rtol=0, atol=0)
+    model.close()
+
+
+def test_a_model_that_was_loaded_unverified_stays_so(path):
+    model = started(path, verify=False)
+    alter(path / weight_name(1))
+    assert model.restart()(X)["count"].item() == 1
+    model.close()
+
+
+def test_a_rank_in_the_callers_process_refuses_too(tmp_path):
+    path = toy.build(tmp_path / "artifact", degree=1)
+    model = parallel_model_load(path).start()
+    alter(path / weight_name(0))
+    with pytest.raises(ArtifactCorruptError, match=r"rank_00\.safetensors of .* is altered"):
+        model.restart()
+
+
+def test_a_file_that_is_written_to_while_it_is_verified_is_refused(path, monkeypatch):
+    """By its own contents again, so that the hash alone would not tell."""
+    from nxd_infer.trace import verified
+
+    def hash_open_file(file):
+        found = hash_(file)
+        Path(file.name).write_bytes(Path(file.name).read_bytes())
+        return found
+
+    hash_ = verified.hash_open_file
+    artifact = load_artifact(path, verify=False)
+    monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
+    with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
+        artifact.verify()
