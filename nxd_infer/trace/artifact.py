@@ -101,16 +101,13 @@ class LoadedArtifact:
     def verify_again(self, rank: int) -> None:
         """Hash what rank ``rank`` reads, where it may be other than what was verified; nothing for what never was.
 
-        Raises ArtifactCorruptError as :meth:`verify` does.
+        Raises ArtifactCorruptError as :meth:`verify` does, and when another artifact has taken this one's place.
         """
+        if artifact_digest(self.path) != self.digest:
+            raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
         own = [name for name in self.stamps if name.startswith(("graphs/", "ops/")) or name == weight_name(rank)]
         changed = changed_files(self.path, self.stamps, own)
         self.stamps.update(verify_files(self.path, self.manifest.files, changed))
-
-    def check_unchanged(self) -> None:
-        """Raise ArtifactCorruptError when another artifact has taken this one's place on disk."""
-        if artifact_digest(self.path) != self.digest:
-            raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
 
     def discard(self) -> None:
         """Remove a temporary artifact's directory; nothing for any other."""

@@ -84,7 +84,6 @@ class Rank:
             if digest not in self.graphs:
                 spec = manifest.graphs[digest]
                 self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
-        artifact.check_unchanged()
         artifact.verify_again(rank)  # what was read meanwhile
         self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
         self._staged: _Staged | None = None
