@@ -92,6 +92,12 @@ class LoadedArtifact:
         """The user's bucket kernel, or None when the package routes."""
         return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
 
+    def check_kernel(self, allowed: bool) -> None:
+        """Raise ArtifactError for a bucket kernel unless one is ``allowed``."""
+        if self.bucket_kernel_file is not None and not allowed:
+            why = "which is code, and allow_kernel=False (--no-kernel): allow it if you trust whoever made it"
+            raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
+
     def verify(self) -> None:
         """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written."""
         found: dict[str, FileSpec] = hash_files({name: self.path / name for name in self.manifest.files})
@@ -386,9 +392,8 @@ def parallel_model_load(
 ) -> TensorParallelModel:
     """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
 
-    The ranks start at the first call, or with ``model.start()``. ``options`` are those of TensorParallelModel
-    (``in_process``, ``threads_per_rank``, ``allow_kernel``: False refuses an artifact with a bucket kernel, which is
-    code that runs in this process). For the refusals see :func:`load_artifact`.
+    The ranks start at the first call, or with ``model.start()``. ``options``: see TensorParallelModel; refusals: see
+    :func:`load_artifact`.
     """
     from nxd_infer.trace.model import TensorParallelModel
 
