@@ -36,10 +36,10 @@ def cache_dir(*below: str) -> Path:
         home = os.environ.get("XDG_CACHE_HOME")
         base = (Path(home).expanduser() if home else Path.home() / ".cache").absolute()
         ours = ["nxd_infer", *below]
-    _check_way(base, "chmod go-w")
+    _check_way(base)
     for name in ours:
         base = base / name
-        _check_way(base, "rm -r")
+        _check_way(base, ours=base)
         found = base.stat()
         if found.st_uid == os.geteuid() and found.st_mode & 0o077:
             base.chmod(0o700)
@@ -56,11 +56,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _check_way(path: Path, fix: str) -> None:
-    """Make ``path`` where it is missing, and check every directory and link that leads to it, and it itself."""
+def _check_way(path: Path, ours: Path | None = None) -> None:
+    """Make ``path`` where it is missing, and check every directory and link that leads to it, and it itself.
+
+    What is in ``ours`` can be made again, so where others might have been there it is better removed than closed.
+    """
     here, links = Path("/"), 0
     rest = list(reversed(path.parts[1:]))
-    _check(here, fix)
+    _check(here)
     while rest:
         name = rest.pop()
         if name == "..":  # of a link: `here` is free of links
@@ -71,18 +74,18 @@ def _check_way(path: Path, fix: str) -> None:
             if not os.path.lexists(entry):
                 entry.mkdir(mode=0o700)
         if not entry.is_symlink():
-            _check(here := entry, fix)
+            _check(here := entry, "rm -r" if entry == ours else "chmod go-w")
             continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        _check(entry, fix)
+        _check(entry)
         target = entry.readlink()
         here = Path("/") if target.is_absolute() else here
         rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 
-def _check(entry: Path, fix: str) -> None:
+def _check(entry: Path, fix: str = "chmod go-w") -> None:
     found = entry.lstat()
     shared = found.st_uid == 0 and found.st_mode & stat.S_ISVTX
     if not _ours(found) or (found.st_mode & _OTHERS_WRITE and not shared and not stat.S_ISLNK(found.st_mode)):

@@ -57,11 +57,11 @@ def graph(place: Path) -> Target:
         both: Any = json.loads(data)
         for name, file in (("graph", GRAPH_FILE), ("ir", IR_FILE)):
             (folder / file).write_text(json.dumps(both[name]))
-        read_graph(folder)
         ir = read_ir(folder)
         Program(ir)
         again = graph_to_ir(ir_to_graph(ir))
         assert ir_text(graph_to_ir(ir_to_graph(again))) == ir_text(again)
+        read_graph(folder)
 
     example = json.dumps({name: json.loads(text) for name, text in made.items()}).encode()
     return Target("graph", _wrapped(read, "graph", "ir"), (ArtifactCorruptError,), [example])
