@@ -19,7 +19,7 @@ from nxd_infer.trace.manifest import MANIFEST_NAME, WeightSpec
 from nxd_infer.trace.rank import load_weights
 from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_bytes, manifest_checksum
 from tests.fuzz.forms import SAFETENSORS
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, object_with
 from tests.trace import toy
 
 
@@ -64,21 +64,7 @@ def graph(place: Path) -> Target:
         read_graph(folder)
 
     example = json.dumps({name: json.loads(text) for name, text in made.items()}).encode()
-    return Target("graph", _wrapped(read, "graph", "ir"), (ArtifactCorruptError,), [example])
-
-
-def _wrapped(read: Any, *names: str) -> Any:
-    """Only examples that are an object with these names are read: the rest is the form of the example alone."""
-
-    def checked(data: bytes) -> None:
-        try:
-            whole = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(whole, dict) and all(name in whole for name in names):
-            read(data)
-
-    return checked
+    return Target("graph", object_with(read, "graph", "ir"), (ArtifactCorruptError,), [example])
 
 
 def weights(place: Path) -> Target:

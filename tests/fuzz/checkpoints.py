@@ -22,9 +22,8 @@ from nxd_infer.trainer.checkpoint_folder import find_checkpoint
 from nxd_infer.trainer.checkpoint_read import Archive
 from nxd_infer.trainer.reference_files import open_reference
 from nxd_infer.trainer.storage import storage_of
-from tests.fuzz.artifacts import _wrapped
 from tests.fuzz.forms import TORCH_FILE
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, object_with
 
 RECORD = "rank_00000.json"
 
@@ -56,7 +55,7 @@ def ours(place: Path) -> Target:
         for name in list(source.keys()):
             assert tuple(source.read(name).shape) == tuple(source.shape(name))
 
-    return Target("checkpoint", _wrapped(read, "manifest", "record"), (CheckpointError,), [made])
+    return Target("checkpoint", object_with(read, "manifest", "record"), (CheckpointError,), [made])
 
 
 def values(place: Path) -> Target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,20 @@ class Target:
         path = self.folder / f"found-{hashlib.sha256(example).hexdigest()[:12]}"
         path.write_bytes(example)
         return path
+
+
+def object_with(read: Callable[[bytes], object], *names: str) -> Callable[[bytes], None]:
+    """``read`` for examples that hold several files by name; what is no such object is not an example at all."""
+
+    def checked(example: bytes) -> None:
+        try:
+            whole = json.loads(example)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(whole, dict) and all(name in whole for name in names):
+            read(example)
+
+    return checked
 
 
 @contextlib.contextmanager

@@ -13,8 +13,7 @@ from nxd_server.text.chat import ChatTemplate, TemplateSources
 from nxd_server.text.lanes import BoundedTemplate
 from nxd_server.text.process import JobFailed
 from nxd_server.text.tokenizer import Tokenizer
-from tests.fuzz.artifacts import _wrapped
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, object_with
 from tests.text.text_tokenizers import KINDS, byte_level
 
 
@@ -38,7 +37,7 @@ def template(place: Path) -> Target:
             bounded.stop()
 
     refusals = (ModelConfigError, RequestError, JobFailed)
-    return Target("template", _wrapped(read, "template", "messages", "variables"), refusals, examples=12)
+    return Target("template", object_with(read, "template", "messages", "variables"), refusals, examples=12)
 
 
 def tokenizer(place: Path) -> Target:
@@ -63,7 +62,7 @@ def tokenizer(place: Path) -> Target:
             byte_level().decode(byte_level().encode(text, add_special_tokens=False), skip_special_tokens=False) == text
         )
 
-    return Target("tokenizer", _wrapped(read, "text", "ids"), (RequestError,))
+    return Target("tokenizer", object_with(read, "text", "ids"), (RequestError,))
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "sentence_bert_config.json")
@@ -94,4 +93,4 @@ def tokenizer_files(place: Path) -> Target:
         ChatTemplate.from_dir(place)
         found.decode(found.encode("a text"))
 
-    return Target("tokenizer_files", _wrapped(read, FILES[0]), (ModelConfigError, RequestError), [made.encode()])
+    return Target("tokenizer_files", object_with(read, FILES[0]), (ModelConfigError, RequestError), [made.encode()])
