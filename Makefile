@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint bench soak clean
+.PHONY: help install demo test check lint security bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -34,18 +34,23 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 test: $(STAMP) ## all tests (under 25 minutes on two cores)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-check: $(STAMP) ## the quick selection (under 3 minutes)
+check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check
 
-lint: $(STAMP) ## ruff and the type checker
+lint: $(STAMP) security ## ruff, the type checker and bandit
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+
+security: $(STAMP) ## bandit; what it finds is mended, or has a `# nosec` that says why not
+	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
 
 bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)
 	@$(BIN)/python -m bench
 
-MINUTES ?= 10
+fuzz: $(STAMP) ## mutations of the corpus for every parser of foreign data (MINUTES=5 each; TARGETS=..., SEED=...)
+	@$(BIN)/python -m tests.fuzz $(TARGETS) --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
+
 soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run)
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .demo

@@ -45,6 +45,6 @@ class Options:
 def home() -> Path:
     """``$NXD_INFER_BENCH``, else ``bench`` in the package's cache: models, artifacts, the peers' environments."""
     chosen = os.environ.get("NXD_INFER_BENCH")
-    path = Path(chosen).expanduser().absolute() if chosen else cache_dir() / "bench"
+    path = Path(chosen).expanduser().absolute() if chosen else cache_dir("bench")
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -1,19 +1,111 @@
-"""Where this package keeps what it can make again: built libraries, compiled graphs."""
+"""Where this package keeps what it can make again: built libraries, compiled graphs. Both are code that runs as us.
+
+So nobody else may be able to write there. As for OpenSSH's StrictModes, each directory and link on the way belongs to
+this user or to root, and no group and no world may write to one; but for a directory such as ``/tmp``, root's and
+sticky, in which nobody can move what belongs to another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import pwd
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from nxd_infer.errors import UntrustedCacheError
+
+VARIABLE = "NXD_INFER_CACHE"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40
 
 
-def cache_dir() -> Path:
-    """``$NXD_INFER_CACHE``, else ``$XDG_CACHE_HOME/nxd_infer``, else ``~/.cache/nxd_infer``; made when missing."""
-    chosen = os.environ.get("NXD_INFER_CACHE")
+def cache_dir(*below: str) -> Path:
+    """``$NXD_INFER_CACHE``, else ``$XDG_CACHE_HOME/nxd_infer``, else ``~/.cache/nxd_infer``, or what lies ``below``.
+
+    Made when missing. What this package names is for its owner alone (0700); a directory that the variable names keeps
+    its mode: it may hold other things too. Raises UntrustedCacheError where others could change what is in it.
+    """
+    chosen = os.environ.get(VARIABLE)
     if chosen:
-        path = Path(chosen).expanduser()
+        base, ours = Path(chosen).expanduser().absolute(), list(below)
     else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        path = (Path(base).expanduser() if base else Path.home() / ".cache") / "nxd_infer"
-    path = path.absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+        home = os.environ.get("XDG_CACHE_HOME")
+        base = (Path(home).expanduser() if home else Path.home() / ".cache").absolute()
+        ours = ["nxd_infer", *below]
+    _check_way(base)
+    for name in ours:
+        base = base / name
+        _check_way(base, ours=base)
+        found = base.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            base.chmod(0o700)
+    return base
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of the cache to read. Raises UntrustedCacheError where another user has made it, or could write to it."""
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not _ours(found) or found.st_mode & _OTHERS_WRITE:
+            raise _refusal(path, found, "rm")
+        yield file
+
+
+def _check_way(path: Path, ours: Path | None = None) -> None:
+    """Make ``path`` where it is missing, and check every directory and link that leads to it, and it itself.
+
+    What is in ``ours`` can be made again, so where others might have been there it is better removed than closed.
+    """
+    here, links = Path("/"), 0
+    rest = list(reversed(path.parts[1:]))
+    _check(here)
+    while rest:
+        name = rest.pop()
+        if name == "..":  # of a link: `here` is free of links
+            here = here.parent
+            continue
+        entry = here / name
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(entry):
+                entry.mkdir(mode=0o700)
+        if not entry.is_symlink():
+            _check(here := entry, "rm -r" if entry == ours else "chmod go-w")
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        _check(entry)
+        target = entry.readlink()
+        here = Path("/") if target.is_absolute() else here
+        rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+
+
+def _check(entry: Path, fix: str = "chmod go-w") -> None:
+    found = entry.lstat()
+    shared = found.st_uid == 0 and found.st_mode & stat.S_ISVTX
+    if not _ours(found) or (found.st_mode & _OTHERS_WRITE and not shared and not stat.S_ISLNK(found.st_mode)):
+        raise _refusal(entry, found, fix)
+    if not stat.S_ISLNK(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
+
+
+def _ours(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid())
+
+
+def _refusal(path: Path, found: os.stat_result, fix: str) -> UntrustedCacheError:
+    try:
+        owner = f"{pwd.getpwuid(found.st_uid).pw_name} ({found.st_uid})"
+    except KeyError:
+        owner = str(found.st_uid)
+    first = f"`{fix} {path}`, or " if _ours(found) else ""
+    return UntrustedCacheError(
+        f"{path} belongs to {owner} and has mode {stat.S_IMODE(found.st_mode):04o}: other users could put code there "
+        f"that would run as you, so this cache is not used. Mend it by {first}by setting {VARIABLE} to a directory "
+        "that only you can write to"
+    )

@@ -137,6 +137,10 @@ class BackendUnavailableError(NxdError, RuntimeError):
     """A backend cannot run here; the message holds the reason its probe gave."""
 
 
+class UntrustedCacheError(NxdError, RuntimeError):
+    """Another user could change what is in the cache, which is code: the message names the directory and the fix."""
+
+
 class MissingPackageError(NxdError, ImportError):
     """An optional package is absent; the message says which extra brings it, ``name`` is the package."""
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from nxd_infer import ops as _ops
-from nxd_infer.cache import cache_dir
+from nxd_infer.cache import cache_dir, opened
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
 from nxd_infer.processors import processors
@@ -142,6 +142,8 @@ def load() -> NativeLibrary:
             with _only_builder(_folder()):
                 if not target.is_file():
                     seconds = _build(digest, target)
+            with opened(target):  # a file that others have made, or could write to, is refused
+                pass
         except BackendUnavailableError as error:
             _failure = str(error)
             raise
@@ -279,7 +281,7 @@ def _torch_root() -> Path:
 
 
 def _folder() -> Path:
-    return cache_dir() / "native" / source_hash()
+    return cache_dir("native", source_hash())
 
 
 def _compiler() -> str | None:
@@ -297,7 +299,6 @@ def _no_compiler() -> str:
 @contextlib.contextmanager
 def _only_builder(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` against other processes; the kernel releases it when its holder ends."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(folder.name + ".lock")
     deadline = time.monotonic() + BUILD_TIMEOUT
     with open(path, "a") as file:
@@ -323,7 +324,6 @@ def _build(digest: str, target: Path) -> float:
     begin = time.monotonic()
     root = _torch_root()
     definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")
-    target.parent.parent.mkdir(parents=True, exist_ok=True)
     own = f".build-{digest}-"
     for left in target.parent.parent.glob(f"{own}*"):  # of a builder that was killed: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
@@ -343,7 +343,7 @@ def _build(digest: str, target: Path) -> float:
         seconds = time.monotonic() - begin
         record = {"hash": digest, "compiler": compiler, "flags": FLAGS, "torch": torch.__version__, "seconds": seconds}
         (Path(scratch) / "build.json").write_text(json.dumps(record, indent=2))
-        target.parent.mkdir(exist_ok=True)
+        built.chmod(0o700)  # whatever the umask: a file that others may write to is refused
         os.replace(Path(scratch) / "build.json", target.parent / "build.json")
         os.replace(built, target)  # last: the file's presence means that the build is whole
     return seconds
@@ -351,7 +351,7 @@ def _build(digest: str, target: Path) -> float:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)  # nosec B603  # a compiler
     except subprocess.TimeoutExpired:
         raise BackendUnavailableError(f"{command[0]} took longer than {BUILD_TIMEOUT:.0f} s") from None
     except OSError as error:

@@ -7,9 +7,9 @@ follow the current context, so that another degree after ``destroy_model_paralle
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -35,6 +35,8 @@ from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 
 if TYPE_CHECKING:
     from nxd_infer.native import NativeLibrary
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -176,9 +178,11 @@ def _native_library() -> NativeLibrary | None:
     """The native operators where they are built: nobody who starts to train waits for a compiler."""
     from nxd_infer import native
 
-    with contextlib.suppress(NxdError):  # a damaged file: whoever cannot do without says so
+    try:
         return native.load() if native.is_built() else None
-    return None
+    except NxdError as error:  # a damaged file, a cache that others can write to: whoever cannot do without raises it
+        log.warning("ranks exchange over sockets, without the native operators: %s", error)
+        return None
 
 
 def _distributed() -> bool:

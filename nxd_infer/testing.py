@@ -355,7 +355,7 @@ def _rank(job: bytes, folder: str, world: int, timeout: float, parent: int, rank
             world_size=world,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        model_fn, batch, training, reference, tolerance = pickle.loads(job)
+        model_fn, batch, training, reference, tolerance = pickle.loads(job)  # nosec B301  # of our parent, over a pipe
         answer["found"] = compare_with(reference, model_fn, batch, training, tolerance)
         shutdown()
     except Exception as error:

@@ -16,15 +16,8 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.config import Fields, parse_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-_OLD_NAMES = {
-    "cls_token": "cls",
-    "max_tokens": "max",
-    "mean_tokens": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "weightedmean_tokens": "weightedmean",
-    "lasttoken": "lasttoken",
-}
-"""In the order in which their vectors are put together."""
+_OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+"""``POOLINGS`` in the order in which their vectors are put together."""
 _SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json")
 _PROMPTS = "config_sentence_transformers.json"
 
@@ -101,7 +94,8 @@ def _pooling(model_dir: Path, folder: str) -> str:
     fields = read_json(file)
     modes = fields.get("pooling_mode")
     if modes is None:
-        modes = [mode for name, mode in _OLD_NAMES.items() if fields.get(f"pooling_mode_{name}")] or ["mean"]
+        named = zip(_OLD_NAMES, POOLINGS, strict=True)
+        modes = [mode for name, mode in named if fields.get(f"pooling_mode_{name}")] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or any(mode not in POOLINGS for mode in modes):
         raise ModelConfigError(f"{file}: pooling_mode = {modes!r}: known are {', '.join(POOLINGS)}")

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nxd_infer.cache import cache_dir
+from nxd_infer.cache import cache_dir, opened
 from nxd_infer.errors import TraceConfigError
 
 ENTRY = "entry.json"
@@ -44,7 +44,8 @@ def compiler_version() -> str:
     """What the C++ compiler says it is; empty where there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [os.environ.get("CXX", "g++"), "--version"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split("\n")[0]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
+        return done.stdout.split("\n")[0]
     return ""
 
 
@@ -53,13 +54,14 @@ WAIT = 30.0
 
 
 def _root() -> Path | None:
-    """The cache's directory; None where there is none to write in, or the cache is turned off."""
+    """The cache's directory; None where there is none to write in, or the cache is turned off.
+
+    Raises UntrustedCacheError where others could change what is in it: a trace does not go on as if there were none.
+    """
     if not cache_limit():
         return None
     with contextlib.suppress(OSError):
-        root = cache_dir() / "graphs"
-        root.mkdir(parents=True, exist_ok=True)
-        return root
+        return cache_dir("graphs")
     return None
 
 
@@ -100,7 +102,8 @@ def fetch(digest: str, graph_dir: Path) -> bool:
     copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
     try:
         with _locked(root, exclusive=False):
-            files = json.loads((entry / ENTRY).read_bytes())
+            with opened(entry / ENTRY) as file:  # others' entries are refused; the files are what ours says they are
+                files = json.load(file)
             for name, checksum in files.items():
                 target = copy / name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +141,7 @@ def store(digest: str, graph_dir: Path) -> None:
             shutil.copyfile(path, target)
             files[name] = _hash(target)
         (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
+        (temporary / ENTRY).chmod(0o600)  # whatever the umask: one that others may write to is refused
         os.rename(temporary, entry)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

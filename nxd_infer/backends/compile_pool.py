@@ -72,18 +72,18 @@ def compile_graphs(
     timeout: float = 3600.0,
     report: Callable[[Path, float], None] | None = None,
 ) -> None:
-    """Compile every graph directory. What compilers write beside it goes below ``workdir`` (None: removed after).
+    """Compile every graph directory. What compilers write beside it is put below ``workdir`` (None: removed after).
+
+    Until then it lies in a directory that nobody else can write to or foresee: compilers run what they find in theirs.
 
     ``timeout`` bounds each graph. ``report(graph directory, seconds)`` is called as each is done. Raises TraceError
     with what the compiler said.
     """
     if not graph_dirs:
         return
-    private = tempfile.mkdtemp(prefix="nxd-compile-") if workdir is None else None
-    place = Path(private) if private is not None else Path(workdir or ".").absolute()
+    place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
     pool: list[_Worker] = []
     try:
-        place.mkdir(parents=True, exist_ok=True)
         pending = list(graph_dirs)
         for _ in range(worker_count(len(pending), workers)):
             pool.append(_start(backend, place))
@@ -106,8 +106,9 @@ def compile_graphs(
     finally:
         for worker in pool:
             _end(worker)
-        if private is not None:
-            shutil.rmtree(private, ignore_errors=True)
+        if workdir is not None:
+            shutil.move(place, workdir / place.name)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _start(backend: str, place: Path) -> _Worker:
@@ -116,6 +117,7 @@ def _start(backend: str, place: Path) -> _Worker:
     temporary.mkdir(exist_ok=True)
     environment = child_environment(
         TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
+        TRITON_CACHE_DIR=str(place / "triton"),
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TMPDIR=str(temporary),
         PYTHONWARNINGS="ignore",
@@ -123,7 +125,7 @@ def _start(backend: str, place: Path) -> _Worker:
     log = place / f"compile-{secrets.token_hex(4)}.log"
     try:
         with open(log, "wb") as errors:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # nosec B603  # this interpreter, code and numbers of ours
                 python_module("nxd_infer.backends.compile_worker", backend, str(theirs), str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ are their numbers, so that the text of equal graphs is equal whoever traced them
 from __future__ import annotations
 
 import json
+import keyword
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from torch import fx
 from nxd_infer.errors import ArtifactCorruptError, TraceError
 
 IR_FORMAT = 1
+MOST_INPUTS = 2**20
+"""Of one graph: states, inputs and weights together are some thousands."""
 GETITEM = "getitem"
 COND = "higher_order.cond"
 _HIGHER_ORDER = {COND}
@@ -138,12 +141,57 @@ def resolve_operator(name: str) -> Any:
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
     namespace, operation, overload = parts
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:
         raise ArtifactCorruptError(
             f"the graph calls {name}, which is not registered in this process: its operator library is missing, or "
             "the graph was traced with another version of torch"
         ) from error
+    if not isinstance(found, torch._ops.OpOverload):  # `aten.add.__class__` is no operator, but a way out of them
+        raise ArtifactCorruptError(f"{name!r} in a graph is not an operator")
+    return found
+
+
+def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], list[Any]]:
+    """How many inputs a graph has, its nodes as (name, arguments, named arguments), and its outputs. Raises
+    ArtifactCorruptError for what is no graph."""
+    if not isinstance(ir, dict) or ir.get("ir") != IR_FORMAT:
+        found = ir.get("ir") if isinstance(ir, dict) else ir
+        raise ArtifactCorruptError(f"a graph of format {str(found)[:40]!r}; this version reads {IR_FORMAT}")
+    inputs, nodes, outputs = (ir.get(name) for name in ("inputs", "nodes", "outputs"))
+    if (
+        type(inputs) is not int
+        or not 0 <= inputs <= MOST_INPUTS
+        or type(nodes) is not list
+        or type(outputs) is not list
+    ):
+        raise ArtifactCorruptError(f"a graph of {str(inputs)[:40]} inputs that has no lists of nodes and outputs")
+    found = []
+    for number, entry in enumerate(nodes):
+        name, args, kwargs = [*entry, {}][:3] if type(entry) is list and 2 <= len(entry) <= 3 else ("", None, None)
+        if type(name) is not str or type(args) is not list or type(kwargs) is not dict:
+            raise ArtifactCorruptError(f"node {number} of a graph is not an operator with its arguments")
+        if not all(
+            key.isidentifier() and not keyword.iskeyword(key) for key in kwargs
+        ):  # they become text of a program
+            raise ArtifactCorruptError(f"node {number} of a graph: {name} has no such arguments as {list(kwargs)}")
+        found.append((name, args, kwargs))
+    return inputs, found, outputs
+
+
+def _value_number(value: Any, known: int) -> int:
+    """What ``{"$": value}`` refers to, of so many values that are there by then."""
+    if type(value) is not int or not 0 <= value < known:
+        raise ArtifactCorruptError(f"a graph refers to value {str(value)[:40]}, and has {known} by then")
+    return value
+
+
+def _damaged(error: Exception) -> ArtifactCorruptError:
+    return ArtifactCorruptError(f"a graph is damaged: {type(error).__name__}: {str(error)[:200]}")
+
+
+_DAMAGES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What Python and torch say of values that no graph of ours holds; nesting that is too deep is a RuntimeError."""
 
 
 def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
@@ -169,25 +217,30 @@ def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
 
 def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
     """Rebuild an ``fx.GraphModule`` from the data of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
+    inputs, nodes, outputs = _parts(ir)
     root = torch.nn.Module()
     graph = fx.Graph()
-    values = [graph.placeholder(f"v{i}") for i in range(ir["inputs"])]
+    values = [graph.placeholder(f"v{i}") for i in range(inputs)]
 
     def decode(value: Any) -> Any:
         if isinstance(value, dict) and "$" in value:
-            return values[value["$"]]
+            return values[_value_number(value["$"], len(values))]
         if isinstance(value, dict) and "graph" in value:
             name = f"graph_{len(root._modules)}"
             root.add_module(name, ir_to_graph(value["graph"]))
             return graph.get_attr(name)
         return _decode_constant(value, decode)
 
-    for entry in ir["nodes"]:
-        args = tuple(decode(a) for a in entry[1])
-        kwargs = {k: decode(v) for k, v in entry[2].items()} if len(entry) > 2 else {}
-        values.append(graph.call_function(resolve_operator(entry[0]), args, kwargs))
-    graph.output(tuple(decode(o) for o in ir["outputs"]))
-    return fx.GraphModule(root, graph)
+    try:
+        for name, args, kwargs in nodes:
+            decoded = {key: decode(value) for key, value in kwargs.items()}
+            values.append(graph.call_function(resolve_operator(name), tuple(decode(a) for a in args), decoded))
+        graph.output(tuple(decode(o) for o in outputs))
+        return fx.GraphModule(root, graph)
+    except ArtifactCorruptError:
+        raise
+    except _DAMAGES as error:
+        raise _damaged(error) from error
 
 
 class _Value:
@@ -203,31 +256,41 @@ class Program:
     """Runs a graph node by node, without generated code; a value is dropped after its last use."""
 
     def __init__(self, ir: dict[str, Any]):
-        if ir.get("ir") != IR_FORMAT:
-            raise ArtifactCorruptError(f"a graph of format {ir.get('ir')!r}; this version reads {IR_FORMAT}")
-        self.inputs: int = ir["inputs"]
+        """Raises ArtifactCorruptError for what is no graph."""
+        try:
+            self._build(ir)
+        except ArtifactCorruptError:
+            raise
+        except _DAMAGES as error:
+            raise _damaged(error) from error
+
+    def _build(self, ir: dict[str, Any]) -> None:
+        self.inputs, nodes, outputs = _parts(ir)
+        known = self.inputs
         self._steps: list[tuple[Any, tuple, dict[str, Any], tuple[int, ...]]] = []
         last: dict[int, int] = {}
         used: set[int] = set()
 
         def decode(value: Any) -> Any:
             if isinstance(value, dict) and "$" in value:
-                used.add(value["$"])
-                return _Value(value["$"])
+                number = _value_number(value["$"], known)
+                used.add(number)
+                return _Value(number)
             if isinstance(value, dict) and "graph" in value:
                 return Program(value["graph"])
             return _decode_constant(value, decode)
 
-        for number, entry in enumerate(ir["nodes"]):
+        for number, (name, arguments, named) in enumerate(nodes):
             used.clear()
-            args = tuple(decode(a) for a in entry[1])
-            kwargs = {k: decode(v) for k, v in entry[2].items()} if len(entry) > 2 else {}
+            args = tuple(decode(a) for a in arguments)
+            kwargs = {key: decode(value) for key, value in named.items()}
+            known += 1
             last.update(dict.fromkeys(used, number))
             last.setdefault(self.inputs + number, number)
-            target = _run_cond if entry[0] == COND else resolve_operator(entry[0])
+            target = _run_cond if name == COND else resolve_operator(name)
             self._steps.append((target, args, kwargs, ()))
         used.clear()
-        self._outputs = [decode(o) for o in ir["outputs"]]
+        self._outputs = [decode(o) for o in outputs]
         for index in used:
             last.pop(index, None)
         dead: dict[int, list[int]] = {}

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 from nxd_infer.cli.console import console, memory, table
+from nxd_infer.errors import UntrustedCacheError
 from nxd_infer.processors import available_cores, compute_threads, processor_share
 from nxd_infer.units import size
 
@@ -60,12 +61,15 @@ def run() -> int:
         ("cpu features", cpu_features()),
         ("memory", f"{size(available)} free of {size(total)}"),
         ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),
-        ("cache", str(cache.cache_dir())),
     ]
-    found = native.availability()
-    rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
-    if native.is_built():
-        rows.append(("their instructions", native.load().cpu_level()))
+    try:
+        rows.append(("cache", str(cache.cache_dir())))
+        found = native.availability()
+        rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
+        if native.is_built():
+            rows.append(("their instructions", native.load().cpu_level()))
+    except UntrustedCacheError as error:
+        rows.append(("cache", f"refused: {error}"))
     table("This machine", ("what", "found"), rows)
 
     usable = {}

@@ -12,7 +12,13 @@ DEFAULT_MAX_TOKENS = 64
 
 
 def run(
-    artifact: Path, prompts: list[str], as_json: bool, max_tokens: int | None, speculate: int, **sampling: Any
+    artifact: Path,
+    prompts: list[str],
+    as_json: bool,
+    max_tokens: int | None,
+    speculate: int,
+    allow_kernel: bool,
+    **sampling: Any,
 ) -> None:
     """Print each prompt's continuation, or one JSON object a prompt; anything else goes to the error stream.
 
@@ -30,8 +36,9 @@ def run(
         values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
         return llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
 
+    options = {"speculate": speculate, "allow_kernel": allow_kernel}
     if as_json:
-        with LLM(artifact, speculate=speculate) as llm:
+        with LLM(artifact, **options) as llm:
             outputs = answers(llm)
         for output in outputs:
             answer = output.outputs[0]
@@ -43,7 +50,7 @@ def run(
             }
             print(json.dumps(record, ensure_ascii=False))
         return
-    with spinner("loading and answering", aside), LLM(artifact, speculate=speculate) as llm:
+    with spinner("loading and answering", aside), LLM(artifact, **options) as llm:
         outputs = answers(llm)
         assert isinstance(llm.engine, Engine)  # generate() has refused every other
         stats = llm.engine.stats()

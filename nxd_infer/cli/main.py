@@ -77,6 +77,9 @@ ModelDir = Annotated[
 ]
 
 
+NoKernel = Annotated[
+    bool, typer.Option("--no-kernel", help="Refuse an artifact that chooses its buckets with code of its own.")
+]
 CompilerArgs = Annotated[str | None, typer.Option(help="Options of the backend, as key=value,key=value.")]
 CpuTarget = Annotated[
     str | None,
@@ -248,6 +251,7 @@ def serve(
         Path | None,
         typer.Option(help="JSON or YAML file with any of the server's settings."),
     ] = None,
+    no_kernel: NoKernel = False,
 ) -> None:
     """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics."""
     from nxd_infer.cli.serve import run
@@ -265,6 +269,7 @@ def serve(
             speculate=speculate,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
+            allow_kernel=False if no_kernel else None,  # else as the environment or the file says
         )
     )
 
@@ -292,6 +297,7 @@ def generate(
         int, typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate; 0 is off.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    no_kernel: NoKernel = False,
 ) -> None:
     """Continue prompts in this process's own engine, without a server."""
     from nxd_infer.cli.generate import run
@@ -309,6 +315,7 @@ def generate(
         seed=seed,
         stop=stop or [],
         speculate=speculate,
+        allow_kernel=not no_kernel,
     )
 
 
@@ -326,13 +333,14 @@ def verify(
         typer.Option(help="Compare with the weights of this folder that save_checkpoint() wrote into, as for trace."),
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
+    no_kernel: NoKernel = False,
 ) -> None:
     """Compare the traced artifact with the unsharded eager model: a row a bucket; exits 1 past the tolerance."""
     from nxd_infer.cli.verify import run
 
     if tag is not None and checkpoint is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
-    raise typer.Exit(run(artifact, model_dir, tolerance, seed, checkpoint, tag))
+    raise typer.Exit(run(artifact, model_dir, tolerance, seed, checkpoint, tag, allow_kernel=not no_kernel))
 
 
 app.add_typer(ckpt, name="ckpt")

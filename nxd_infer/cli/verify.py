@@ -167,6 +167,7 @@ def run(
     seed: int,
     checkpoint: str | None = None,
     tag: str | None = None,
+    allow_kernel: bool = True,
 ) -> int:
     """Print a row a bucket; 0 when all are within the tolerance. The weights are those of ``checkpoint``, if given."""
     from nxd_infer import trace
@@ -174,7 +175,7 @@ def run(
     from nxd_models import hf, registry
 
     rows: list[Row] = []
-    with trace.parallel_model_load(str(artifact)) as model:
+    with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
         weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
         make = reference_of(manifest, model_dir, weights)

@@ -94,6 +94,12 @@ class LoadedArtifact:
         """The user's bucket kernel, or None when the package routes."""
         return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
 
+    def check_kernel(self, allowed: bool) -> None:
+        """Raise ArtifactError for a bucket kernel unless one is ``allowed``."""
+        if self.bucket_kernel_file is not None and not allowed:
+            why = "which is code, and allow_kernel=False (--no-kernel): allow it if you trust whoever made it"
+            raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
+
     def verify(self) -> None:
         """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written."""
         self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
@@ -105,7 +111,8 @@ class LoadedArtifact:
         """
         if artifact_digest(self.path) != self.digest:
             raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
-        own = [name for name in self.stamps if name.startswith(("graphs/", "ops/")) or name == weight_name(rank)]
+        code = ("graphs/", "ops/", BUCKET_KERNEL_NAME)
+        own = [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
         changed = changed_files(self.path, self.stamps, own)
         self.stamps.update(verify_files(self.path, self.manifest.files, changed))
 
@@ -388,9 +395,8 @@ def parallel_model_load(
 ) -> TensorParallelModel:
     """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
 
-    The ranks start at the first call, or with ``model.start()``. ``options`` are those of TensorParallelModel
-    (``in_process``, ``threads_per_rank``, ``allow_kernel``: False refuses an artifact with a bucket kernel, which is
-    code that runs in this process). For the refusals see :func:`load_artifact`.
+    The ranks start at the first call, or with ``model.start()``. ``options``: see TensorParallelModel; refusals: see
+    :func:`load_artifact`.
     """
     from nxd_infer.trace.model import TensorParallelModel
 

@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     COMMIT_WEIGHTS = 4
     ABORT_WEIGHTS = 5
     STOP = 6
+    ROUTE = 7
 
     @property
     def words(self) -> str:

@@ -179,7 +179,7 @@ main(int(sys.argv[1]))
 def _start(settings: func_rank.RankSettings) -> _Rank:
     mine, theirs = Pipe()
     try:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
             python_code(_RANK, str(theirs.fileno()), json.dumps(sys.path)),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),

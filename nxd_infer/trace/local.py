@@ -69,6 +69,9 @@ class LocalRank:
             if kind == Kind.STEP:
                 side = self.sides[0]
                 side.outputs[bucket] = self._rank.run(bucket, side.inputs[bucket])
+            elif kind == Kind.ROUTE:
+                assert fds is not None
+                self._rank.route(fds[0])
             elif kind == Kind.RESET:
                 self._rank.reset_states()
             elif kind == Kind.PREPARE_WEIGHTS:

@@ -12,17 +12,16 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from nxd_infer.errors import (
-    ArtifactCorruptError,
     ArtifactError,
     InputMismatchError,
 )
 from nxd_infer.trace.artifact import LoadedArtifact, load_artifact, parallel_model_load, parallel_model_save
 from nxd_infer.trace.channel import Kind
 from nxd_infer.trace.health import RankHealth
+from nxd_infer.trace.kernel import ask
 from nxd_infer.trace.local import LocalRank
 from nxd_infer.trace.manifest import BucketSpec
 from nxd_infer.trace.rank_model import RankModel, Ranks, takes_arrays
@@ -52,6 +51,7 @@ class TensorParallelModel(nn.Module, RankModel):
         threads_per_rank: compute threads of each rank process. Default: what the graphs were compiled for, else an
             equal share of the cores. In this process torch's own setting counts, so that with a number given here
             degree 1 has a process, too.
+        allow_kernel: False refuses an artifact with a bucket kernel, which is code that runs in rank 0.
 
     ``model(*tensors, **named)`` takes the inputs in the traced order, or by name, and returns what the traced module
     returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError, BucketError and, where
@@ -94,7 +94,10 @@ class TensorParallelModel(nn.Module, RankModel):
             raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}")
         self.in_process = degree == 1 and threads_per_rank is None if in_process is None else in_process
         self.arrays = not self.in_process and takes_arrays(artifact.manifest)
-        self._router = Router(artifact.manifest.buckets, _load_kernel(artifact, allow_kernel))
+        artifact.check_kernel(allow_kernel)
+        self._router = Router(
+            artifact.manifest.buckets, self._ask_kernel if artifact.bucket_kernel_file is not None else None
+        )
 
     def _new_ranks(self) -> Ranks:
         if self.in_process:
@@ -150,6 +153,10 @@ class TensorParallelModel(nn.Module, RankModel):
         self.reset_states()
         return seconds
 
+    def _ask_kernel(self, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+        with self._turn.take():
+            return ask(self._started(), self.tp_degree, tensors)
+
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]
         with self._turn.take():
@@ -175,22 +182,6 @@ class TensorParallelModel(nn.Module, RankModel):
 
 TensorParallelNeuronModel = TensorParallelModel
 """The name that existing code imports."""
-
-
-def _load_kernel(artifact: LoadedArtifact, allowed: bool) -> Any:
-    """The user's bucket kernel (TorchScript), or None. It is code, and runs in this process."""
-    file = artifact.bucket_kernel_file
-    if file is None:
-        return None
-    if not allowed:
-        raise ArtifactError(
-            f"{artifact.path} routes with {file.name}, which is code that would run in this process, and "
-            "allow_kernel=False: load it with allow_kernel=True if you trust whoever made it"
-        )
-    try:
-        return torch.jit.load(str(file))
-    except RuntimeError as error:
-        raise ArtifactCorruptError(f"{file.name} is not a TorchScript bucket kernel: {error}") from error
 
 
 def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:

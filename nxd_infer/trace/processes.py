@@ -223,7 +223,7 @@ class RankProcesses:
         command = python_module("nxd_infer.trace.worker", "rank", str(rank), "--config", config.to_json())
         try:
             with self._going():
-                process = subprocess.Popen(
+                process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ from nxd_infer.backends.base import Executable
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.trace.artifact import LoadedArtifact
+from nxd_infer.trace.kernel import answer, load_kernel
 from nxd_infer.trace.manifest import PACKED_INT8, TensorSpec, WeightSpec
 from nxd_infer.trace.memory import Memory
 from nxd_infer.trace.packed_weights import PackedWeights
@@ -84,6 +85,7 @@ class Rank:
             if digest not in self.graphs:
                 spec = manifest.graphs[digest]
                 self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
+        self._kernel = load_kernel(artifact) if rank == 0 else None
         artifact.verify_again(rank)  # what was read meanwhile
         self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
         self._staged: _Staged | None = None
@@ -111,6 +113,11 @@ class Rank:
             return outputs
 
         return step
+
+    def route(self, fd: int) -> None:
+        """Ask the bucket kernel; see ``kernel.py``. It is rank 0's alone."""
+        if self._kernel is not None:
+            answer(self._kernel, fd)
 
     def reset_states(self) -> None:
         """Put every state back to its traced value, in place: the graphs keep their references."""

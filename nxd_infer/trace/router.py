@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError
+from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, dtype_name
 
 BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor]]
@@ -132,7 +132,9 @@ class Router:
         check_tensors(given)
         try:
             tensors, chosen = self.kernel(list(given.values()))
-        except RuntimeError as error:  # torch.jit.Error is one
+        except NxdError:
+            raise  # of the ranks, where it runs
+        except RuntimeError as error:
             table = bucket_table(self.buckets)
             raise BucketError(f"the bucket kernel raised: {error}\nThe buckets:\n{table}") from error
         index = int(chosen)

@@ -247,7 +247,7 @@ class Supervisor:
             + (f", {passed[r]} collectives passed" if passed[r] else "")
             for r in sorted(states)
         )
-        setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.RESET) else "start_timeout"
+        setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.ROUTE, Kind.RESET) else "start_timeout"
         text = (
             f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s ({details}); "
             f"all ranks have been ended: raise {setting} if the work is that long, or call restart()"

@@ -111,9 +111,9 @@ def parallel_model_trace(
             output is not returned. Runs in a spawned process a rank, so it must be importable by name.
         example_inputs: a tensor, a tuple or list of tensors, or a dictionary of them by name; with a ``bucket_config``
             a list of such entries, one a bucket.
-        compiler_workdir: where everything the compiler writes is kept; made where it is not there. Default: a private
-            directory, removed. Graphs that the compile cache holds are not compiled again, and leave nothing there
-            (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
+        compiler_workdir: where everything that compilers wrote is put, in a directory of its own; made where it is not
+            there. Default: it is removed. Graphs that the compile cache holds are not compiled again, and leave nothing
+            there (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
         compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
             dictionary, a list or text of ``key=value``. Arguments of the Neuron compiler in its own words
             (``"--model-type=transformer -O1"``, or a list of such) mean nothing on a CPU: they are ignored, and

@@ -173,9 +173,12 @@ def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
 
     if kind == Kind.RESET:
         rank.reset_states()
-    elif kind == Kind.PREPARE_WEIGHTS:
+    elif kind in (Kind.ROUTE, Kind.PREPARE_WEIGHTS):
         try:
-            rank.prepare_weights(Path(f"/proc/self/fd/{fds[0]}"))
+            if kind == Kind.ROUTE:
+                rank.route(fds[0])
+            else:
+                rank.prepare_weights(Path(f"/proc/self/fd/{fds[0]}"))
         finally:
             for fd in fds:
                 os.close(fd)

@@ -148,6 +148,9 @@ class ServerSettings(BaseSettings):
         None, ge=1, description="CPU threads a rank; by default the cores divided, or a container's share of them."
     )
 
+    allow_kernel: bool = Field(
+        True, description="Serve an artifact that chooses its buckets with code of its own (a bucket kernel)."
+    )
     expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
     log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -45,7 +45,7 @@ class LLM:
     Args:
         artifact_dir: what ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
         in_process: run degree 1 in this process (default: at degree 1, yes).
-        call_timeout, threads_per_rank, expect_digest: as in ``parallel_model_load``.
+        call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
         speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
         generation_defaults: where no parameters are given, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.
@@ -63,6 +63,7 @@ class LLM:
         call_timeout: float = 120.0,
         threads_per_rank: int | None = None,
         expect_digest: str | None = None,
+        allow_kernel: bool = True,
         speculate: int = 0,
         generation_defaults: bool = True,
         on_progress: Callable[[int, int, str], None] | None = None,
@@ -77,6 +78,7 @@ class LLM:
             expect_digest=expect_digest,
             threads_per_rank=threads_per_rank,
             in_process=in_process,
+            allow_kernel=allow_kernel,
         )
         self.engine: Engine | OneShotEngine | None = None
         try:

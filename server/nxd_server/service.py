@@ -123,6 +123,7 @@ class Service(Served):
         settings = self.settings
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
+        artifact.check_kernel(settings.allow_kernel)
         self._manifest = artifact.manifest
         self._check_task()
         degree = artifact.manifest.tp_degree

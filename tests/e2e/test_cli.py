@@ -17,6 +17,7 @@ from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
 from tests.processes import wait_until
 from tests.tiny_models import write_tiny
+from tests.trace import toy
 
 COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
 BUCKETS = ("decode_b1", "decode_b2", "mixed_b18", "prefill_s8", "prefill_s16")
@@ -180,6 +181,17 @@ def test_verify_takes_the_checkpoint_that_was_traced(model_dir, tmp_path, capsys
     for others in ((), source[:2]):  # the directory's, and the newest checkpoint
         assert nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, *others).status == 1
     refused(nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, "--tag", "first"), "--checkpoint")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "verify"])
+def test_code_that_chooses_buckets_can_be_refused(command, model_dir, tmp_path):
+    def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor([0])
+
+    path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
+    more = {"serve": ["--port", 0], "generate": ["--prompt", "x"], "verify": [model_dir]}[command]
+    done = nxd_infer(command, path, *more, "--no-kernel")
+    assert done.status == 1 and "bucket_kernel.pt, which is code, and" in done.err, done
 
 
 def test_doctor_names_the_backends_and_the_compiler():

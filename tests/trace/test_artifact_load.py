@@ -263,9 +263,26 @@ def test_a_bucket_kernel_is_code_and_can_be_refused(tmp_path):
         return tensors, torch.tensor([0])
 
     source = toy.build(tmp_path / "good", degree=1, kernel=kernel)
-    with pytest.raises(ArtifactError, match=r"bucket_kernel\.pt, which is code .* allow_kernel=True"):
+    with pytest.raises(ArtifactError, match=r"bucket_kernel\.pt, which is code, .*allow_kernel=False.* if you trust"):
         parallel_model_load(source, allow_kernel=False)
     parallel_model_load(source).close()
+
+
+def test_the_digest_covers_the_bucket_kernel(tmp_path):
+    def first(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor([0])
+
+    def second(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor([1])
+
+    one, other = (toy.build(tmp_path / k.__name__, degree=1, kernel=k) for k in (first, second))
+    digest = load_artifact(one).digest
+    assert digest != load_artifact(other).digest
+    with pytest.raises(ArtifactCorruptError, match="expected"):
+        load_artifact(other, expect_digest=digest)
+    shutil.copyfile(other / "bucket_kernel.pt", one / "bucket_kernel.pt")
+    with pytest.raises(ArtifactCorruptError, match=r"bucket_kernel\.pt"):
+        load_artifact(one, expect_digest=digest)
 
 
 @pytest.mark.parametrize("writer", ["pickle", "torch"])
@@ -289,7 +306,7 @@ def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path, writer, name):
             out.add(file, hostile if file == name else source / file)
         out.commit(good.manifest.model_copy(deep=True))
     with pytest.raises(ArtifactCorruptError, match=r"not a safetensors file|not a TorchScript bucket kernel"):
-        parallel_model_load(tmp_path / "bad")
+        parallel_model_load(tmp_path / "bad").start()
     assert not marker.exists()
     pickle.loads(pickle.dumps(Payload(marker)))  # the payload does act where pickles are loaded
     assert marker.exists()

@@ -246,19 +246,23 @@ def test_a_model_of_processes_is_not_copied(artifacts):
     assert "b4_s8" in repr(model)
 
 
-def test_a_users_kernel_chooses_the_bucket(tmp_path):
+@pytest.mark.parametrize("where", ["here", "process", "processes"])
+def test_a_users_kernel_chooses_the_bucket(tmp_path, monkeypatch, where):
     def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         x = tensors[0]
         short = 8 - x.shape[1]
         return [torch.cat([x, torch.ones([x.shape[0], short, x.shape[2]])], 1)], torch.tensor([1])
 
-    path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
-    with parallel_model_load(path) as model:
+    path = toy.build(tmp_path / "kernel", degree=2 if where == "processes" else 1, kernel=kernel)
+    if where != "here":  # it is code, and runs where the artifact's code does
+        monkeypatch.setattr(torch.jit, "load", lambda *_: pytest.fail("the caller has loaded the kernel"))
+    with parallel_model_load(path, in_process=where == "here") as model:
         x = torch.randn(2, 3, toy.HIDDEN)
         y = model(x)["y"]  # a kernel's padding is its own: nothing is cut
         assert close_to(y, toy.expected(WEIGHTS, torch.cat([x, torch.ones(2, 5, toy.HIDDEN)], 1)))
-        with pytest.raises(BucketError, match="the bucket kernel"):
+        with pytest.raises(BucketError, match="the bucket kernel raised"):
             model(torch.randn(2, 9, toy.HIDDEN))
+        assert close_to(model(x)["y"], y)  # which ends no rank
 
 
 # --- new weights ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def cache(tmp_path_factory):
     from nxd_infer.cache import cache_dir
 
     directory = tmp_path_factory.mktemp("cache")
-    (directory / "native").symlink_to(cache_dir() / "native")
+    (directory / "native").symlink_to(cache_dir("native"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NXD_INFER_CACHE", str(directory))
         yield directory

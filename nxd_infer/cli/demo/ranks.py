@@ -53,16 +53,15 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
     with log.open("wb") as output:
         try:
             for rank in range(world_size):
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=None if rank == 0 else output,
-                        stderr=output,
-                        start_new_session=True,  # Ctrl-C at a terminal reaches this process alone, which ends them
-                    )
+                process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
+                    command,
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C at a terminal reaches this process alone, which ends them
                 )
+                ranks.append(process)
             yield ranks
         finally:
             for rank in ranks:

@@ -59,7 +59,9 @@ def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[by
     """A server process for the block; ended with SIGTERM, or killed when that does not end it."""
     command = python_module("nxd_infer.cli.main", "serve", str(artifact), "--port", str(port))
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=child_environment())
+        process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
+            command, stdout=output, stderr=subprocess.STDOUT, env=child_environment()
+        )
         try:
             yield process
         finally:
@@ -99,7 +101,9 @@ def ask(port: int) -> list[Answer]:
 def load_in_fresh_process(artifact: Path) -> dict[str, float]:
     """Load and warm the artifact in a process of its own that never imports the model's code."""
     command = python_module("nxd_infer.cli.demo.load_check", str(artifact))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT, env=child_environment())
+    done = subprocess.run(  # nosec B603  # this interpreter and a module of ours
+        command, capture_output=True, text=True, timeout=LOAD_TIMEOUT, env=child_environment()
+    )
     if done.returncode:
         raise ServerError(f"loading {artifact} failed:\n{done.stderr[-2000:]}")
     figures = json.loads(done.stdout.splitlines()[-1])

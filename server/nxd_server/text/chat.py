@@ -213,15 +213,26 @@ def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     value = config.get("chat_template")
     if (path := directory / "chat_template.json").is_file():
         try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("chat_template", value)
-        except (ValueError, AttributeError) as error:
+            value = json.loads(_text_of(path)).get("chat_template", value)
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ModelConfigError(f"{path} is not a chat template file: {error}") from error
     if isinstance(value, str):
         templates["default"] = value
     elif isinstance(value, list):
-        templates.update({item["name"]: item["template"] for item in value})
+        for item in value:
+            name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise ModelConfigError(f"{directory}: chat_template holds an entry without a name and a template")
+            templates[name] = source
     if (path := directory / "chat_template.jinja").is_file():
-        templates["default"] = path.read_text(encoding="utf-8")
+        templates["default"] = _text_of(path)
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _text_of(path)
     return templates
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error

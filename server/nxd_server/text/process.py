@@ -117,7 +117,7 @@ class TextProcess:
             ours, theirs = socket.socketpair()
             with self._state, theirs:
                 self._check_open()
-                self._process = subprocess.Popen(
+                self._process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
                     [sys.executable, "-I", "-c", _COMMAND, paths],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,

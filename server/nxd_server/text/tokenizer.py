@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,11 @@ class Tokenizer:
         if (path := directory / "tokenizer.json").is_file():
             from tokenizers import Tokenizer as RawTokenizer
 
-            try:
-                return cls(_lowered(RawTokenizer.from_file(str(path)), directory), config)
-            except Exception as error:  # the library raises a bare Exception for a file it cannot read
-                raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
+            return _read(path, lambda: cls(_lowered(RawTokenizer.from_file(str(path)), directory), config))
         if (path := directory / "vocab.txt").is_file():
-            return cls(_wordpiece(path, config), config)
+            return _read(path, lambda: cls(_wordpiece(path, config), config))
         if (path := directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            return cls(_byte_level_bpe(path, directory / "merges.txt", config), config)
+            return _read(path, lambda: cls(_byte_level_bpe(path, directory / "merges.txt", config), config))
         hint = ""
         if (directory / "tokenizer.model").is_file():
             hint = (
@@ -213,6 +210,15 @@ def _shares(lengths: list[int], room: int) -> list[int]:
     return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
 
 
+def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
+    try:
+        return read()
+    except ModelConfigError:
+        raise
+    except Exception as error:  # the library raises a bare Exception for a file it cannot read
+        raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json`` filled in; {} without them."""
     merged: dict[str, Any] = {}
@@ -222,7 +228,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             continue
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise ModelConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")

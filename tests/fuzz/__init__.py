@@ -1,0 +1,1 @@
+"""Fuzzing of every parser of what others have written: ``make fuzz``, and the corpus in the tests."""

@@ -1,0 +1,101 @@
+"""Training checkpoints: ours, with what their files say of each other, and those that the reference wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import ParamLayout
+from nxd_infer.parallel_layers.checkpoint_files import parse_json
+from nxd_infer.parallel_layers.checkpoint_manifest import DONE, MANIFEST, mark_of
+from nxd_infer.parallel_layers.checkpoint_values import pack, unpack
+from nxd_infer.trace.sources import weight_source
+from nxd_infer.trainer.checkpoint import save_checkpoint
+from nxd_infer.trainer.checkpoint_folder import find_checkpoint
+from nxd_infer.trainer.checkpoint_read import Archive
+from nxd_infer.trainer.reference_files import open_reference
+from nxd_infer.trainer.storage import storage_of
+from tests.fuzz.forms import TORCH_FILE
+from tests.fuzz.target import Target, object_with
+
+RECORD = "rank_00000.json"
+
+
+def ours(place: Path) -> Target:
+    """A checkpoint's manifest and the record of its rank, whose checksums are made to fit."""
+    save_checkpoint(
+        place / "jobs", "step", torch.nn.Linear(3, 2), user_content={"at": [1, (2.5, b"x")], "t": torch.ones(2)}
+    )
+    folder = place / "jobs" / "step"
+    before = json.loads((folder / MANIFEST).read_bytes())
+    made = json.dumps({"manifest": before, "record": json.loads((folder / RECORD).read_bytes())}).encode()
+
+    def read(data: bytes) -> None:
+        both: Any = json.loads(data)
+        record, manifest = json.dumps(both["record"]).encode(), both["manifest"]
+        (folder / RECORD).write_bytes(record)
+        if isinstance(manifest, dict):
+            for table, value in (("files", len(record)), ("sha256", hashlib.sha256(record).hexdigest())):
+                if isinstance(manifest.get(table), dict) and RECORD in manifest[table]:
+                    manifest[table][RECORD] = value
+        text = json.dumps(manifest).encode()
+        (folder / MANIFEST).write_bytes(text)
+        (folder / DONE).write_bytes(mark_of(text, 1))
+        archive = Archive(find_checkpoint(storage_of(place / "jobs"), "step"))
+        archive.verify(["model", "values"])
+        archive.value(0, "values")
+        source = weight_source(place / "jobs", "step")
+        for name in list(source.keys()):
+            assert tuple(source.read(name).shape) == tuple(source.shape(name))
+
+    return Target("checkpoint", object_with(read, "manifest", "record"), (CheckpointError,), [made])
+
+
+def values(place: Path) -> Target:
+    """What stands for values that are no tensors; what was accepted can be packed again, and is the same then."""
+    stored = [torch.arange(4, dtype=torch.uint8), torch.ones(2, 2)]
+    example = {"a": (1, [2.0, float("inf")]), 3: {4, 5}, "b": b"bytes", "p": Path("x"), "t": stored[1], "d": torch.int8}
+
+    def tensor(number: int) -> Tensor:
+        if not 0 <= number < len(stored):
+            raise CheckpointError(f"there is no tensor {number}")
+        return stored[number]
+
+    def read(data: bytes) -> None:
+        try:
+            structure = parse_json(data)
+        except ValueError:
+            return
+        found = unpack(structure, tensor)
+        again, tensors = pack(found)
+        assert json.dumps(pack(unpack(again, tensors.__getitem__))[0]) == json.dumps(again)
+
+    structure, stored = pack(example)
+    return Target("values", read, (CheckpointError,), [json.dumps(structure).encode()])
+
+
+def reference(place: Path) -> Target:
+    """A file of the reference's checkpoints, which is a pickle: nothing in it but tensors and plain values is made."""
+    file = place / "jobs" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+    file.parent.mkdir(parents=True)
+    state = {"model": {"weight": torch.ones(2, 3)}, "step": 3, "lists": [1, (2, "x"), {"y": None}]}
+    made = io.BytesIO()
+    torch.save(state, made)
+
+    def read(data: bytes) -> None:
+        file.write_bytes(data)
+        archive = open_reference(place / "jobs", None)
+        for stage in archive.stages():
+            archive.know({name: ParamLayout.of(list(one.shape), name) for name, one in stage[0].items()})
+        archive.pieces("model")
+        archive.value(0, "values")
+        list(archive.parts("optimizer"))
+
+    return Target("reference", read, (CheckpointError,), [made.getvalue()], form=TORCH_FILE)

@@ -1,0 +1,23 @@
+"""The targets by name; each is made for a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fuzz import artifacts, checkpoints, requests, texts
+from tests.fuzz.target import Target
+
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "manifest": artifacts.manifest,
+    "graph": artifacts.graph,
+    "weights": artifacts.weights,
+    "checkpoint": checkpoints.ours,
+    "values": checkpoints.values,
+    "reference": checkpoints.reference,
+    "body": requests.body,
+    "predict": requests.predict,
+    "template": texts.template,
+    "tokenizer": texts.tokenizer,
+    "tokenizer_files": texts.tokenizer_files,
+}

@@ -1,0 +1,39 @@
+"""Every parser of what others have written: the corpus, and some mutations of it that are always the same.
+
+``make fuzz`` looks for more; what it finds is kept in the corpus.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.mutations import changed
+from tests.fuzz.target import CORPUS
+from tests.fuzz.targets import TARGETS
+
+
+def test_every_target_has_a_corpus():
+    assert sorted(path.name for path in CORPUS.iterdir()) == sorted(TARGETS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_breaks_it(name, tmp_path):
+    target = TARGETS[name](tmp_path)
+    for path in target.folder.iterdir():
+        taken = target.check(path.read_bytes())
+        assert taken or not path.name.startswith("good"), path
+    assert all(target.check(example) for example in target.made)
+
+    @seed(1)
+    @settings(
+        max_examples=target.examples,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(changed(target.seeds(), target.form))
+    def attempt(example: bytes) -> None:
+        target.check(example)
+
+    attempt()
