@@ -1,14 +1,15 @@
 """Where this package keeps what it can make again: built libraries, compiled graphs. Both are code that runs as us.
 
 So nobody else may be able to write there. As for OpenSSH's StrictModes, each directory and link on the way belongs to
-this user or to root, and no group and no world may write to one; but for a directory such as ``/tmp``, root's and
-sticky, in which nobody can move what belongs to another.
+this user or to root, and neither the world nor a group of others may write to one; but for a directory such as
+``/tmp``, root's and sticky, in which nobody can move what belongs to another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import pwd
 import stat
@@ -19,7 +20,6 @@ from typing import BinaryIO
 from nxd_infer.errors import UntrustedCacheError
 
 VARIABLE = "NXD_INFER_CACHE"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
 
 
@@ -51,7 +51,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """A file of the cache to read. Raises UntrustedCacheError where another user has made it, or could write to it."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
-        if not _ours(found) or found.st_mode & _OTHERS_WRITE:
+        if not _ours(found) or _others_write(found):
             raise _refusal(path, found, "rm")
         yield file
 
@@ -88,10 +88,23 @@ def _check_way(path: Path, ours: Path | None = None) -> None:
 def _check(entry: Path, fix: str = "chmod go-w") -> None:
     found = entry.lstat()
     shared = found.st_uid == 0 and found.st_mode & stat.S_ISVTX
-    if not _ours(found) or (found.st_mode & _OTHERS_WRITE and not shared and not stat.S_ISLNK(found.st_mode)):
+    if not _ours(found) or (_others_write(found) and not shared and not stat.S_ISLNK(found.st_mode)):
         raise _refusal(entry, found, fix)
     if not stat.S_ISLNK(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
+
+
+def _others_write(found: os.stat_result) -> bool:
+    """Whether somebody else may write there. A group that is this user's alone, as many systems give one to each
+    together with a umask of 002, is nobody else."""
+    if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
+        return bool(found.st_mode & stat.S_IWOTH)
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return True
+    private = user.pw_gid == group.gr_gid and user.pw_name == group.gr_name
+    return not private or not {*group.gr_mem} <= {user.pw_name}
 
 
 def _ours(found: os.stat_result) -> bool:

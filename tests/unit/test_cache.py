@@ -61,6 +61,10 @@ def test_a_directory_that_others_can_write_to_is_refused(place, tmp_path, where,
     for name in ("graphs", "native"):
         cache_dir(name)
     directory = tmp_path / where
+    if ROOT:
+        os.chown(directory, -1, NOBODY)
+    else:
+        bits |= 0o002  # the group of who runs this may be theirs alone
     directory.chmod(bits)
     uses = {"native": lambda: cache_dir("native"), "graphs": lambda: compile_cache.fetch("digest", tmp_path / "graph")}
     for name, use in uses.items():
@@ -72,6 +76,18 @@ def test_a_directory_that_others_can_write_to_is_refused(place, tmp_path, where,
         assert str(directory) in said and f"mode {bits:04o}" in said and "NXD_INFER_CACHE" in said
         assert f"`{'rm -r' if directory.parent.name == 'cache' else 'chmod go-w'} {directory}`" in said
     assert mode(directory) == bits  # nothing is tightened where others may have put something already
+
+
+def test_a_group_that_is_the_users_alone_is_nobody_else(place):
+    """It is where group and user have one name, and the group no other members."""
+    place.chmod(0o775)
+    user, group = (subprocess.check_output(["id", option], text=True).strip() for option in ("-un", "-gn"))
+    members = subprocess.check_output(["getent", "group", group], text=True).strip().split(":")[3]
+    if user == group and members in ("", user):
+        assert cache_dir("graphs").is_dir()
+    else:
+        with pytest.raises(UntrustedCacheError):
+            cache_dir("graphs")
 
 
 def test_a_sticky_directory_of_roots_is_no_danger(place, monkeypatch):
