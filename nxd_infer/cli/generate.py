@@ -36,7 +36,7 @@ def run(
         values = {"temperature": 0.0, **llm.sampling_defaults, **typed}
         return llm.generate(prompts, [SamplingParams(max_tokens=room, **values) for room in rooms])
 
-    options = {"speculate": speculate, "allow_kernel": allow_kernel}
+    options: dict[str, Any] = {"speculate": speculate, "allow_kernel": allow_kernel}
     if as_json:
         with LLM(artifact, **options) as llm:
             outputs = answers(llm)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, dtype_name
 
-BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor]]
+BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
 
 
 @dataclass(frozen=True)
