@@ -16,7 +16,7 @@ from typing import Any
 from nxd_server.engine.costs import StepCosts
 from nxd_server.engine.runner import StepRunner
 
-WARM_UP_SECONDS = 1.5
+WARM_UP_SECONDS = 0.75
 """What graphs may take before the engine is ready, beside the first."""
 
 Progress = Callable[[int, int, str], None]
