@@ -190,7 +190,7 @@ def read_ir(graph_dir: str | os.PathLike[str]) -> dict[str, Any]:
         ir = json.loads(path.read_bytes())
         if not {"inputs", "nodes", "outputs"} <= ir.keys():
             raise ValueError("it is no graph")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} cannot be read: {error}") from error
     return ir
 

@@ -145,7 +145,7 @@ class Service(Served):
 
         def read() -> None:
             try:
-                self._read_text(self.task)
+                self._read_text(self.task, artifact)
                 if settings.admin():  # who has that key may change weights, and cutting them takes torch: now, once
                     import nxd_infer.trace.adapters  # noqa: F401
                 text.set_result(None)
