@@ -282,7 +282,11 @@ class BeneathPath(os.PathLike[str]):
         waiting = [""]
         while waiting:
             within = waiting.pop()
-            for name in self._place.names(str(PurePosixPath(self._name, folder, within))):
+            try:
+                names = self._place.names(str(PurePosixPath(self._name, folder, within)))
+            except OSError:  # it went away meanwhile
+                continue
+            for name in names:
                 below = f"{within}/{name}" if within else name
                 yield below
                 if self._place.is_own_folder(str(PurePosixPath(self._name, folder, below))):
