@@ -50,6 +50,9 @@ SERVING_FILES = (
 )
 """What a server needs beside the graphs; copied where present, with the files of sentence-transformers."""
 
+FURTHER_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates for other uses, copied too."""
+
 
 @dataclass
 class Buckets:
@@ -159,7 +162,9 @@ def plan(
     if weights is not None:
         made.checkpoint_loader_callable = functools.partial(named_weights, made.func, made.func_kwargs, weights)
     made.metadata["model_name"] = model_name or spec.path.resolve().name
-    made.files_to_copy = {name: spec.path / name for name in SERVING_FILES if (spec.path / name).is_file()}
+    templates = sorted(f"{FURTHER_TEMPLATES}/{path.name}" for path in spec.path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
+    names = [*SERVING_FILES, *templates]
+    made.files_to_copy = {name: spec.path / name for name in names if (spec.path / name).is_file()}
     if task != "generate":
         made.files_to_copy |= {name: spec.path / name for name in sentence.files(spec.path)}
     return made

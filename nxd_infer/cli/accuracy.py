@@ -17,6 +17,7 @@ from nxd_infer.cli.console import console
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.ops.packed_int8 import quantize
+from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.manifest import PACKED_INT8, Manifest, dtype_of
 
 TOKENS = 512
@@ -66,17 +67,17 @@ class RoundedSource:
 
 
 @torch.no_grad()
-def report_text(manifest: Manifest, artifact: Path, model_dir: Path, weights: Any, seed: int) -> None:
+def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int) -> None:
     """Print how far the logits are from those of the model's own ``weights``, over a text or random tokens."""
     from nxd_models import hf, registry
 
-    meta = manifest.metadata
+    meta = artifact.manifest.metadata
     ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
     with torch.device("meta"):
         model = registry.build(model_dir, "generate", dtype_of(meta["dtype"]))
     hf.load(model, weights).eval()
     own = model(ids[None])[0].float()
-    hf.load(model, RoundedSource(manifest, hf.named_weights(model, weights)))
+    hf.load(model, RoundedSource(artifact.manifest, hf.named_weights(model, weights)))
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
     agree = int((rounded.argmax(-1) == own.argmax(-1)).sum())
@@ -92,7 +93,7 @@ def report_text(manifest: Manifest, artifact: Path, model_dir: Path, weights: An
 RANDOM = "random tokens"
 
 
-def _tokens(artifact: Path, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
+def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
     """Ids [n], n at most ``count``, and what they are; random ones where there is no tokenizer that can be used."""
     from nxd_infer.cli.demo.corpus import split
     from nxd_server.text.tokenizer import Tokenizer

@@ -212,7 +212,7 @@ def run(
     )
     if rounded and cases is generation_cases:
         del eager
-        accuracy.report_text(manifest, artifact, model_dir, weights, seed)
+        accuracy.report_text(model.artifact, model_dir, weights, seed)
     elif rounded:
         accuracy.report_outputs(hf.load(eager, weights), seen)
     failed = [row.bucket for row in rows if not row.ok]

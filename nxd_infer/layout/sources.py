@@ -15,12 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nxd_infer.beneath import AnyPath, as_path
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import CheckpointError, ShardingError
 
 Slices = Sequence[slice]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+MOST_HEADER = 32 << 20
+"""Bytes of a safetensors file's header, which is parsed in memory: some hundred thousand tensors."""
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in SAFETENSORS_DTYPES.items()}
 """The safetensors names of the types it stores."""
@@ -74,8 +77,8 @@ class SafetensorsSource:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self._open: dict[Path, Any] = {}
+        self.path = as_path(path)
+        self._open: dict[AnyPath, Any] = {}
         self._slices: dict[str, Any] = {}
         self._files = _locate(self.path)
 
@@ -169,20 +172,27 @@ def as_source(weights: Weights) -> WeightSource:
     return weights
 
 
-def open_safetensors(file: Path) -> Any:
+def open_safetensors(file: AnyPath) -> Any:
     """``safe_open`` whose failures are CheckpointErrors that name the file. Nothing is unpickled."""
     try:
-        return safe_open(file, framework="pt")
+        name = os.fspath(file)
+        with open(name, "rb") as start:
+            header = int.from_bytes(start.read(8), "little")
+        if header > MOST_HEADER:
+            raise ValueError(f"its header would have {header} bytes, and at most {MOST_HEADER} are read")
+        return safe_open(name, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
-    except (SafetensorError, OSError) as error:
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # torch's mapping of a file raises the last
         raise CheckpointError(
             f"{file} is not a readable safetensors file ({error}); it is truncated, damaged or of another format. "
             "Pickled checkpoints are never loaded: convert them to safetensors first"
         ) from error
 
 
-def _names(file: Path) -> list[str]:
+def _names(file: AnyPath) -> list[str]:
     return list(open_safetensors(file).keys())
 
 
@@ -192,7 +202,7 @@ def unknown_name(name: str, known: Iterable[str], where: str = "the weights") ->
     return CheckpointError(f"{where}: no tensor {name!r}; there are {shown or 'none'}")
 
 
-def _locate(path: Path) -> dict[str, Path]:
+def _locate(path: AnyPath) -> dict[str, AnyPath]:
     """The file of each tensor."""
     if path.is_file():
         return dict.fromkeys(open_safetensors(path).keys(), path)
@@ -206,7 +216,7 @@ def _locate(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} has several indexes, {[i.name for i in indexes]}: keep one")
     if indexes:
         return dict(_indexed(indexes[0]))
-    out: dict[str, Path] = {}
+    out: dict[str, AnyPath] = {}
     for file in sorted(path.glob("*.safetensors")):
         for name in _names(file):
             if name in out:
@@ -219,11 +229,13 @@ def _locate(path: Path) -> dict[str, Path]:
     return out
 
 
-def _indexed(index: Path) -> Iterator[tuple[str, Path]]:
+def _indexed(index: AnyPath) -> Iterator[tuple[str, AnyPath]]:
     try:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         items = list(table.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
     for name, file in items:
         # A name with a directory in it could point outside the checkpoint.

@@ -73,7 +73,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
+def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> str:
     """The checksum of a file, read once from front to back; without the GIL, so beside other work.
 
     ``progress`` is called with the bytes of each part.
@@ -245,17 +245,43 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
         ) from error
 
 
+MOST_LEVELS = 100
+"""Lists and dictionaries of a reference's checkpoint within each other; one that holds itself has no end."""
+
+
 def read_reference_xser(path: Path, mapped: bool = False) -> Any:
-    """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``."""
-    folder = tensors_folder(path)
+    """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``.
 
-    def visit(item: Any) -> Any:
+    What stands in several places is visited, and a tensor read, once. Raises CheckpointError.
+    """
+    folder, root = tensors_folder(path), read_pickle(path)
+    tensors: dict[int, Tensor] = {}
+    visited: dict[int, Any] = {}
+    """What became of the containers, by ``id``; ``root`` keeps them."""
+
+    def tensor(reference: _TensorReference) -> Tensor:
+        number = getattr(reference, "tid", None)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 31:
+            raise CheckpointError(f"{path} refers to the tensor {number!r:.80}, and they are numbered from 0 on")
+        if number not in tensors:
+            found = read_pickle(folder / f"tensor_{number}.pt", mapped)
+            if not isinstance(found, Tensor):
+                raise CheckpointError(f"{folder / f'tensor_{number}.pt'} holds {type(found).__name__}, not a tensor")
+            tensors[number] = found
+        return tensors[number]
+
+    def visit(item: Any, level: int) -> Any:
         if isinstance(item, _TensorReference):
-            return read_pickle(folder / f"tensor_{int(item.tid)}.pt", mapped)
-        if isinstance(item, dict):
-            return {key: visit(value) for key, value in item.items()}
-        if isinstance(item, list | tuple):
-            return type(item)(visit(value) for value in item)
-        return item
+            return tensor(item)
+        if not isinstance(item, dict | list | tuple):
+            return item
+        if id(item) not in visited:
+            if level == MOST_LEVELS:
+                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or holds itself")
+            if isinstance(item, dict):
+                visited[id(item)] = {key: visit(value, level + 1) for key, value in item.items()}
+            else:
+                visited[id(item)] = type(item)([visit(value, level + 1) for value in item])
+        return visited[id(item)]
 
-    return visit(read_pickle(path))
+    return visit(root, 0)

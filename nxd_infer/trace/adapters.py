@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from nxd_infer.beneath import AnyPath, as_path, require_unchanged
 from nxd_infer.errors import AdapterError, CheckpointError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
 from nxd_infer.modules.lora.config import LoraConfig
@@ -70,13 +70,14 @@ class AdapterUpdate:
         """Of the adapter; rank 0 is none."""
         self._source: SafetensorsSource | None = None
         self._held: frozenset[str] = frozenset()
+        self._folder = folder
         if folder is not None:
-            self._read(Path(folder))
+            self._read(as_path(folder))
         self.names = [entry_name(table.spec.name, slot) for table in self._tables.values()]
 
     # --- reading --------------------------------------------------------------------------------------
 
-    def _read(self, folder: Path) -> None:
+    def _read(self, folder: AnyPath) -> None:
         if not is_adapter(folder):
             raise AdapterError(f"{folder} holds no adapter: there is no {CONFIG} in it")
         if not (folder / WEIGHTS).is_file():
@@ -108,7 +109,7 @@ class AdapterUpdate:
                 raise AdapterError(f"{folder}: {name} has the shape {list(shape)}, and {list(wanted)} fits this model")
         self._held = frozenset(shapes)
 
-    def _check_names(self, folder: Path, found: Collection[str]) -> None:
+    def _check_names(self, folder: AnyPath, found: Collection[str]) -> None:
         """Every tensor is a factor that has a table, and none comes without its other half."""
         for name in found:
             if name in self._tables:
@@ -130,6 +131,13 @@ class AdapterUpdate:
                 raise AdapterError(f"{folder}: the adapter holds {name} without {other}; it is not complete")
         if not found:
             raise AdapterError(f"{folder}: the adapter holds no tensors")
+
+    def require_unchanged(self) -> None:
+        """Raise AdapterError when the files were written to while they were read."""
+        try:
+            require_unchanged(self._folder)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from error
 
     # --- cutting --------------------------------------------------------------------------------------
 

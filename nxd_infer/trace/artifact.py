@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -37,6 +38,7 @@ from nxd_infer.trace.storage import (
     manifest_checksum,
     unique_keys,
 )
+from nxd_infer.trace.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
 from nxd_infer.trace.verified import Stamp, changed_files, verify_files
 
 if TYPE_CHECKING:
@@ -51,12 +53,8 @@ __all__ = [
     "parallel_model_save",
 ]
 
-BUCKET_KERNEL_NAME = "bucket_kernel.pt"
-"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``.
+log = logging.getLogger(__name__)
 
-Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save`` to
-a path aborts the whole process.
-"""
 _MANIFEST_LIMIT = 256 << 20
 
 
@@ -73,12 +71,49 @@ class LoadedArtifact:
     stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
     """Of every file that was verified: by them :meth:`verify_again` knows it."""
     _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
+    _ignored: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def find(self, name: str) -> Path | None:
+        """A file of the artifact; None for one that its manifest does not list, and so does not cover by its digest.
+
+        When such a file lies there all the same, a warning says once that it is ignored.
+        """
+        if name in self.manifest.files:
+            return self.path / name
+        if name not in self._ignored and os.path.lexists(self.path / name):
+            self._ignored.add(name)
+            log.warning("%s is ignored: the artifact's manifest does not list it", self.path / name)
+        return None
+
+    def find_in(self, folder: str) -> list[Path]:
+        """The files directly in a folder, as :meth:`find` finds them."""
+        there = (
+            {f"{folder}/{name}" for name in os.listdir(self.path / folder)} if (self.path / folder).is_dir() else set()
+        )
+        listed = {name for name in self.manifest.files if name.rpartition("/")[0] == folder}
+        return [path for name in sorted(there | listed) if (path := self.find(name)) is not None]
+
+    def file(self, name: str) -> Path:
+        """As :meth:`find`, of a file that must be there. Raises ArtifactCorruptError."""
+        path = self.find(name)
+        if path is None:
+            raise ArtifactCorruptError(f"the manifest of {self.path} does not list the file {name}, which is needed")
+        return path
 
     def graph_dir(self, digest: str) -> Path:
-        return self.path / "graphs" / digest
+        """The folder of a graph. Raises ArtifactCorruptError when something else lies in it: loaders take a whole
+        folder, and what in it is code goes by endings."""
+        folder = self.path / "graphs" / digest
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(self.path).as_posix()
+            if name not in self.manifest.files and (path.is_symlink() or not path.is_dir()):
+                raise ArtifactCorruptError(
+                    f"{path} is not listed in the artifact's manifest, and might be run as code: remove that file"
+                )
+        return folder
 
     def weight_file(self, rank: int) -> Path:
-        return self.path / weight_name(rank)
+        return self.file(weight_name(rank))
 
     @property
     def weight_bytes(self) -> int:
@@ -87,12 +122,12 @@ class LoadedArtifact:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def op_file(self, digest: str) -> Path:
-        return self.path / "ops" / f"{digest}.so"
+        return self.file(f"ops/{digest}.so")
 
     @property
     def bucket_kernel_file(self) -> Path | None:
         """The user's bucket kernel, or None when the package routes."""
-        return self.path / BUCKET_KERNEL_NAME if "bucket-kernel" in self.manifest.requires else None
+        return self.file(BUCKET_KERNEL_NAME) if "bucket-kernel" in self.manifest.requires else None
 
     def check_kernel(self, allowed: bool) -> None:
         """Raise ArtifactError for a bucket kernel unless one is ``allowed``."""
@@ -120,10 +155,6 @@ class LoadedArtifact:
         """Remove a temporary artifact's directory; nothing for any other."""
         for finalizer in self._owner:
             finalizer()
-
-
-def weight_name(rank: int) -> str:
-    return f"weights/rank_{rank:02d}.safetensors"
 
 
 def artifact_digest(path: str | os.PathLike[str]) -> str:
@@ -209,6 +240,7 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe:
         fields = json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+    require_flat(fields, path)
     if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):
         raise ArtifactCorruptError(f"{path} is damaged: it has no format")
     found, known = fields["format"], FORMAT
@@ -241,47 +273,8 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe:
         _check_backend(root, manifest, backend, probe)
     if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
         raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
-    _check_structure(path, manifest)
+    check_structure(path, manifest)
     return manifest
-
-
-def _check_structure(path: Path, manifest: Manifest) -> None:
-    """What the rest of the package relies on: every reference resolves, every file it needs is listed."""
-    problems: list[str] = []
-    if manifest.tp_degree < 1:
-        problems.append(f"tp degree {manifest.tp_degree}")
-    if not manifest.buckets:
-        problems.append("no buckets")
-    names = [bucket.name for bucket in manifest.buckets]
-    problems += [f"bucket {name!r} twice" for name in sorted({name for name in names if names.count(name) > 1})]
-    states = {state.name for state in manifest.states}
-    weights = {weight.name for weight in manifest.weights}
-    for bucket in manifest.buckets:
-        if len(bucket.graphs) != manifest.tp_degree:
-            problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.tp_degree} ranks")
-        problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
-        named = set() if bucket.structure is None else set(_names_in(bucket.structure))
-        strange = sorted(named - {output.name for output in bucket.outputs})
-        problems += [f"output {name!r} of bucket {bucket.name!r}" for name in strange]
-    for key, graph in manifest.graphs.items():
-        problems += [f"state {name!r} of graph {key}" for name in graph.states if name not in states]
-        problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
-        if not any(name.startswith(f"graphs/{key}/") for name in manifest.files):
-            problems.append(f"no file of graph {key}")
-    ranks = range(0 if problems else manifest.tp_degree)  # which is then the number of graphs
-    needed = [weight_name(rank) for rank in ranks] + [f"ops/{op}.so" for op in manifest.ops]
-    if "bucket-kernel" in manifest.requires:
-        needed.append(BUCKET_KERNEL_NAME)
-    problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
-    if problems:
-        raise ArtifactCorruptError(f"{path} does not hold together: {'; '.join(problems[:5])}")
-
-
-def _names_in(structure: Any) -> list[str]:
-    """The output names in a bucket's structure, and as text what can be none."""
-    if not isinstance(structure, dict | list):
-        return [str(structure)]
-    return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]
 
 
 def _check_torch(root: Path, manifest: Manifest) -> None:

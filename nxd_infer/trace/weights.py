@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from nxd_infer.beneath import require_unchanged
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
 from nxd_infer.layout import ParamLayout, TensorLayout, shard_tensor
 from nxd_infer.layout.sources import DTYPES
@@ -66,6 +67,7 @@ class WeightUpdate:
         self.entries = {name: entry for name, entry in self._layout.items() if name in self._specs}
         if not self.entries:
             raise WeightSchemaError("the artifact does not say how its weights are made (no layout); trace again")
+        self._given = weights
         self.source = weight_source(weights, tag)
         self.names = self._check(strict)
 
@@ -96,6 +98,10 @@ class WeightUpdate:
                 "the weights do not fit this artifact and nothing was changed. " + ". ".join(texts or ["none given"])
             )
         return names
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError when files were written to while they were read."""
+        require_unchanged(self._given)
 
     def _readable(self, name: str, present: set[str]) -> dict[str, Any]:
         """The layout to read weight ``name`` by: a tied weight's other name where only that is stored."""
@@ -149,6 +155,8 @@ class Update(Protocol):
 
     def write(self, rank: int) -> BinaryIO: ...
 
+    def require_unchanged(self) -> None: ...
+
 
 class NewWeights:
     """Weights that were checked and cut for every rank of one artifact, in anonymous files: ready to be swapped in."""
@@ -161,6 +169,7 @@ class NewWeights:
         try:
             for rank in range(update.manifest.tp_degree):
                 self.files.append(update.write(rank))
+            update.require_unchanged()
         except BaseException:
             self.close()
             raise

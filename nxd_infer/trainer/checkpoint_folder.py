@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.beneath import AnyPath
 from nxd_infer.errors import CheckpointError
 from nxd_infer.parallel_layers.checkpoint_files import sha256_of
 from nxd_infer.parallel_layers.checkpoint_manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
@@ -69,7 +70,7 @@ class Checkpoint:
         """What a message calls it."""
         return self.storage.where(self.folder)
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> AnyPath:
         """A file of it, to be opened. Raises CheckpointError when it is not there any more, or no file of it."""
         if name.startswith("/") or ".." in name.split("/"):
             raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")

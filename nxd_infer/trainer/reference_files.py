@@ -90,11 +90,15 @@ class ReferenceArchive:
         if not ranks:
             return
         dp = 1 + max(place[0] for place in ranks) if what == "optimizer" else 1
-        wanted = itertools.product(range(dp), range(self.degrees["tp"]), range(self.degrees["pp"]))
-        missing = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in wanted if (d, t, p) not in ranks]
-        if missing:
+        tp, pp = self.degrees["tp"], self.degrees["pp"]
+        every = (divmod(number, tp * pp) for number in itertools.count())  # a name may have any number in it
+        places = ((d, *divmod(rest, pp)) for d, rest in every if d < dp)
+        lacking = dp * tp * pp - sum(place[0] < dp for place in ranks)
+        if lacking:
+            first = itertools.islice((place for place in places if place not in ranks), min(lacking, 8))
+            names = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in first]
             raise CheckpointError(
-                f"{folder} lacks the {what} of {len(missing)} rank(s): {', '.join(missing[:8])}; restore the files"
+                f"{folder} lacks the {what} of {lacking} rank(s): {', '.join(names)}; restore the files"
             )
 
     # --- what the files hold --------------------------------------------------------------------------
@@ -113,7 +117,7 @@ class ReferenceArchive:
             inner = value
         if not isinstance(inner, Mapping):
             raise CheckpointError(f"{path} holds no {key!r} state; it holds {type(value).__name__} {_keys(value)}")
-        return inner
+        return _as_optimizer(inner, path) if key == "optimizer" else inner
 
     def _has_optimizer(self) -> bool:
         if not self._flat or not self._optimizer:
@@ -127,6 +131,11 @@ class ReferenceArchive:
             raise CheckpointError(f"{self.where} holds no model; it was saved without")
         for pp in range(self.degrees["pp"]):
             ranks = [self._state(self._model, (0, tp, pp), "model") for tp in range(self.degrees["tp"])]
+            strange = [name for rank in ranks for name in rank if not isinstance(name, str)]
+            if strange:
+                raise CheckpointError(
+                    f"{self.where}: the model has a tensor named {strange[0]!r:.80}, which is no text"
+                )
             yield [{name: item for name, item in rank.items() if isinstance(item, Tensor)} for rank in ranks]
 
     # --- as an Archive --------------------------------------------------------------------------------
@@ -350,6 +359,33 @@ def _read(path: Path) -> Any:
     if files.is_pickle(path):
         return files.read_reference_xser(path, mapped=True)
     return files.read_many_files(path)[0]
+
+
+def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
+    """``state`` itself. Raises CheckpointError when it is no optimizer's."""
+
+    def check(key: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise CheckpointError(
+                f"{path}: the optimizer's {key!r} must be {wanted}, got {type(state.get(key)).__name__}"
+            )
+
+    groups = state.get("param_groups")
+    listed = isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+    )
+    check("param_groups", listed, "a list of dictionaries, each with its 'params'")
+    key = "base_state" if "base_state" in state else "state"
+    entries = state.get(key)
+    check(key, isinstance(entries, Mapping) and _all_mappings(entries), "a dictionary of dictionaries")
+    masters = state.get("sharded_master_weights", {})
+    tensors = isinstance(masters, Mapping) and all(isinstance(item, Tensor) for item in masters.values())
+    check("sharded_master_weights", tensors, "a dictionary of tensors")
+    return state
+
+
+def _all_mappings(entries: Mapping[Any, Any]) -> bool:
+    return all(isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry) for entry in entries.values())
 
 
 def _has_tensors(value: Any) -> bool:

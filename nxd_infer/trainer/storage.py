@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from nxd_infer.beneath import AnyPath, BeneathPath
 from nxd_infer.errors import CheckpointError
 from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sync_directory
 
@@ -68,7 +70,7 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> AnyPath:
         """A file to open that has the contents."""
         return self.root / name
 
@@ -105,6 +107,34 @@ class LocalStorage:
         for folder in self.root.iterdir():
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
+
+
+class OpenedStorage(LocalStorage):
+    """A folder that is open, to be read."""
+
+    def __init__(self, opened: BeneathPath):
+        super().__init__(str(opened))
+        self._opened = opened
+
+    def folders(self) -> list[str]:
+        if not self._opened.is_dir():
+            return []
+        return [path.name for path in self._opened.iterdir() if not path.name.startswith(REMOVING) and path.is_dir()]
+
+    def files(self, folder: str) -> dict[str, int]:
+        found = {}
+        for name in self._opened.names_below(folder):
+            with contextlib.suppress(OSError):  # a temporary file, renamed meanwhile
+                info = (self._opened / folder / name).stat()
+                if stat.S_ISREG(info.st_mode):
+                    found[name] = info.st_size
+        return found
+
+    def read(self, name: str) -> bytes:
+        return (self._opened / name).read_bytes()
+
+    def path(self, name: str) -> AnyPath:
+        return self._opened / name
 
 
 class S3Storage:
@@ -219,6 +249,8 @@ Storage = LocalStorage | S3Storage
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
     """What ``path`` names: ``s3://bucket/prefix``, or a folder."""
+    if isinstance(path, BeneathPath):
+        return OpenedStorage(path)
     text = os.fspath(path)
     return S3Storage(text) if text.startswith("s3:/") else LocalStorage(text)  # a Path has one slash
 

@@ -13,8 +13,7 @@ import math
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -30,8 +29,11 @@ from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.outputs import ClassificationOutput, CompletionOutput, RequestOutput, TokenLogprob
 from nxd_server.scores import probabilities, scores_of
 from nxd_server.text.chat import ChatTemplate
-from nxd_server.text.files import has_vocabulary
+from nxd_server.text.files import TextFiles
 from nxd_server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nxd_server.text.files import Source
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -71,9 +73,8 @@ class LLM:
     ):
         from nxd_infer.trace import parallel_model_load
 
-        path = Path(artifact_dir)
         self.model = parallel_model_load(
-            path,
+            artifact_dir,
             call_timeout=call_timeout,
             expect_digest=expect_digest,
             threads_per_rank=threads_per_rank,
@@ -88,8 +89,8 @@ class LLM:
             """What ``SamplingParams`` are made of where none are given."""
             if generation_defaults:
                 self.sampling_defaults |= self.metadata.get("sampling_defaults") or {}
-            self.tokenizer = _tokenizer(path)
-            self.chat_template = ChatTemplate.from_dir(path)
+            self.tokenizer = _tokenizer(self.model.artifact)
+            self.chat_template = ChatTemplate.from_dir(self.model.artifact)
             self.encoder: TextEncoder | None = None
             engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
             if self.task == "generate":
@@ -174,7 +175,8 @@ class LLM:
         """Answer one conversation or many, through the model's own chat template."""
         if self.chat_template is None:
             raise RequestError(
-                "messages", "this artifact has no chat template: put chat_template.jinja beside it, or use generate()"
+                "messages",
+                "this artifact has no chat template: trace a model that has a chat_template.jinja, or use generate()",
             )
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
@@ -369,9 +371,9 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
-def _tokenizer(path: Path) -> Tokenizer | None:
+def _tokenizer(source: Source) -> Tokenizer | None:
     """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
-    return Tokenizer.from_dir(path) if has_vocabulary(os.listdir(path)) else None
+    return Tokenizer.from_dir(source) if TextFiles(source).has_vocabulary() else None
 
 
 def _track(items: Sequence[Any], title: str, show: bool) -> Iterator[Any]:

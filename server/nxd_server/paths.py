@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from nxd_infer.beneath import BeneathPath, opened_beneath
 from nxd_server.errors import ForbiddenPathError, RequestError
+
+MOST_ENTRIES = 100_000
+"""Files and folders of one that is named, all of which are looked at."""
+
+
+@contextlib.contextmanager
+def opened_under(root: Path | None, name: str, field: str = "path") -> Iterator[BeneathPath]:
+    """What :func:`path_under` finds, opened for the block: whatever becomes a link meanwhile leads nowhere else."""
+    found = path_under(root, name, field)
+    base = Path(os.path.realpath(root or ""))
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(opened_beneath(base, str(found.relative_to(base))))
+        except (OSError, ValueError) as error:  # it went away, or the root itself leads elsewhere now
+            raise RequestError(field, f"{name!r} was replaced while it was looked for: {error}") from None
+        yield opened
 
 
 def path_under(root: Path | None, name: str, field: str = "path") -> Path:
@@ -30,9 +50,12 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
     mode = _mode(found, field)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise RequestError(field, f"there is no file or folder {name!r} under {root}")
-    seen, folders = {found}, [found] if stat.S_ISDIR(mode) else []
+    seen, folders, count = {found}, [found] if stat.S_ISDIR(mode) else [], 0
     while folders:
         for path in _entries(folders.pop(), field):
+            count += 1
+            if count > MOST_ENTRIES:
+                raise RequestError(field, f"more than {MOST_ENTRIES} files lie under {found}; name a folder in it")
             try:
                 inner = _inside(base, path, field)
             except FileNotFoundError:

@@ -11,6 +11,7 @@ from nxd_server.config import ServerSettings
 from nxd_server.errors import GenerateOnlyError, RequestError
 
 if TYPE_CHECKING:
+    from nxd_infer.trace.artifact import LoadedArtifact
     from nxd_infer.trace.manifest import Manifest
     from nxd_server.text.chat import TemplateSources
     from nxd_server.text.lanes import BoundedTemplate, BoundedTokenizer
@@ -120,19 +121,19 @@ class Served:
 
             check_speculate(self.metadata, settings.speculate)
 
-    def _read_text(self, task: str) -> None:
-        """The tokenizer and the chat template that lie beside the graphs."""
+    def _read_text(self, task: str, artifact: LoadedArtifact) -> None:
+        """The tokenizer and the chat template that lie beside the graphs, and that the manifest lists."""
         if task not in ROUTES:
             return
         from nxd_server.text.chat import TemplateSources
         from nxd_server.text.tokenizer import Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_dir(self.artifact)
+            self._tokenizer = Tokenizer.from_dir(artifact)
         except ModelConfigError as error:
             logger.warning("no text routes, token ids only: %s", error)
         if task == "generate" and self._tokenizer is not None:
-            self._use_template(TemplateSources.from_dir(self.artifact))
+            self._use_template(TemplateSources.from_dir(artifact))
 
     def _use_template(self, sources: TemplateSources | None) -> None:
         """Serve conversations by the template, once it is known to be one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ class Service(Served):
 
         def read() -> None:
             try:
-                self._read_text(self.task)
+                self._read_text(self.task, artifact)
                 if settings.admin():  # who has that key may change weights, and cutting them takes torch: now, once
                     import nxd_infer.trace.adapters  # noqa: F401
                 text.set_result(None)
@@ -371,7 +372,7 @@ class Service(Served):
             raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
         return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
 
-    def update_weights(self, path: Path, tag: str | None, timeout: float) -> int:
+    def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
         """Swap the weights between requests; the new version. The errors of :meth:`ModelWorker.update_weights`."""
         self.require_ready()
         worker = self._worker

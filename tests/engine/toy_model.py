@@ -8,6 +8,7 @@ is the same language model without cache, batch or pieces.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import zlib
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nxd_infer.beneath import require_unchanged
 from nxd_infer.errors import ModelClosedError, WeightSchemaError
 from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 
@@ -218,13 +220,15 @@ class ToyModel:
 
     def cut_weights(self, weights, tag=None):
         try:
-            return ToyWeights(int(weights.read_text()) if isinstance(weights, Path) else int(weights))
+            text = Path(weights).read_text() if isinstance(weights, os.PathLike) else weights
+            require_unchanged(weights)
+            return ToyWeights(int(text))
         except ValueError as error:
             raise WeightSchemaError(f"different: {error}") from error
 
     def cut_adapter(self, slot, folder):
         """Never returns, as if ``folder`` lay on a file system that does not answer any more."""
-        Path(folder, "entered").touch()
+        Path(str(folder), "entered").touch()
         threading.Event().wait()
 
     def update_weights(self, new):

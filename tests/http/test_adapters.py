@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 
@@ -123,6 +124,47 @@ def test_what_cannot_be_loaded_is_refused_by_name(server, root):
     assert load("y", "y").status_code == 200
     assert "all 2 slots" in is_error(load("z", "y"), 409)["message"]
     assert remove(server, "y", **ADMIN).status_code == 200
+    assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def test_files_that_are_made_to_hurt_are_refused(server, root):
+    """Nested beyond what anybody reads, sparse, of no adapter's values: each is a 400 and changes nothing."""
+    folder = root / "files" / "hurt"
+    folder.mkdir()
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+
+    def refused(route="/v1/adapters", code="invalid_value", **more):
+        answer = server.post(route, {"path": "hurt", **more}, **ADMIN)
+        return is_error(answer, 400, "path", code)["message"]
+
+    shutil.copyfile(root / "files" / "y" / weights.name, weights)
+    for text in (DEEP, '{"a":' * 9_000 + "1" + "}" * 9_000, "[]", "\x00"):
+        config.write_text(text)
+        assert "adapter_config.json" in refused(name="h")
+    shutil.copyfile(root / "files" / "y" / config.name, config)
+    header = f'{{"w": {DEEP}}}'.encode()
+    for content in (len(header).to_bytes(8, "little") + header, b"\xff" * 16, b""):
+        weights.write_bytes(content)
+        assert weights.name in refused(name="h")
+        assert weights.name in refused("/v1/weights", "weights_refused")
+    for file in (weights, config):
+        os.truncate(file, 1 << 40)
+        assert "on the disk" in refused(name="h")
+    weights.unlink()
+    (folder / "model.safetensors.index.json").write_text(DEEP)
+    assert "is not an index" in refused("/v1/weights", "weights_refused")
+    os.truncate(folder / "model.safetensors.index.json", 1 << 40)
+    assert "on the disk" in refused("/v1/weights", "weights_refused")
+    for name in ("done", "manifest.json"):
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+        assert "on the disk" in refused("/v1/weights", "weights_refused")
+        (folder / name).write_text(DEEP)
+    assert "manifest.json" in refused("/v1/weights", "weights_refused")
+    shutil.rmtree(folder)
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
 
 

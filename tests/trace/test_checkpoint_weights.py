@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import nxd_infer as nxd
+from nxd_infer.beneath import opened_beneath
 from nxd_infer.errors import (
     CheckpointError,
     ModelClosedError,
@@ -103,6 +104,15 @@ def test_a_checkpoint_is_traced_and_swapped_at_another_degree(trained, tmp_path,
         close(model(IDS), c)  # not used yet
         model.update_weights(new)
         close(model(IDS), a)
+        with opened_beneath(root.parent, root.name) as path:  # as a server reads it
+            model.update_weights(path)
+            close(model(IDS), b)
+            model.update_weights(path, tag="a")
+            close(model(IDS), a)
+            model.update_weights(path / "b")
+            close(model(IDS), b)
+            with pytest.raises(CheckpointError, match="'c'"):
+                model.update_weights(path, tag="c")
 
 
 def test_a_model_in_training_gives_its_weights(trained):

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_infer import comm
+from nxd_infer.beneath import AnyPath
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
@@ -180,7 +181,7 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     return plain[0]
 
 
-def is_adapter(folder: Path) -> bool:
+def is_adapter(folder: AnyPath) -> bool:
     """Whether there is an adapter, whatever state it is in."""
     return any((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
@@ -246,7 +247,7 @@ def _verified(adapter: Path) -> Path:
     return adapter
 
 
-def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
+def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
     """``config`` with what the adapter in ``folder`` says of itself. Raises CheckpointError when it cannot be read."""
     path = folder / CONFIG
     try:
@@ -261,7 +262,7 @@ def read_config(folder: Path, config: LoraConfig) -> LoraConfig:
                     f"{folder} has no {CONFIG}, and {WEIGHTS} holds no configuration; restore the file"
                 )
         stored = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(stored).__name__}")

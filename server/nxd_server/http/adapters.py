@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from nxd_server.engine.adapters import Adapter
-from nxd_server.paths import path_under
+from nxd_server.paths import opened_under
 from nxd_server.threads import in_thread
 
 from .requests import context_of, require_admin
@@ -31,8 +31,8 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
     adapters = context.service.require_adapters()
 
     def load() -> Adapter:
-        path = path_under(context.settings.weights_root, body.path)
-        return adapters.load(body.name, path, context.settings.weights_drain_timeout)
+        with opened_under(context.settings.weights_root, body.path) as path:
+            return adapters.load(body.name, path, context.settings.weights_drain_timeout)
 
     with unchanged("the adapter was not loaded", "adapter"):
         return _card(await in_thread(load, "nxd-adapters"))

@@ -18,7 +18,7 @@ from nxd_infer.errors import (
     ShardingError,
     WeightSchemaError,
 )
-from nxd_server.paths import path_under
+from nxd_server.paths import opened_under
 from nxd_server.threads import in_thread
 
 from .errors import ApiError
@@ -39,8 +39,8 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     begin = time.monotonic()
 
     def swap() -> int:
-        path = path_under(settings.weights_root, body.path)
-        return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
+        with opened_under(settings.weights_root, body.path) as path:
+            return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
 
     with unchanged("the weights are unchanged", "weights"):
         version = await in_thread(swap, "nxd-weights")

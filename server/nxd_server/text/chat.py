@@ -12,11 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError, TextTooLongError
+from nxd_server.text.files import TextFiles
 from nxd_server.text.tokenizer import check_text, read_config
+
+if TYPE_CHECKING:
+    from nxd_server.text.files import Source
 
 MOST_CHARACTERS = 2**30
 """What one rendering may be where nobody set a limit."""
@@ -33,15 +37,17 @@ class TemplateSources:
     """Further templates (``tool_use``, ``rag``) of the same model."""
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> TemplateSources | None:
-        """The templates of a model or artifact directory; None when it has none."""
-        directory = Path(directory)
-        config = read_config(directory)
-        templates = _read_templates(directory, config)
+    def from_dir(cls, source: Source) -> TemplateSources | None:
+        """The templates of a model's directory or of an artifact; None when it has none."""
+        files = TextFiles(source)
+        config = read_config(files)
+        templates = _read_templates(files, config)
         if not templates:
             return None
         if "default" not in templates:
-            raise ModelConfigError(f"{directory} names chat templates {sorted(templates)}, but none is the default")
+            raise ModelConfigError(
+                f"{files.directory} names chat templates {sorted(templates)}, but none is the default"
+            )
         special = {}
         for name in SPECIAL_NAMES:
             value = config.get(name)
@@ -68,9 +74,9 @@ class ChatTemplate:
         self._tools = compile_template(named["tool_use"]) if named and "tool_use" in named else self._template
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> ChatTemplate | None:
-        """The template of a model or artifact directory; None when it has none."""
-        sources = TemplateSources.from_dir(directory)
+    def from_dir(cls, source: Source) -> ChatTemplate | None:
+        """The template of a model's directory or of an artifact; None when it has none."""
+        sources = TemplateSources.from_dir(source)
         return None if sources is None else cls(sources.default, sources.special_tokens, sources.named)
 
     def render(
@@ -207,11 +213,11 @@ def compile_template(source: str) -> Any:
         raise ModelConfigError(f"the model's chat template is not valid jinja2: {error}") from error
 
 
-def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+def _read_templates(files: TextFiles, config: dict[str, Any]) -> dict[str, str]:
     """Templates by name: ``chat_template.jinja``, ``chat_template.json``, or ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     value = config.get("chat_template")
-    if (path := directory / "chat_template.json").is_file():
+    if (path := files.find("chat_template.json")) is not None:
         try:
             value = json.loads(_text_of(path)).get("chat_template", value)
         except (ValueError, AttributeError, RecursionError) as error:
@@ -222,11 +228,11 @@ def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
         for item in value:
             name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
             if not isinstance(name, str) or not isinstance(source, str):
-                raise ModelConfigError(f"{directory}: chat_template holds an entry without a name and a template")
+                raise ModelConfigError(f"{files.directory}: chat_template holds an entry without a name and a template")
             templates[name] = source
-    if (path := directory / "chat_template.jinja").is_file():
+    if (path := files.find("chat_template.jinja")) is not None:
         templates["default"] = _text_of(path)
-    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+    for path in files.find_in("additional_chat_templates", ".jinja"):
         templates[path.stem] = _text_of(path)
     return templates
 

@@ -10,11 +10,15 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
+from nxd_server.text.files import TextFiles
+
+if TYPE_CHECKING:
+    from nxd_server.text.files import Source
 
 LONG_TEXT = 4096
 """Characters from which on a text is encoded by the library's fast call."""
@@ -56,26 +60,27 @@ class Tokenizer:
         self.pad_token_id = self._config_id("pad_token")
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> Tokenizer:
-        """Read the tokenizer of a model or artifact directory; ModelConfigError when there is none."""
-        directory = Path(directory)
-        config = read_config(directory)
-        if (path := directory / "tokenizer.json").is_file():
+    def from_dir(cls, source: Source) -> Tokenizer:
+        """Read the tokenizer of a model's directory or of an artifact; ModelConfigError when there is none."""
+        files = TextFiles(source)
+        config = read_config(files)
+        if (path := files.find("tokenizer.json")) is not None:
             from tokenizers import Tokenizer as RawTokenizer
 
-            return _read(path, lambda: cls(_lowered(RawTokenizer.from_file(str(path)), directory), config))
-        if (path := directory / "vocab.txt").is_file():
+            return _read(path, lambda: cls(_lowered(RawTokenizer.from_file(str(path)), files), config))
+        if (path := files.find("vocab.txt")) is not None:
             return _read(path, lambda: cls(_wordpiece(path, config), config))
-        if (path := directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            return _read(path, lambda: cls(_byte_level_bpe(path, directory / "merges.txt", config), config))
+        path, merges = files.find("vocab.json"), files.find("merges.txt")
+        if path is not None and merges is not None:
+            return _read(path, lambda: cls(_byte_level_bpe(path, merges, config), config))
         hint = ""
-        if (directory / "tokenizer.model").is_file():
+        if (files.directory / "tokenizer.model").is_file():
             hint = (
                 " It holds a sentencepiece tokenizer.model: convert it once with transformers' "
                 "AutoTokenizer.from_pretrained(dir).save_pretrained(dir)."
             )
         raise ModelConfigError(
-            f"{directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
+            f"{files.directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
         )
 
     # --- in ---------------------------------------------------------------------------------------------
@@ -219,12 +224,12 @@ def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
         raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(files: TextFiles) -> dict[str, Any]:
     """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json`` filled in; {} without them."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if not path.is_file():
+        path = files.find(name)
+        if path is None:
             continue
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -236,12 +241,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     return merged
 
 
-def _lowered(raw: Any, directory: Path) -> Any:
+def _lowered(raw: Any, files: TextFiles) -> Any:
     """``raw``, made to read small letters where sentence-transformers' settings beside it say so."""
     from tokenizers import normalizers
 
-    path = directory / "sentence_bert_config.json"
-    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("do_lower_case") is True:
+    path = files.find("sentence_bert_config.json")
+    if path is not None and json.loads(path.read_text(encoding="utf-8")).get("do_lower_case") is True:
         own = [] if raw.normalizer is None else [raw.normalizer]
         raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     return raw

@@ -1,0 +1,334 @@
+"""Files of a folder into which others write: each is opened once, beneath a root, and nothing else is ever read.
+
+Whoever checks a name and opens it afterwards may open something else: in between, a part of it can become a link that
+leads anywhere. So the kernel looks (``openat2``), or, where it cannot, every part of a name is opened by itself below
+the one before, and none may be a link. A link that was there before is followed by its target's name, beneath the root.
+
+A :class:`BeneathPath` has what readers use of a ``pathlib.Path``. As a name for ``open`` it is ``/proc/self/fd/N`` of
+the one file that it was when it was first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fnmatch
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from nxd_infer.errors import CheckpointError
+
+MOST_TEXT = 64 << 20
+"""Bytes of a file that is read as a whole: an index, a configuration, a manifest."""
+_SPARSE = 1 << 20
+"""Bytes from which on a file must lie on the disk, at least an eighth of it (it may be compressed)."""
+_TICK = 50_000_000
+"""Nanoseconds within which a second change may leave a file's time as the first one set it."""
+_OPENAT2 = 437
+_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
+
+
+class _How(ctypes.Structure):
+    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
+
+
+def open_beneath(folder: int, name: str) -> int:
+    """A descriptor of ``name`` below the folder ``folder``, to look at or to open again: what stands there, be it a
+    pipe or a device, is not touched (``O_PATH``).
+
+    Raises OSError: ELOOP where a part of the name is a link, EXDEV where it leads out of the folder.
+    """
+    parts = PurePosixPath(name).parts
+    if name.startswith("/") or ".." in parts:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
+    if not parts:
+        return os.dup(folder)
+    found = _openat2(folder, name)
+    return _open_by_parts(folder, parts) if found is None else found
+
+
+def _openat2(folder: int, name: str) -> int | None:
+    """As :func:`open_beneath`, in one call; None where the kernel, or who filters its calls, does not have it."""
+    how = _How(os.O_PATH | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    found = call(ctypes.c_long(_OPENAT2), ctypes.c_int(folder), os.fsencode(name), ctypes.byref(how), size)
+    if found >= 0:
+        return found
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EPERM):
+        return None
+    raise OSError(number, os.strerror(number), name)
+
+
+def _open_by_parts(folder: int, parts: tuple[str, ...]) -> int:
+    found = os.dup(folder)
+    for part in parts:
+        try:
+            inner = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found)
+        finally:
+            os.close(found)
+        found = inner
+        if stat.S_ISLNK(os.fstat(found).st_mode):  # such a descriptor is of the link itself
+            os.close(found)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part)
+    return found
+
+
+class _Place:
+    """A root, what was named below it, and every file of that which is being read: all of them stay open."""
+
+    def __init__(self, root: str, name: str):
+        self.root, self.where = root, os.path.normpath(os.path.join(root, name))
+        self._files: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._top = open_beneath(self._root, name)
+        except BaseException:
+            os.close(self._root)
+            raise
+
+    def close(self) -> None:
+        for fd in (self._root, self._top, *(fd for fd, _ in self._files.values())):
+            os.close(fd)
+        self._files.clear()
+
+    def shown(self, name: str) -> str:
+        return os.path.join(self.where, name) if name else self.where
+
+    def open(self, name: str) -> int:
+        """As :func:`open_beneath`, below what was named; a link that leads to something below the root is followed."""
+        try:
+            return open_beneath(self._top, name)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        target = os.path.realpath(f"/proc/self/fd/{self._top}/{name}")
+        inside = os.path.relpath(target, self.root)
+        if ".." in PurePosixPath(inside).parts:
+            raise CheckpointError(f"{self.shown(name)} leads out of {self.root}: copy there what it leads to")
+        return open_beneath(self._root, inside)
+
+    def stat(self, name: str) -> os.stat_result:
+        fd = self.open(name)
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def is_own_folder(self, name: str) -> bool:
+        """Whether it is a folder, and no link to one, which might lead to where it is."""
+        try:
+            fd = open_beneath(self._top, name)
+        except OSError:
+            return False
+        try:
+            return stat.S_ISDIR(os.fstat(fd).st_mode)
+        finally:
+            os.close(fd)
+
+    def names(self, name: str) -> list[str]:
+        """What lies in a folder."""
+        fd = self.open(name)
+        try:
+            listed = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        try:
+            return sorted(os.listdir(listed))
+        finally:
+            os.close(listed)
+
+    def held(self, name: str) -> int:
+        """A descriptor of the file, the same at every call. Raises CheckpointError for a pipe, a device, or holes."""
+        if name not in self._files:
+            fd = self._regular(name)
+            try:
+                self._files[name] = fd, _identity(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        return self._files[name][0]
+
+    def read(self, name: str) -> bytes:
+        """The contents of a small file. Raises CheckpointError when it is large, or changes meanwhile."""
+        fd = self._regular(name)
+        with open(fd, "rb") as file:
+            before = _identity(fd)
+            size = os.fstat(fd).st_size
+            if size > MOST_TEXT:
+                raise CheckpointError(
+                    f"{self.shown(name)} has {size} bytes; at most {MOST_TEXT} are read of such a file"
+                )
+            data = file.read(size + 1)
+            if len(data) != size or _identity(fd) != before:
+                raise self._changed(name)
+        return data
+
+    def _regular(self, name: str) -> int:
+        fd = self.open(name)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{self.shown(name)} is no regular file, and only such are read")
+            file = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        info = os.fstat(file)
+        if info.st_size >= _SPARSE and info.st_blocks * 512 < info.st_size // 8 and _has_hole(file, info.st_size):
+            os.close(file)
+            raise CheckpointError(
+                f"{self.shown(name)} says that it has {info.st_size} bytes, of which {info.st_blocks * 512} are on the "
+                "disk: it is not whole, or made to fill the memory; copy it again"
+            )
+        return file
+
+    def require_unchanged(self) -> None:
+        for name, (fd, before) in self._files.items():
+            if _identity(fd) != before:
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.shown(name)} was changed while it was read: try again when nobody writes into it, and replace a "
+            "file by renaming a whole one"
+        )
+
+
+def _has_hole(file: int, size: int) -> bool:
+    """Whether a part of it was never written; False where the file system does not say."""
+    try:
+        return os.lseek(file, 0, os.SEEK_HOLE) < size
+    except OSError:
+        return False
+    finally:
+        os.lseek(file, 0, os.SEEK_SET)
+
+
+def _identity(fd: int) -> tuple[int, ...]:
+    """What differs once the file is another one, or written to; waits a moment for one that was written just now."""
+    info = os.fstat(fd)
+    if 0 <= time.time_ns() - info.st_mtime_ns < _TICK:
+        time.sleep(_TICK / 1e9)
+        info = os.fstat(fd)
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class BeneathPath(os.PathLike[str]):
+    """A name below a folder that is open; see :func:`opened_beneath`.
+
+    Reading raises CheckpointError for what lies outside, is no plain file, or changes while it is read.
+    """
+
+    _place: _Place = field(repr=False)
+    _name: str = ""
+
+    def __str__(self) -> str:
+        return self._place.shown(self._name)
+
+    def __fspath__(self) -> str:
+        """The file under a name that leads nowhere else, as long as the folder is open."""
+        try:
+            return f"/proc/self/fd/{self._place.held(self._name)}"
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self)) from None
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> BeneathPath:
+        return BeneathPath(self._place, str(PurePosixPath(self._name) / name))
+
+    def __lt__(self, other: BeneathPath) -> bool:
+        return self._name < other._name
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(str(self)).name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> BeneathPath:
+        parent = str(PurePosixPath(self._name).parent)
+        return BeneathPath(self._place, "" if parent == "." else parent)
+
+    def stat(self) -> os.stat_result:
+        return self._place.stat(self._name)
+
+    def _is(self, kind: int) -> bool:
+        try:
+            return stat.S_IFMT(self.stat().st_mode) == kind
+        except OSError:
+            return False
+
+    def is_file(self) -> bool:
+        return self._is(stat.S_IFREG)
+
+    def is_dir(self) -> bool:
+        return self._is(stat.S_IFDIR)
+
+    def iterdir(self) -> Iterator[BeneathPath]:
+        for name in self._place.names(self._name):
+            yield self / name
+
+    def names_below(self, folder: str = "") -> Iterator[str]:
+        """The names of all that lies in a folder of it, and in those below, which are no links; relative to it."""
+        waiting = [""]
+        while waiting:
+            within = waiting.pop()
+            try:
+                names = self._place.names(str(PurePosixPath(self._name, folder, within)))
+            except OSError:  # it went away meanwhile
+                continue
+            for name in names:
+                below = f"{within}/{name}" if within else name
+                yield below
+                if self._place.is_own_folder(str(PurePosixPath(self._name, folder, below))):
+                    waiting.append(below)
+
+    def glob(self, pattern: str) -> Iterator[BeneathPath]:
+        """Those of the folder whose names fit ``pattern``, which has no slash."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def read_bytes(self) -> bytes:
+        return self._place.read(self._name)
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError when a file that was read is not what it was when it was opened."""
+        self._place.require_unchanged()
+
+
+def require_unchanged(read: object) -> None:
+    """The same of whatever weights were read from, where that is such a path."""
+    if isinstance(read, BeneathPath):
+        read.require_unchanged()
+
+
+AnyPath = Path | BeneathPath
+
+
+def as_path(path: str | os.PathLike[str]) -> AnyPath:
+    """A path of either kind out of what a caller gave."""
+    return path if isinstance(path, BeneathPath) else Path(path)
+
+
+@contextlib.contextmanager
+def opened_beneath(root: Path, name: str) -> Iterator[BeneathPath]:
+    """The file or folder ``name`` below ``root``, opened once, for the time of the block; no part of it is a link.
+
+    Raises OSError when it is not there, or has become a link meanwhile.
+    """
+    place = _Place(os.path.realpath(root), name)
+    try:
+        yield BeneathPath(place)
+    finally:
+        place.close()
