@@ -71,7 +71,7 @@ class Supervisor:
             artifact,
             threads=threads,
             # The caller's deadline comes first; this one frees ranks whose caller cannot end them.
-            collective_timeout=1.5 * max(bounds.start, bounds.call_timeout),
+            collective_timeout=1.5 * max(bounds.start, bounds.load, bounds.call_timeout),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
@@ -107,7 +107,7 @@ class Supervisor:
             self._answers = Answers(self._processes.channels)
             if self._before_load is not None:
                 self._before_load()
-            self.exchange(Kind.START, timeout=self.bounds.start)
+            self.exchange(Kind.START, timeout=self.bounds.load)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None
