@@ -288,6 +288,7 @@ def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_too
     ):
         model.update_weights(new)
     assert all(gone(pid, 10) for pid in pids)
+    model.bounds.loaded(100.0)  # which bounds the restart
     model.restart()
     x = torch.randn(2, 8, toy.HIDDEN)
     assert torch.allclose(model(x)["y"], toy.expected(toy.logical_weights(), x), rtol=1e-5, atol=1e-5)
