@@ -40,7 +40,9 @@ class Plagued(RankModel):
         """Of every rank there was."""
 
     def strike(self, number):
-        os.kill(self.health()[1].pid, number)
+        pid = self.health()[1].pid
+        assert pid is not None
+        os.kill(pid, number)
 
     def _strike_while_loading(self, number):
         wait_until(lambda: [rank for rank in self.health() if rank.pid and rank.pid not in self.pids][1:])
