@@ -87,9 +87,23 @@ class RankError(NxdError, RuntimeError):
         """The message without what the rank printed: for a client, where the whole of it goes to a log."""
         return str(self).partition("\n--- ")[0]
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the summary says all there is to say."""
+        return False
+
+
+class RankStartError(RankError):
+    """The system does not give what ranks need to start: a process, descriptors, memory that they share."""
+
 
 class RankDiedError(RankError):
     """A rank process ended while it was needed."""
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether a file that the rank had mapped was cut short: no stack says more of that."""
+        return "was ended by SIGBUS" in self.summary
 
 
 class RankTimeoutError(RankError, TimeoutError):

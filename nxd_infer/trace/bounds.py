@@ -72,8 +72,9 @@ class Bounds:
             self._slowest[bucket] = seconds
 
     @property
-    def swap(self) -> float:
-        """Seconds in which ranks read new weights, and as many to use them: a start does both, with all of them."""
+    def load(self) -> float:
+        """Seconds in which ranks start and load, read new weights, or use them: a start does all of that. What a first
+        start may take, until one was measured."""
         known = self._derives and self.load_seconds is not None
         return again(self.load_seconds or 0.0, self.nbytes) if known else self.start
 

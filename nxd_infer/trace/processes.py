@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from nxd_infer.children import child_environment, python_module
 from nxd_infer.comm.process import process_state
 from nxd_infer.comm.shm import create_segment, read_counters
-from nxd_infer.errors import BackendUnavailableError, ModelClosedError
+from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
 from nxd_infer.trace.arena import Arena, arena_layout, create_arena
 from nxd_infer.trace.artifact import LoadedArtifact
 from nxd_infer.trace.channel import Channel
@@ -84,7 +84,8 @@ class RankProcesses:
         return 1 < len(cores) <= MOST_THREADS and self._crews
 
     def start(self) -> None:
-        """Start every rank. Raises what kept a process from starting; those that did start are left to ``kill``."""
+        """Start every rank. Raises what kept a process from starting, RankStartError where that is the system; those
+        that did start are left to ``kill``."""
         spawned = threading.Event()
         errors: list[BaseException] = []
 
@@ -107,8 +108,11 @@ class RankProcesses:
             self._following = None
             raise
         spawned.wait()
-        if errors:
-            raise errors[0]
+        for error in errors:
+            if isinstance(error, OSError):
+                text = f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
+                raise RankStartError(text) from error
+            raise error
 
     def kill(self) -> None:
         """End every rank, and wait for its end and, five seconds at most, for the following thread's; no rank starts
@@ -288,7 +292,11 @@ class RankProcesses:
 
     def _how(self, rank: int) -> str:
         code = self._processes[rank].returncode
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        if code >= 0:
+            return f"ended with status {code}"
+        name = signal.Signals(-code).name
+        why = " (a file that it has mapped was cut short or cannot be read)" if name == "SIGBUS" else ""
+        return f"was ended by {name}{why}"
 
 
 def _nothing(rank: int, text: str) -> None:

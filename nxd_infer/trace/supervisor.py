@@ -72,7 +72,7 @@ class Supervisor:
             artifact,
             threads=threads,
             # The caller's deadline comes first; this one frees ranks whose caller cannot end them.
-            collective_timeout=1.5 * max(bounds.start, bounds.call_timeout),
+            collective_timeout=1.5 * max(bounds.start, bounds.load, bounds.call_timeout),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
@@ -109,7 +109,7 @@ class Supervisor:
             if self._before_load is not None:
                 self._before_load()
             with stamps_file(self._processes.artifact.stamps) as fd:
-                self.exchange(Kind.START, timeout=self.bounds.start, fds=[fd] * self.degree)
+                self.exchange(Kind.START, timeout=self.bounds.load, fds=[fd] * self.degree)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None

@@ -77,7 +77,7 @@ class WeightSwaps:
     def _prepare(self, ranks: Any, new: NewWeights) -> None:
         fds = [file.fileno() for file in new.files]
         try:
-            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._bounds.swap, fds=fds, fatal=False)
+            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._bounds.load, fds=fds, fatal=False)
         except RankFailedError as error:
             ranks.exchange(Kind.ABORT_WEIGHTS)
             log.error("a rank refused new weights: %s", error.summary if error.foreseen else error)
@@ -85,4 +85,4 @@ class WeightSwaps:
             raise WeightSchemaError(text) from error
 
     def _commit(self, ranks: Any) -> None:
-        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._bounds.swap)
+        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._bounds.load)

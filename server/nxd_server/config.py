@@ -135,13 +135,14 @@ class ServerSettings(BaseSettings):
         None,
         gt=0,
         description="Seconds the ranks may take to load the artifact; by default 300, and one more for every 100 MB. "
-        "Also to take new weights; by default as for `recovery_timeout`.",
+        "Also to load again, or to take new weights; by default six times what the start took, and one more for every "
+        "100 MB; at least 30.",
     )
     recovery_timeout: float | None = Field(
         None,
         ge=0,
-        description="Seconds lost ranks may take to be ready again; then the server exits. By default six times what "
-        "the start took, and one more for every 100 MB; at least 30.",
+        description="Seconds lost ranks may take to be ready again; then the server exits. By default twice what "
+        "loading again may take: so ranks that hang meanwhile are started once more.",
     )
     max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
     threads_per_rank: int | None = Field(

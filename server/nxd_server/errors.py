@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from nxd_infer.errors import ModelConfigError, NxdError, RankError, RankFailedError
+from nxd_infer.errors import ModelConfigError, NxdError, RankError
 
 
 def summary(error: BaseException) -> str:
@@ -18,7 +18,7 @@ def summary(error: BaseException) -> str:
 def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
     """One line for what is foreseen: a rank that ended or is late, files that do not fit. Its traceback, or that of the
     rank that raised it, with anything else."""
-    if isinstance(error, RankFailedError) and error.foreseen:
+    if isinstance(error, RankError) and error.foreseen:
         log.error("%s: %s", what, error.summary)
     elif isinstance(error, (NxdError, ConnectionError)):
         log.error("%s: %s", what, error)

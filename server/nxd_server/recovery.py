@@ -1,8 +1,14 @@
-"""How long lost ranks may take to be ready again: from what starting them has taken on this machine."""
+"""How long lost ranks may take to be ready again: from what starting them has taken on this machine.
+
+There is time for two starts, each as long as one may take: ranks that hang while they start are noticed at the end of
+the first, and started once more.
+"""
 
 from __future__ import annotations
 
 from nxd_infer.trace.bounds import again
+
+STARTS = 2
 
 
 class Recovery:
@@ -27,7 +33,7 @@ class Recovery:
     @property
     def limit(self) -> float:
         """Seconds after which ranks that are not ready again are given up."""
-        return again(self._slowest, self.nbytes) if self._setting is None else self._setting
+        return STARTS * again(self._slowest, self.nbytes) if self._setting is None else self._setting
 
     def hopeless(self, fastest: float) -> str:
         """Why no recovery would be in time, where the ranks cannot start in less than ``fastest`` seconds, and the way

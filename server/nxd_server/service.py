@@ -191,16 +191,15 @@ class Service(Served):
 
     def _watch(self) -> None:
         """Give the engine its time to recover, and no more."""
-        worker, before = self._worker, 0.0
+        worker = self._worker
         while worker is not None and not self._closing:
             if worker.wait_failed(WATCH_SECONDS):
                 self._fail(worker.verdict)
                 return
-            seconds, stage = worker.restarts.seconds, worker.restarts.stage
-            if seconds is None and before and worker.state == "ready":
-                self.recovery.took(before)
-            before = seconds or 0.0
-            if before > self.recovery.limit:
+            restarts, stage = worker.restarts, worker.restarts.stage
+            if restarts.took is not None:
+                self.recovery.took(restarts.took)  # the same one again changes nothing
+            if (restarts.seconds or 0.0) > self.recovery.limit:
                 self._fail(self.recovery.late(stage))
                 return
 

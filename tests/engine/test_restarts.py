@@ -10,8 +10,9 @@ import weakref
 import pytest
 import torch
 
-from nxd_infer.errors import RankDiedError, RankFailedError
+from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
 from nxd_server.engine import OneShotEngine
+from nxd_server.engine.restarts import Restarts
 from nxd_server.errors import EngineFailedError, GenerationError
 from nxd_server.http.errors import as_api_error
 from tests.engine.toy_oneshot import ToyOneShot, expected
@@ -257,3 +258,40 @@ def test_lost_ranks_are_let_go_at_once(engines):
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take():
+    restarts, seen = Restarts(limit=3, window=600.0), []
+
+    def start():
+        seen.append((restarts.seconds, restarts.stage))
+        restarts.at("a first step runs")
+        if len(seen) < 3:
+            raise RankDiedError("rank 0 died", 0) if len(seen) == 1 else RankTimeoutError("rank 1 is late", 1)
+
+    assert restarts.run(start, False, str) is None
+    took, whole = restarts.took, restarts.end()
+    assert [stage for _, stage in seen] == [f"the ranks load{more}" for more in ("", " (attempt 2)", " (attempt 3)")]
+    assert seen[0][0] < seen[1][0] < seen[2][0] <= whole, "the clock of the bound goes on"
+    assert took < whole - seen[1][0], "what failed before is no part of what a start takes"
+    assert restarts.seconds is None and restarts.stage == "" and restarts.count == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RankFailedError("rank 0 raised: ArtifactCorruptError", 0, "nxd_infer.errors.ArtifactCorruptError: x"), ""),
+        (RankStartError("the system does not let the ranks start"), ""),
+        (ModelClosedError("the model was closed"), ""),
+        (RankDiedError("rank 0 died", 0), "the engine ends"),
+    ],
+)
+def test_a_start_that_another_one_would_not_help_is_the_last(error, why):
+    restarts = Restarts(limit=3, window=600.0)
+
+    def start():
+        raise error
+
+    found = restarts.run(start, False, lambda: why)
+    assert found is not None and found[0] is error and found[1] == "; ".join(filter(None, (str(error), why)))
+    assert restarts.count == 1 and restarts.took is None

@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -18,10 +16,9 @@ import pytest
 
 from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.http.http_servers import ServerProcess, events_of, is_error, wait_for
+from tests.http.load import COMPLETIONS, TOKENS, Load, body_of, rank_pids
 from tests.processes import command_of, gone, parent_of
 
-COMPLETIONS = "/v1/completions"
-TOKENS = 4
 PATIENT = ("--recovery-timeout", "120")
 """Ranks come back however busy the machine is; what a server does when they do not is tested with a toy."""
 
@@ -43,14 +40,6 @@ def texts(llama):
 def server(llama):
     with real_server(llama[1]) as server:
         yield server
-
-
-def body_of(prompt, **more):
-    return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
-
-
-def rank_pids(server):
-    return [rank["pid"] for rank in server.get("/health").json()["ranks"]]
 
 
 def holds_torch(pid):
@@ -131,55 +120,6 @@ def test_long_prompts_go_in_pieces_up_to_the_maximum(server):
         answer = server.post(COMPLETIONS, body_of([5] * length, max_tokens=1)).json()
         assert answer["usage"]["prompt_tokens"] == length, answer
     is_error(server.post(COMPLETIONS, body_of([5] * 129)), 400, code="context_length_exceeded")
-
-
-class Load:
-    """Clients that ask without a pause, and what they saw."""
-
-    def __init__(self, server, texts, clients=6):
-        self.server, self.texts = server, texts
-        self.answers, self.refused, self.cut, self.wrong = [], [], [], []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(i,)) for i in range(clients)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _work(self, number):
-        for turn in itertools.count(number):
-            if self._stop.is_set():
-                return
-            prompt, stream = PROMPTS[turn * 3 % len(PROMPTS)], turn % 2 == 0
-            try:
-                response = self.server.post(COMPLETIONS, body_of(prompt, stream=stream))
-            except httpx.TransportError:
-                time.sleep(0.05)
-                continue
-            self._note(prompt, stream, response)
-
-    def _note(self, prompt, stream, response):
-        now = time.monotonic()
-        if response.status_code != 200:
-            (self.refused if response.status_code == 503 else self.wrong).append((now, response.status_code))
-            time.sleep(0.02)
-            return
-        if not stream:
-            text = response.json()["choices"][0]["text"]
-        else:
-            events = events_of(response.text)
-            if events[-1] != "[DONE]":
-                assert "error" in events[-1] and '"finish_reason":"' not in response.text
-                self.cut.append(now)
-                return
-            text = "".join(event["choices"][0]["text"] for event in events[:-1])
-        (self.answers if text == self.texts[prompt] else self.wrong).append((now, text))
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)], ids=["killed", "stopped"])
@@ -294,20 +234,3 @@ def test_a_damaged_artifact_is_refused_by_name(llama, tmp_path, capfd):
     told = [json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()]
     assert any("rank_01.safetensors" in line for line in told)
     assert not any("Traceback" in line for line in told)
-
-
-def test_a_shard_that_is_truncated_while_it_is_served_ends_a_recovery_with_one_line(llama, tmp_path):
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(llama[1], copy)
-    (file,) = copy.glob("weights/rank_01.safetensors")
-    with real_server(copy) as server:
-        pids = rank_pids(server)
-        os.truncate(file, file.stat().st_size // 2)
-        os.kill(pids[1], signal.SIGKILL)
-        assert server.wait(60) == 1
-        (last,) = [line for line in server.lines if "giving up" in line]
-        assert "could not be started again: rank" in last and "rank_01.safetensors" in last
-        assert "Traceback" not in server.log
-        assert all(gone(pid) for pid in pids)

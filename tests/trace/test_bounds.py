@@ -34,14 +34,14 @@ def bounds(nbytes=6 * GIB, call=10.0, patient=False, **options):
 def test_a_first_start_is_bounded_by_its_bytes_and_new_weights_by_what_it_took():
     subject = bounds()
     assert START_SECONDS < subject.start < bounds(nbytes=60 * GIB).start
-    assert subject.swap == subject.start
+    assert subject.load == subject.start
     subject.loaded(8.0)
-    assert 6 * 8.0 < subject.swap < subject.start  # everything may have to be read from disk again
+    assert 6 * 8.0 < subject.load < subject.start  # everything may have to be read from disk again
     subject.loaded(80.0)
-    assert subject.swap > 6 * 80.0
+    assert subject.load > 6 * 80.0
     small = bounds(nbytes=1000)
     small.loaded(0.01)
-    assert small.swap == pytest.approx(30.0, abs=0.1)
+    assert small.load == pytest.approx(30.0, abs=0.1)
 
 
 @pytest.mark.check
@@ -49,7 +49,7 @@ def test_a_first_start_is_bounded_by_its_bytes_and_new_weights_by_what_it_took()
 def test_a_setting_raises_and_lowers_what_starts_and_new_weights_may_take(seconds):
     subject = bounds(start_timeout=seconds)
     subject.loaded(8.0)
-    assert subject.start == subject.swap == seconds
+    assert subject.start == subject.load == seconds
 
 
 @pytest.mark.check

@@ -3,9 +3,8 @@ runs and is measured stands in ``runner``.
 
 One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under
 ``_wake``'s lock. When the ranks fail, every request fails with a typed error, and the ranks are started again as often
-as ``restarts`` allows; beyond that the state is ``failed`` for good, and whoever serves is told (``wait_failed``) so
-that it can exit. A graph that *raised* (RankFailedError) after others had worked is its input's fault rather than the
-machine's, and does not count: a bad request must not use up the restarts.
+as ``restarts`` allows; beyond that the state is ``failed`` for good, and whoever serves is told (``wait_failed``). A
+graph that *raised* (RankFailedError) after others had worked is its input's fault and does not use up a restart.
 """
 
 from __future__ import annotations
@@ -235,11 +234,9 @@ class ModelWorker(Admission, ABC):
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        with self._wake:
-            inside = self._inside
         return EngineStats(
             state=self.state,
-            waiting=inside,
+            waiting=self._inside,
             submitted=self._submitted,
             finished=dict(self._finished),
             rejected=dict(self._rejected),
@@ -354,29 +351,32 @@ class ModelWorker(Admission, ABC):
         self._forget_steps()
         self._error = error
         excused = isinstance(error, RankFailedError) and self.steps.worked
-        refusal = "the engine ends" if self._closing or self._draining else self.restarts.refusal(excused)
-        if refusal:
+        if refusal := self._ending() or self.restarts.refusal(excused):
             self._give_up(error, f"the ranks failed ({summary(error)}) and are not started again: {refusal}")
             return False
         self._set_state("recovering")
         if begun:
             self._ranks_lost(error)
-        self.steps.worked = False
-        log.info("starting the ranks again (%s)", self.restarts.begin(excused))
-        try:
-            self.model.restart()
-            self.restarts.stage = "a first step runs"
-            self._warm_up(None)
-        except BaseException as second:
+        failed = self.restarts.run(self._start_again, excused, self._ending)
+        if failed is not None:
+            second, reason = failed
             log_failure(log, "the ranks could not be started again", second)
-            reason = summary(second) or type(second).__name__
             self._give_up(second, f"the ranks failed ({summary(error)}) and could not be started again: {reason}")
             return False
-        seconds = self.restarts.seconds or 0.0
-        self.restarts.end()
+        seconds = self.restarts.end()
         self._set_state("ready")
         log.info("the ranks are ready again after %.1f s", seconds)
         return True
+
+    def _start_again(self) -> None:
+        self._forget_steps()
+        self.steps.worked = False
+        self.model.restart()
+        self.restarts.at("a first step runs")
+        self._warm_up(None)
+
+    def _ending(self) -> str:
+        return "the engine ends" if self._closing or self._draining else ""
 
     def _ranks_lost(self, error: BaseException) -> None:
         """What becomes of the requests when the ranks are about to be started again."""

@@ -1,0 +1,206 @@
+"""Ranks lost while something else goes on: a recovery, a swap of all weights, a full disk, a shard cut short."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
+from tests.http.http_servers import is_error, wait_for
+from tests.http.load import COMPLETIONS, TOKENS, Load, body_of, rank_pids
+from tests.processes import gone
+from tests.tiny_models import write_tiny
+
+PATIENT = ("--recovery-timeout", "300", "--max-restarts", "9")
+ADMIN = {"headers": {"authorization": "Bearer admin"}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("lost")
+
+
+@pytest.fixture(scope="module")
+def artifact(root):
+    return trace_tiny("llama", "generate", root, batch_sizes=[1, 4], length_buckets=[16], max_len=64)
+
+
+@pytest.fixture(scope="module")
+def texts(root, artifact):
+    """What the two checkpoints answer: the one that was traced, and ``root / "other"``."""
+    write_tiny("llama", root / "other", seed=1)
+    return [greedy_texts(root / name, PROMPTS, TOKENS) for name in ("model", "other")]
+
+
+@pytest.fixture
+def server(root, artifact):
+    with real_server(artifact, "--admin-key", "admin", "--weights-root", str(root), *PATIENT) as server:
+        yield server
+
+
+def swap(server, name):
+    return server.post("/v1/weights", {"path": name, "timeout": 60}, **ADMIN)
+
+
+def other_pids(server, pids):
+    """The ranks that are there in place of ``pids``, once all of them are."""
+    found: list[int] = []
+
+    def there():
+        found[:] = [pid for pid in rank_pids(server) if pid]
+        return len(found) == len(pids) and not set(found) & set(pids)
+
+    wait_for(there, message="no other ranks were started")
+    return found
+
+
+def errors_of(server):
+    """What the log says that is no one line of an error: nothing."""
+    assert "Traceback" not in server.log and "most recent call" not in server.log
+    return [line for line in server.lines if " ERROR " in line or " CRITICAL " in line]
+
+
+def written(pid):
+    """Bytes that the process has written to a disk."""
+    lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def test_a_rank_lost_during_a_recovery_begins_it_again(server, texts):
+    """Under load, twice: whoever asks is answered right or told 503, and /health says how far it is."""
+    pids = rank_pids(server)
+    stages = set()
+    with Load(server, *texts) as load:
+        wait_for(lambda: len(load.answers) > 20)
+        os.kill(pids[1], signal.SIGKILL)
+        for victim in (0, 1):
+            pids = other_pids(server, pids)
+            health = server.get("/health")
+            stages.add(health.json()["recovery"]["stage"])
+            assert health.status_code == 503 and health.json()["recovery"]["limit"] == 300
+            is_error(server.post(COMPLETIONS, body_of(PROMPTS[0])), 503, code="recovering")
+            os.kill(pids[victim], signal.SIGKILL)
+        wait_for(lambda: "ready again" in server.log)
+        seen = len(load.answers)
+        wait_for(lambda: len(load.answers) > seen + 20)
+    assert not load.wrong, load.wrong[:3]
+    assert stages == {"the ranks load", "the ranks load (attempt 2)"}
+    assert server.metric("nxd_engine_restarts_total") == 3
+    first, *more = errors_of(server)
+    assert "the ranks failed: rank 1 of 2 was ended by SIGKILL" in first
+    assert [f"the ranks failed while they were started again: rank {rank} of 2 was ended" in line for rank, line in
+            zip((0, 1), more, strict=True)] == [True, True]  # fmt: skip
+    assert server.stop() == 0
+
+
+def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(artifact):
+    with real_server(artifact, "--max-restarts", "2", "--recovery-timeout", "300") as server:
+        pids = rank_pids(server)
+        os.kill(pids[1], signal.SIGKILL)
+        for _ in range(2):
+            pids = other_pids(server, pids)
+            os.kill(pids[1], signal.SIGKILL)
+        assert server.wait(300) == 1
+        (last,) = [line for line in errors_of(server) if "giving up" in line]
+        assert "could not be started again: rank 1 of 2 was ended by SIGKILL" in last
+        assert "as often as max_restarts allows (2 in 600 s)" in last
+        assert all(gone(pid) for pid in pids)
+
+
+def test_a_swap_of_all_weights_under_load_while_a_rank_dies(server, texts):
+    """Before the swap begins, and while the ranks are at it: every answer is of the version that it names, and the
+    swap's caller is told what has become of it."""
+    weights, version = [texts[0]], 0
+    for number, when in enumerate(("before", "amid")):
+        name = ("other", "model")[version % 2]
+        weights.append(texts[(version + 1) % 2])
+        with Load(server, *weights) as load, concurrent.futures.ThreadPoolExecutor(1) as pool:
+            wait_for(lambda load=load: len(load.answers) > 20)
+            pids = rank_pids(server)
+            if when == "before":
+                os.kill(pids[1], signal.SIGSTOP)  # what has begun does not end: the swap waits for it
+            swapping = pool.submit(swap, server, name)
+            time.sleep(0.05 * number)  # whatever the swap has come to
+            os.kill(pids[1], signal.SIGKILL)
+            answer = swapping.result()
+            other_pids(server, pids)
+            wait_for(lambda: server.get("/readyz").status_code == 200)
+            seen = len(load.answers)
+            wait_for(lambda load=load, seen=seen: len(load.answers) > seen + 20)
+        assert not load.wrong, (when, load.wrong[:3])
+        if answer.status_code == 200:
+            version += 1
+            assert answer.json()["version"] == version
+        else:
+            weights.pop()
+            is_error(answer, 503)
+            assert answer.json()["error"]["code"] in ("rank_failed", "not_ready", "recovering"), answer.text
+        found = server.post(COMPLETIONS, body_of(PROMPTS[0])).json()
+        assert found["weight_version"] == version and found["choices"][0]["text"] == weights[version][PROMPTS[0]]
+    assert "Traceback" not in server.log
+
+
+def test_a_full_disk_during_a_swap_and_during_a_recovery(server, texts):
+    """As if the disk were full: the server and its ranks may write no file of more than 1000 bytes."""
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+
+    def fill():
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+    with Load(server, *texts) as load:
+        fill()
+        wait_for(lambda: len(load.answers) > 10)
+        error = is_error(swap(server, "other"), 503, code="no_space")
+        assert "nothing was changed" in error["message"]
+        seen = len(load.answers)
+        wait_for(lambda: len(load.answers) > seen + 20)
+        assert not load.refused and not load.cut
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
+        assert swap(server, "other").json()["version"] == 1
+        # A recovery needs no room: the weights that were swapped in have theirs already.
+        before, pids = written(server.process.pid), rank_pids(server)
+        os.kill(pids[1], signal.SIGKILL)
+        pids = other_pids(server, pids)
+        wait_for(lambda: server.get("/readyz").status_code == 200)
+        assert [written(pid) for pid in pids] == [0, 0] and written(server.process.pid) == before
+        assert server.post(COMPLETIONS, body_of(PROMPTS[0])).json()["choices"][0]["text"] == texts[1][PROMPTS[0]]
+    assert not load.wrong, load.wrong[:3]
+    fill()  # also what the ranks share in memory, which no disk has to hold: the recovery has no way
+    os.kill(rank_pids(server)[0], signal.SIGKILL)
+    assert server.wait() == 1
+    (last,) = [line for line in errors_of(server) if "giving up" in line]
+    assert "could not be started again: the system does not let the ranks start" in last and "too large" in last
+
+
+@pytest.mark.parametrize("way", ["truncated", "replaced"])
+def test_a_shard_that_is_cut_short_while_it_is_served_ends_a_recovery_with_one_line(artifact, tmp_path, way):
+    """One that is replaced is still mapped whole; one that is truncated takes its rank along when that reads on."""
+    copy = tmp_path / "copy"
+    shutil.copytree(artifact, copy)
+    (file,) = copy.glob("weights/rank_01.safetensors")
+    with real_server(copy) as server:
+        pids = rank_pids(server)
+        half = file.read_bytes()[: file.stat().st_size // 2]
+        if way == "truncated":
+            os.truncate(file, 4096)
+            is_error(server.post(COMPLETIONS, body_of(PROMPTS[0])), 503)
+        else:
+            (tmp_path / "half").write_bytes(half)
+            os.replace(tmp_path / "half", file)
+            assert server.post(COMPLETIONS, body_of(PROMPTS[0])).status_code == 200
+            os.kill(pids[1], signal.SIGKILL)
+        assert server.wait() == 1
+        errors = errors_of(server)
+        how = "SIGBUS (a file that it has mapped was cut short" if way == "truncated" else "SIGKILL"
+        assert f"the ranks failed: rank 1 of 2 was ended by {how}" in errors[0]
+        (last,) = [line for line in errors if "giving up" in line]
+        assert "could not be started again: rank" in last and "rank_01.safetensors" in last
+        assert server.log.count("starting the ranks again") == 1, "another start would not help"
+        assert all(gone(pid) for pid in pids)
