@@ -29,7 +29,7 @@ def _sealed(data: bytes) -> bytes:
         fields = json.loads(data)
         fields[CHECKSUM_KEY] = manifest_checksum(fields)
         return json.dumps(fields).encode()
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return data
 
 
