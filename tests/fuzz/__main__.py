@@ -86,7 +86,7 @@ def main() -> int:
             print(f"{name}: {given_.minutes:g} minutes, --seed {number}", flush=True)
             found = fuzz(TARGETS[name](place), given_.minutes * 60, number)
             broken += bool(found)
-            print(found, end="", flush=True)
+            print(found, end="\n" if found else "", flush=True)
     return int(broken > 0)
 
 

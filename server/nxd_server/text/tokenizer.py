@@ -6,9 +6,10 @@ tokens are put around a text is the tokenizer's own post-processor's business.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,11 @@ class Tokenizer:
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
-        if pair is None and len(text) > LONG_TEXT:
-            # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
-            return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
+        with _readable(field):
+            if pair is None and len(text) > LONG_TEXT:
+                # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
+                return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
     def encode_with_types(
         self, text: str, pair: str | None = None, *, field: str = "input", most: int | None = None
@@ -108,7 +110,8 @@ class Tokenizer:
         if pair is not None:
             check_text(pair, field)
         if most is None:
-            encoding = self.raw.encode(text, pair)  # the library's fast call forgets a pair's types
+            with _readable(field):
+                encoding = self.raw.encode(text, pair)  # the library's fast call forgets a pair's types
             return encoding.ids, encoding.type_ids
         special = self.raw.num_special_tokens_to_add(pair is not None)
         if most <= special:
@@ -116,7 +119,8 @@ class Tokenizer:
                 "truncate_prompt_tokens",
                 f"{most} has no room beside {special} special tokens; use at least {special + 1}",
             )
-        parts = [self.raw.encode(part, add_special_tokens=False) for part in (text, pair) if part is not None]
+        with _readable(field):
+            parts = [self.raw.encode(part, add_special_tokens=False) for part in (text, pair) if part is not None]
         for part, length in zip(parts, _shares([len(part) for part in parts], most - special), strict=True):
             part.truncate(length)
         encoding = self.raw.post_process(*parts)
@@ -204,6 +208,18 @@ class Tokenizer:
     def _config_id(self, name: str) -> int | None:
         text = self.special_text(name)
         return self.raw.token_to_id(text) if text else None
+
+
+@contextlib.contextmanager
+def _readable(field: str) -> Iterator[None]:
+    """RequestError for a text that a model's tokenizer has no tokens for, its unknown token being none of them: the
+    library raises a bare Exception then."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise RequestError(field, f"the model's tokenizer cannot read it: {error}") from None
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
