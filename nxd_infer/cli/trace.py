@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import bar, console, duration, memory
+from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
+from nxd_infer.memory import total_memory
 from nxd_infer.processors import processors
 from nxd_infer.units import size
 
@@ -130,7 +131,7 @@ def run(
             "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
             markup=False,
         )
-    total, _ = memory()
+    total = total_memory()
     if planned.serve_bytes is not None and planned.serve_bytes > total:
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
     cores = processors()
