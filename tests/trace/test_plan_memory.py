@@ -1,0 +1,24 @@
+"""The memory that a plan announces is what the trace then holds: its processes together, without pages of files."""
+
+from __future__ import annotations
+
+from bench.artifacts import nxd_infer
+from bench.processes import Peak
+from bench.sizes import planned
+from tests.tiny_models import write_tiny
+
+
+def test_a_plan_is_within_a_tenth_of_what_its_trace_held(tmp_path, monkeypatch):
+    """The caches, 256 MiB a rank, are no part of it: a trace reads none of them."""
+    monkeypatch.setenv("NXD_INFER_BENCH", str(tmp_path / "bench"))
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    model = write_tiny("llama", tmp_path / "model", **sizes, vocab_size=32768, max_position_embeddings=8192)
+    peak = Peak()
+    text = nxd_infer(
+        *("trace", model, "--tp", 2, "--backend", "eager", "--out", tmp_path / "artifact"),
+        *("--batch-sizes", 16, "--prompt-buckets", 32, "--max-len", 8192),
+        sample=peak,
+    )
+    assert "states a rank           2" in text and "MiB" in text
+    assert abs(planned(text) / peak.held - 1) <= 0.10, (planned(text), peak.held)
+    assert peak.with_files > peak.held
