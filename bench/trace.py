@@ -38,9 +38,8 @@ def run(options: Options) -> None:
         again = _trace(model, work / "again", 1, work / "cache1")
         figures["again"] = again
         rows.append(("tp 1 again", f"{again['graphs']}", f"{again['compiled']}", f"{again['seconds']:.1f} s"))
-        memory = {
-            f"tp {tp}": figures[f"tp{tp}"] for tp in degrees
-        }  # what comes from the cache needs less than its plan
+        # Not of the second time: what comes from the cache needs less than its plan.
+        memory = {f"tp {tp}": figures[f"tp{tp}"] for tp in degrees}
         # The largest batch and the longest prompt in both, so that caches and working memory are the same.
         few = _trace(model, work / "fewer", 1, work / "cache1", batches="16", prompts="512")["graphs"]
         fewer, more = _resident(work / "fewer"), _resident(work / "tp1")

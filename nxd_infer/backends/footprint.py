@@ -1,8 +1,8 @@
 """What the processes of a trace hold, in bytes, by the size of the graphs.
 
-Measured on x86-64 Linux (torch 2.13, g++ 12) as private and shared memory without pages of files, of Llamas of 2 and of
-28 layers; ``python -m bench trace`` measures again, and fails where a plan is off by more than a tenth. A graph's size is
-the number of weights and states it is given: its operators, and what compilers hold of them, grow with it.
+Measured on x86-64 Linux (torch 2.13, g++ 12) as private and shared memory without pages of files, with Llamas of 2 and
+of 28 layers; ``python -m bench trace`` measures again, and fails where a plan is off by more than a tenth. A graph's
+size is the number of weights and states it is given: its operators, and what compilers hold of them, grow with it.
 """
 
 from __future__ import annotations
