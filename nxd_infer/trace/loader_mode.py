@@ -28,7 +28,7 @@ from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismat
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.memory import UntouchedZeros
+from nxd_infer.trace.memory import UntouchedZeros, give_back
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.trace.sources import weight_source
 
@@ -60,6 +60,7 @@ def trace_ranks_here(
         with _as_rank(request, rank):
             results.append(_trace(request, rank, rank_directory(build, rank), source, library, report))
         gc.collect()  # graphs are cycles: neither the next rank nor the compilers should find them in memory
+        give_back()
     progress("trace ranks", total, total, "")
     return results
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from bench.artifacts import nxd_infer
 from bench.processes import Peak
 from bench.sizes import planned
@@ -9,7 +11,7 @@ from tests.tiny_models import write_tiny
 
 
 def test_a_plan_is_within_a_tenth_of_what_its_trace_held(tmp_path, monkeypatch):
-    """The caches, 256 MiB a rank, are no part of it: a trace reads none of them."""
+    """The caches, 128 MiB a rank, are no part of it: a trace reads none of them."""
     monkeypatch.setenv("NXD_INFER_BENCH", str(tmp_path / "bench"))
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     model = write_tiny("llama", tmp_path / "model", **sizes, vocab_size=32768, max_position_embeddings=8192)
@@ -19,6 +21,6 @@ def test_a_plan_is_within_a_tenth_of_what_its_trace_held(tmp_path, monkeypatch):
         *("--batch-sizes", 16, "--prompt-buckets", 32, "--max-len", 8192),
         sample=peak,
     )
-    assert "states a rank           2" in text and "MiB" in text
+    assert re.search(r"states a rank +1\d\d\.\d MiB", text)
     assert abs(planned(text) / peak.held - 1) <= 0.10, (planned(text), peak.held)
     assert peak.with_files > peak.held
