@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nxd_infer.backends import footprint
+from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.units import size
 
 SERVE_BYTES = 350 << 20
@@ -57,7 +58,7 @@ class TracePlan:
         return {
             "native operators": self.program_bytes + self.builders * footprint.BUILDER,
             # A piece of the checkpoint, and the rank's tensor that it becomes a part of.
-            "export and weights": exported + 2 * self.largest_tensor_bytes,
+            "export and weights": exported + self.largest_tensor_bytes + READ_BYTES,
             "compile": exported + self.compile_processes * footprint.compiling(self.tensors),
         }
 
