@@ -58,7 +58,7 @@ class TracePlan:
         return {
             "native operators": self.program_bytes + self.builders * footprint.BUILDER,
             # A piece of the checkpoint, and the rank's tensor that it becomes a part of.
-            "export and weights": exported + self.largest_tensor_bytes + READ_BYTES,
+            "export and weights": exported + self.largest_tensor_bytes + 2 * READ_BYTES,
             "compile": exported + self.compile_processes * footprint.compiling(self.tensors),
         }
 

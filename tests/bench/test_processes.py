@@ -33,7 +33,8 @@ kept = []
 for file in sys.argv[1:]:
     child = subprocess.Popen([sys.executable, sys.argv[0]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.readline()
-    pages = mmap.mmap(open(file).fileno(), 0, prot=mmap.PROT_READ)
+    with open(file, "rb") as source:
+        pages = mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ)
     kept += [child, pages, sum(pages[:: mmap.PAGESIZE])]
 private = bytearray(b"x") * (64 << 20)
 shared = mmap.mmap(-1, 32 << 20)
