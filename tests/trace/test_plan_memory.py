@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from bench.artifacts import nxd_infer
 from bench.processes import Peak
@@ -13,7 +14,12 @@ from tests.tiny_models import write_tiny
 def test_a_plan_is_within_a_tenth_of_what_its_trace_held(tmp_path, monkeypatch):
     """The caches, 128 MiB a rank, are no part of it: a trace reads none of them."""
     monkeypatch.setenv("NXD_INFER_BENCH", str(tmp_path / "bench"))
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+    }
     model = write_tiny("llama", tmp_path / "model", **sizes, vocab_size=32768, max_position_embeddings=8192)
     peak = Peak()
     text = nxd_infer(
