@@ -14,8 +14,7 @@ from nxd_infer.layout.runs import Block, TensorLayout
 from nxd_infer.layout.sources import Weights, as_source
 
 READ_BYTES = 8 << 20
-"""About how much is read at a time. It is in memory beside the tensor that it becomes a part of: twice, as safetensors
-copies what it has read."""
+"""About how much is read at a time: it is in memory beside the tensor that it becomes a part of."""
 
 
 def shard_tensor(

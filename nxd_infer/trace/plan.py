@@ -57,8 +57,9 @@ class TracePlan:
         exported = self.program_bytes + footprint.exporting(self.tensors, len(self.buckets))
         return {
             "native operators": self.program_bytes + self.builders * footprint.BUILDER,
-            # A piece of the checkpoint, and the rank's tensor that it becomes a part of.
-            "export and weights": exported + self.largest_tensor_bytes + 2 * READ_BYTES,
+            # The tensor that is written, and a piece of the checkpoint: safetensors copies what it reads, and the C
+            # library keeps about as much again until the tensor is whole.
+            "export and weights": exported + self.largest_tensor_bytes + 4 * READ_BYTES,
             "compile": exported + self.compile_processes * footprint.compiling(self.tensors),
         }
 
