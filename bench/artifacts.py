@@ -30,13 +30,13 @@ def nxd_infer(
 ) -> str:
     """Run a command of the command line and return what it printed; a failure ends the benchmark with its text.
 
-    ``sample`` is called with its process four times a second.
+    ``sample`` is called with its process twenty times a second.
     """
     words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     log = home() / "logs" / f"command-{os.getpid()}.log"
     with Group(words, log, env={**os.environ, "COLUMNS": "200"} if env is None else env) as group:
         end = time.monotonic() + timeout
-        while (status := _status(group, timeout if sample is None else 0.25)) is None:
+        while (status := _status(group, timeout if sample is None else 0.05)) is None:
             if time.monotonic() > end:
                 raise SystemExit(f"{' '.join(words)} took longer than {timeout:.0f} s:\n{group.tail()}")
             if sample is not None:

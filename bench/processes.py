@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nxd_infer.comm.process import die_with_parent
+from nxd_infer.memory import held_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,18 +147,35 @@ def tree(pid: int) -> list[int]:
 
 def memory_of(pid: int) -> int:
     """Bytes that a process and its children hold, shared pages divided among those who share them (PSS)."""
-    return _memory(pid, ("Pss:",))
-
-
-def memory_to_hold(pid: int) -> int:
-    """As :func:`memory_of`, without pages of files, which the system takes back when it needs them."""
-    return _memory(pid, ("Pss_Anon:", "Pss_Shmem:"))
-
-
-def _memory(pid: int, lines: tuple[str, ...]) -> int:
     total = 0
     for process in tree(pid):
         with contextlib.suppress(OSError):
             found = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) * 1024 for line in found if line.startswith(lines))
+            total += sum(int(line.split()[1]) * 1024 for line in found if line.startswith("Pss:"))
     return total
+
+
+def memory_to_hold(pid: int) -> int:
+    """As :func:`memory_of`, without pages of files, which the system takes back when it needs them."""
+    return sum(held_memory(process) or 0 for process in tree(pid))
+
+
+class Peak:
+    """The most that a process and its children hold: called with the process again and again, while it runs.
+
+    Of two readings in a row the lower one counts: a child that has not begun its own program yet shares its parent's
+    memory, and is counted with it.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        """See :func:`memory_to_hold`."""
+        self.with_files = 0
+        """See :func:`memory_of`."""
+        self._last = (0, 0)
+
+    def __call__(self, pid: int) -> None:
+        now = memory_to_hold(pid), memory_of(pid)
+        self.held = max(self.held, min(now[0], self._last[0]))
+        self.with_files = max(self.with_files, min(now[1], self._last[1]))
+        self._last = now

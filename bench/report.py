@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from bench.stats import Verdict
-from nxd_infer.cli.console import console, memory, table
+from nxd_infer.cli.console import console, table
+from nxd_infer.memory import total_memory
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,7 +66,7 @@ def machine() -> dict[str, str | int]:
     return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": memory()[0],
+        "memory": total_memory(),
         "features": " ".join(flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags),
         "kernel": platform.release(),
         "python": platform.python_version(),

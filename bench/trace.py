@@ -1,4 +1,4 @@
-"""What a trace costs: graphs compiled at tp 1, 2, 4 and 8 and the second time, loading, memory a bucket.
+"""What a trace costs: graphs compiled at tp 1, 2, 4 and 8 and the second time, memory beside its plan, memory a bucket.
 
 nxd-infer trace MODEL --tp N --batch-sizes 1,4,16 --prompt-buckets 128,512 --max-len 1024
 """
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import report, sizes
 from bench.artifacts import nxd_infer
 from bench.model import write_llama
-from bench.options import Options
-from bench.processes import memory_of
+from bench.options import Options, home
+from bench.processes import Peak, memory_of
 from bench.stats import Verdict, summary
 
 DEGREES, QUICK_DEGREES = (1, 2, 4, 8), (1, 2)
@@ -38,37 +38,58 @@ def run(options: Options) -> None:
         again = _trace(model, work / "again", 1, work / "cache1")
         figures["again"] = again
         rows.append(("tp 1 again", f"{again['graphs']}", f"{again['compiled']}", f"{again['seconds']:.1f} s"))
+        # Not of the second time: what comes from the cache needs less than its plan.
+        memory = {f"tp {tp}": figures[f"tp{tp}"] for tp in degrees}
         # The largest batch and the longest prompt in both, so that caches and working memory are the same.
         few = _trace(model, work / "fewer", 1, work / "cache1", batches="16", prompts="512")["graphs"]
         fewer, more = _resident(work / "fewer"), _resident(work / "tp1")
         further = (more - fewer) / (again["graphs"] - few)
         figures["resident"] = {"fewer buckets": fewer, "all buckets": more, "further bucket": further}
     rows.append(("memory for a further bucket", "", "", f"{further / 2**20:.1f} MiB"))
+    if not options.quick:
+        figures["sizes"] = {
+            name: sizes.traced(options, options.folder or home() / "sizes", name) for name in options.sizes
+        }
+        memory |= figures["sizes"]
+    for name, found in memory.items():
+        planned, held = found["planned"], found["held"]
+        figure = f"{planned / 2**30:.2f} planned, {held / 2**30:.2f} measured: {planned / held:.2f}"
+        rows.append((f"{name}, GiB of memory", "", "", figure))
     low, high = degrees[0], degrees[-1]
     ratio = figures[f"tp{high}"]["compiled"] / figures[f"tp{low}"]["compiled"]
     verdicts = [
         Verdict(f"graphs compiled at tp {high} over tp {low}", summary([ratio]), 1.0, 1.0, "lower"),
         Verdict("MB for a further bucket", summary([further / 1e6]), 5.0, 5.0, "lower"),
+        *(sizes.plan_verdict(name, found) for name, found in memory.items()),
     ]
     report.write(
         *("trace", "Tracing the CLI example", ("degree", "graphs", "compiled", "figure"), rows, figures),
         verdicts=verdicts,
         settings=options.settings(),
     )
+    if short := [verdict.row for verdict in verdicts if verdict.result == "short"]:
+        raise SystemExit(f"short of the table: {'; '.join(short)}")
 
 
 def _trace(model: Path, out: Path, tp: int, cache: Path, batches: str = BATCHES, prompts: str = PROMPTS) -> Any:
-    """Trace through the command line: graphs, how many of them were compiled now, seconds."""
-    start = time.perf_counter()
+    """Trace through the command line: graphs, how many of them were compiled now, seconds, memory and its plan."""
+    start, peak = time.perf_counter(), Peak()
     text = nxd_infer(
         *("trace", model, "--tp", tp, "--out", out, "--batch-sizes", batches, "--prompt-buckets", prompts),
         *("--max-len", MAX_LEN),
         env={**os.environ, "NXD_INFER_CACHE": str(cache), "COLUMNS": "200"},
+        sample=peak,
     )
     found = re.search(r"(\d+) graphs \((\d+) compiled now\)", text)
     if found is None:
         raise SystemExit(f"the trace did not say how many graphs it compiled:\n{text}")
-    return {"graphs": int(found[1]), "compiled": int(found[2]), "seconds": time.perf_counter() - start}
+    return {
+        "graphs": int(found[1]),
+        "compiled": int(found[2]),
+        "seconds": time.perf_counter() - start,
+        "planned": sizes.planned(text),
+        "held": peak.held,
+    }
 
 
 def _resident(artifact: Path) -> int:

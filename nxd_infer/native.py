@@ -123,6 +123,15 @@ def is_built() -> bool:
     return availability().ok and (source_hash() in _loaded or (_folder() / "libnxd.so").is_file())
 
 
+def builders() -> int:
+    """How many C++ compilers :func:`load` would run at a time; 0 where the library is there, or cannot be built."""
+    return 0 if is_built() or not availability().ok else min(len(_sources()), processors())
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
 def load() -> NativeLibrary:
     """Build the library unless the cache has it, and register its operators unless this process has them.
 
@@ -328,7 +337,7 @@ def _build(digest: str, target: Path) -> float:
     for left in target.parent.parent.glob(f"{own}*"):  # of a builder that was killed: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
-        sources = sorted(SOURCES.glob("*.cpp"))
+        sources = _sources()
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, output: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+from nxd_infer.control_groups import GROUPS, MOUNTS, control_groups
+
+_QUOTA_FILES = {1: ["cpu.cfs_quota_us", "cpu.cfs_period_us"], 2: ["cpu.max"]}
+"""Of each version of control groups."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -24,7 +27,7 @@ def physical_core(core: int, topology: Path = _TOPOLOGY) -> str:
     return str(core)
 
 
-def processor_share(groups: Path = Path("/proc/self/cgroup"), mounts: Path = _CGROUPS) -> float:
+def processor_share(groups: Path = GROUPS, mounts: Path = MOUNTS) -> float:
     """Cores' worth of time that the control groups of this process grant it; infinity without a limit.
 
     ``docker run --cpus 2`` and a limit of Kubernetes are such a quota: the container sees every core, and all of its
@@ -32,24 +35,11 @@ def processor_share(groups: Path = Path("/proc/self/cgroup"), mounts: Path = _CG
 
     Source: the kernel's cgroup-v2 (``cpu.max``) and CFS bandwidth control (``cpu.cfs_quota_us``) documents.
     """
-    try:
-        lines = groups.read_text(errors="replace").splitlines()
-    except OSError:
-        return float("inf")
-    share = float("inf")
-    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if number == "0" and not controllers:
-            roots, files = [mounts, mounts / "unified"], ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            roots, files = [mounts / controllers, mounts / "cpu"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
-            continue
-        # Every group above limits too. A path that is not there is the host's, and the mount shows the container's own.
-        own = Path(path.lstrip("/"))
-        for root in roots:
-            for group in (own, *own.parents):
-                share = min(share, _quota([root / group / name for name in files]))
-    return share
+    shares = (
+        _quota([group / name for name in _QUOTA_FILES[version]])
+        for version, group in control_groups("cpu", groups, mounts)
+    )
+    return min(shares, default=float("inf"))
 
 
 def _quota(files: list[Path]) -> float:

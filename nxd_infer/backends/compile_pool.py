@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.backends import footprint
 from nxd_infer.children import child_environment, python_module
 from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.memory import available_memory
 from nxd_infer.processors import processors
-
-WORKER_BYTES = 1 << 30
-"""Memory one compile process is counted with."""
 
 
 @dataclass
@@ -36,18 +35,9 @@ class _Worker:
     rest: str = ""
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping; a guess of 4 GiB where the system does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 << 30
-
-
-def worker_count(graphs: int, limit: int | None = None) -> int:
-    """How many graphs to compile at a time: at most two, as many as fit into memory, at least one."""
-    fitting = max(1, int(available_memory() * 0.8) // WORKER_BYTES)
+def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
+    """How many graphs of ``tensors`` tensors to compile at a time: at most two, as fit into memory, at least one."""
+    fitting = max(1, int(available_memory() * 0.8) // footprint.compiling(tensors))
     return max(1, min(graphs, 2, processors(), fitting, limit or 2))
 
 
@@ -67,6 +57,7 @@ def compile_graphs(
     graph_dirs: Sequence[Path],
     options: Mapping[str, Any],
     *,
+    tensors: int = 0,
     workdir: Path | None = None,
     workers: int | None = None,
     timeout: float = 3600.0,
@@ -76,6 +67,7 @@ def compile_graphs(
 
     Until then it lies in a directory that nobody else can write to or foresee: compilers run what they find in theirs.
 
+    ``tensors`` is the number of weights and states of the largest graph, by which the memory is judged.
     ``timeout`` bounds each graph. ``report(graph directory, seconds)`` is called as each is done. Raises TraceError
     with what the compiler said.
     """
@@ -85,7 +77,7 @@ def compile_graphs(
     pool: list[_Worker] = []
     try:
         pending = list(graph_dirs)
-        for _ in range(worker_count(len(pending), workers)):
+        for _ in range(worker_count(len(pending), tensors, workers)):
             pool.append(_start(backend, place))
         active = 0
         while pending or active:

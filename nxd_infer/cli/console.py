@@ -28,16 +28,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def memory() -> tuple[int, int]:
-    """(total, available) bytes of this machine."""
-    fields = {}
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            name, value = line.split(":")
-            fields[name] = int(value.split()[0]) * 1024
-    return fields["MemTotal"], fields["MemAvailable"]
-
-
 def _progress(on: Console, drawn: bool = True) -> Progress:
     """A bar where the total is known, a spinner with elapsed time where it is not."""
     columns = (

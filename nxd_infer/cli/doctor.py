@@ -8,8 +8,9 @@ import platform
 import shutil
 import sys
 
-from nxd_infer.cli.console import console, memory, table
+from nxd_infer.cli.console import console, table
 from nxd_infer.errors import UntrustedCacheError
+from nxd_infer.memory import available_memory, total_memory
 from nxd_infer.processors import available_cores, compute_threads, processor_share
 from nxd_infer.units import size
 
@@ -51,7 +52,6 @@ def run() -> int:
     import nxd_infer
     from nxd_infer import backends, cache, native
 
-    total, available = memory()
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     rows = [
         ("nxd_infer", nxd_infer.__version__),
@@ -59,7 +59,7 @@ def run() -> int:
         ("torch", version_of("torch") or "missing"),
         ("cores", cores()),
         ("cpu features", cpu_features()),
-        ("memory", f"{size(available)} free of {size(total)}"),
+        ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
         ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),
     ]
     try:

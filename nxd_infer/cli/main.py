@@ -164,7 +164,13 @@ def trace(
         int,
         typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess: one more graph a batch."),
     ] = 0,
-    plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+    plan_only: Annotated[
+        bool,
+        typer.Option(
+            "--plan-only",
+            help="Print the plan and stop. Its memory is what the machine must have: without pages of files.",
+        ),
+    ] = False,
 ) -> None:
     """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
     from nxd_infer.cli.trace import run

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.cli.console import bar, console, duration, memory
+from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
+from nxd_infer.memory import available_memory, total_memory
 from nxd_infer.processors import processors
 from nxd_infer.units import size
 
@@ -130,9 +131,12 @@ def run(
             "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
             markup=False,
         )
-    total, _ = memory()
+    total = total_memory()
     if planned.serve_bytes is not None and planned.serve_bytes > total:
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
+    free = available_memory()
+    if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
+        console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; here {size(free)} are free")
     cores = processors()
     if tp > cores:
         console.print(f"note: {tp} ranks are more than this machine's {cores} cores, which will take turns")

@@ -123,6 +123,19 @@ class Block:
     def numel(self) -> int:
         return math.prod(stop - start for start, stop in self.local)
 
+    def pieces(self, numel: int) -> Iterator[Block]:
+        """The block in blocks of about ``numel`` elements: cut along its first dimension, a row at least."""
+        rows = self.local[0][1] - self.local[0][0] if self.local else 1
+        step = max(1, numel * rows // max(1, self.numel))
+        if step >= rows:
+            yield self
+            return
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            (here, _), (there, _) = self.local[0], self.logical[0]
+            logical = ((there + first, there + last), *self.logical[1:])
+            yield Block(self.name, logical, ((here + first, here + last), *self.local[1:]))
+
 
 @dataclass(frozen=True)
 class TensorLayout:

@@ -13,6 +13,9 @@ from nxd_infer.layout.params import ParamLayout, weight_layout
 from nxd_infer.layout.runs import Block, TensorLayout
 from nxd_infer.layout.sources import Weights, as_source
 
+READ_BYTES = 8 << 20
+"""About how much is read at a time: it is in memory beside the tensor that it becomes a part of."""
+
 
 def shard_tensor(
     source: Weights,
@@ -46,7 +49,8 @@ def fill_tensor(out: Tensor, source: Weights, layout: TensorLayout, blocks: Sequ
     with torch.no_grad():
         write_fills(out, layout)
         for block in blocks if blocks is not None else layout.blocks():
-            out[block.local_slices].copy_(source.read(block.name, block.logical_slices))
+            for piece in block.pieces(READ_BYTES // source.dtype(block.name).itemsize):
+                out[piece.local_slices].copy_(source.read(piece.name, piece.logical_slices))
 
 
 def write_fills(out: Tensor, layout: TensorLayout) -> None:

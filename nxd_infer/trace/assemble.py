@@ -165,11 +165,25 @@ def compile_directories(
                 "compile graphs", result.cached + result.compiled, total, f"{buckets[path.name]} ({seconds:.1f} s)"
             )
 
-        compile_graphs(backend.name, missing, options, workdir=workdir, workers=workers, timeout=timeout, report=report)
+        compile_graphs(
+            backend.name,
+            missing,
+            options,
+            tensors=max((_tensors(path) for path in missing), default=0),
+            workdir=workdir,
+            workers=workers,
+            timeout=timeout,
+            report=report,
+        )
     for digest, path in directories.items():
         result.specs[digest] = read_graph(path, digest).spec()
     result.seconds = time.monotonic() - start
     return result
+
+
+def _tensors(directory: Path) -> int:
+    graph = read_graph(directory)
+    return len(graph.weights) + len(graph.states)
 
 
 @dataclass

@@ -8,6 +8,7 @@ become fake CPU tensors. Each rank's weights are then read from the checkpoint s
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import resource
 import threading
@@ -27,6 +28,7 @@ from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismat
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.trace.memory import UntouchedZeros, give_back
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.trace.sources import weight_source
 
@@ -57,6 +59,8 @@ def trace_ranks_here(
 
         with _as_rank(request, rank):
             results.append(_trace(request, rank, rank_directory(build, rank), source, library, report))
+        gc.collect()  # graphs are cycles: neither the next rank nor the compilers should find them in memory
+        give_back()
     progress("trace ranks", total, total, "")
     return results
 
@@ -81,7 +85,7 @@ def _trace(
     request: TraceRequest, rank: int, out: Path, source: Any, library: Any, report: Callable[[int], None]
 ) -> TracedRank:
     start = time.monotonic()
-    with _weightless():
+    with _weightless(), UntouchedZeros():
         built = _build(request, rank)
     graphs = rank_trace.trace_buckets(request, built, library, report)
     rank_files.write_graphs(graphs, out)
@@ -241,27 +245,20 @@ class Measured:
     weight_bytes: int
     state_bytes: int
     largest_tensor_bytes: int
+    tensors: int
 
 
 def measure(request: TraceRequest) -> Measured:
     """Build rank 0 without weights and count its bytes."""
-    from nxd_infer.layout import weight_layout
-
-    with _as_rank(request, 0), _weightless():
+    with _as_rank(request, 0), _weightless(), UntouchedZeros():
         built = _build(request, 0)
     states: dict[str, int] = {}
     weights: dict[str, int] = {}
-    largest = 0
     for entry in {id(b): b for b in built}.values():
         module = entry.module
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             (states if name in entry.states else weights)[name] = tensor.numel() * tensor.element_size()
-        dtypes = dict(module.named_parameters(remove_duplicate=False))
-        for name, layout in weight_layout(module).items():
-            size = dtypes[name].element_size() if name in dtypes else 4
-            for shape in layout.logical_shapes.values():
-                count = size
-                for length in shape:
-                    count *= length
-                largest = max(largest, count)
-    return Measured([b.module for b in built], sum(weights.values()), sum(states.values()), largest)
+    largest = max([*weights.values(), 0])
+    return Measured(
+        [b.module for b in built], sum(weights.values()), sum(states.values()), largest, len(weights) + len(states)
+    )

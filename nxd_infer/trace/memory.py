@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _LARGE = 2 << 20
 """Bytes of a large page; a smaller piece would only waste one."""
@@ -32,3 +35,28 @@ class Memory:
             self._mapping.madvise(mmap.MADV_DONTNEED)
         else:
             self.bytes.zero_()
+
+
+def give_back() -> None:
+    """Return to the system what was freed and the C library keeps: between the tensors of a rank's weight file, say."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+class UntouchedZeros(TorchFunctionMode):
+    """Inside the block ``torch.zeros`` makes large CPU tensors whose pages come as they are used.
+
+    PyTorch's own are written. A trace builds the states of every rank and reads none: caches of keys and values as
+    large as the weights would be in memory for nothing.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros or kwargs.keys() - {"size", "dtype", "device"}:
+            return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        shape = func(*args, **{**kwargs, "device": "meta"})
+        if device.type != "cpu" or shape.nbytes < _LARGE:
+            return func(*args, **kwargs)
+        return Memory(shape.nbytes).bytes.view(shape.dtype).view(shape.shape)

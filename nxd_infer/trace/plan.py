@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nxd_infer.backends import footprint
+from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.units import size
 
-EXPORT_BYTES = 700 << 20
-"""What a process that exports holds besides weights: torch, and the graphs of a few dozen layers."""
 SERVE_BYTES = 350 << 20
 """What a rank process holds besides weights and states."""
 
@@ -34,22 +34,39 @@ class TracePlan:
     """Of one rank."""
     state_bytes: int | None = None
     """Of one rank."""
+    program_bytes: int = 0
+    """What this process holds already."""
+    tensors: int = 0
+    """Weights and states of one rank."""
     largest_tensor_bytes: int | None = None
-    """The largest whole weight that is read at a time."""
-    ranks_at_once: int = 1
-    """Ranks that hold weights at a time while tracing."""
+    """The largest weight of one rank: one at a time is in memory."""
+    builders: int = 0
+    """C++ compilers that build the native operators first; none where they are there."""
     compile_processes: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def trace_peak_bytes(self) -> int | None:
-        """Estimated peak memory of the trace, over all its processes."""
-        if self.weight_bytes is None:
+    def phases(self) -> dict[str, int] | None:
+        """Estimated memory of each phase of the trace, over all its processes, and what this one holds already.
+
+        It is what the machine must have: private and shared memory, without pages of files, which are dropped where
+        memory is short. Graphs that the compile cache holds are counted as if they had to be compiled.
+        """
+        if self.weight_bytes is None or self.largest_tensor_bytes is None:
             return None
-        if self.largest_tensor_bytes is not None:  # cut from a checkpoint, one tensor at a time
-            return EXPORT_BYTES + 2 * self.largest_tensor_bytes + self.compile_processes * _worker_bytes()
-        exporting = self.ranks_at_once * (EXPORT_BYTES + self.weight_bytes + (self.state_bytes or 0))
-        return max(exporting, EXPORT_BYTES + self.compile_processes * _worker_bytes())
+        exported = self.program_bytes + footprint.exporting(self.tensors, len(self.buckets))
+        return {
+            "native operators": self.program_bytes + self.builders * footprint.BUILDER,
+            # The tensor that is written, and a piece of the checkpoint: safetensors copies what it reads, and the C
+            # library keeps about as much again until the tensor is whole.
+            "export and weights": exported + self.largest_tensor_bytes + 4 * READ_BYTES,
+            "compile": exported + self.compile_processes * footprint.compiling(self.tensors),
+        }
+
+    @property
+    def trace_peak_bytes(self) -> int | None:
+        """The most of :attr:`phases`."""
+        return None if self.phases is None else max(self.phases.values())
 
     @property
     def serve_bytes(self) -> int | None:
@@ -79,12 +96,6 @@ class TracePlan:
             )
             lines.append(f"  {bucket.name:<{name_width}}  {shown}")
         return "\n".join([*lines, *self.notes])
-
-
-def _worker_bytes() -> int:
-    from nxd_infer.backends.compile_pool import WORKER_BYTES
-
-    return WORKER_BYTES
 
 
 def _about(count: int | None) -> str:

@@ -14,6 +14,7 @@ from nxd_infer.errors import TraceError
 from nxd_infer.layout import layout_of
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.manifest import WeightSpec
+from nxd_infer.trace.memory import give_back
 from nxd_infer.trace.rank_trace import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.trace.weights import STORED_DTYPES, describe_layout, write_safetensors
@@ -39,6 +40,8 @@ def write_weights(
         )
 
     def checked(spec: WeightSpec) -> Tensor:
+        if spec.nbytes >= 1 << 20:
+            give_back()  # what was read for the tensor before
         if spec.name.startswith(STATE_PREFIX):
             return states[spec.name.removeprefix(STATE_PREFIX)]
         tensor = value(spec)

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxd_infer import native
+from nxd_infer.backends import footprint
 from nxd_infer.backends.compile_pool import worker_count
 from nxd_infer.backends.encoding import QUANTIZE
 from nxd_infer.backends.lower import native_library
 from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.memory import held_memory
 from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
 from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
 from nxd_infer.trace.rank_files import WEIGHTS_FILE
@@ -98,8 +101,6 @@ def _check_native(settings: _Settings) -> None:
     """Build the operators before any rank needs them. Compiled graphs cannot do without for several ranks."""
     library = native_library() if settings.request.native else None
     if library is None and settings.backend.compiles and settings.request.tp_degree > 1:
-        from nxd_infer import native
-
         raise BackendUnavailableError(
             f"the {settings.backend.name} backend needs the native collectives for tp_degree="
             f"{settings.request.tp_degree}: {native.availability().reason or 'they could not be built'}; "
@@ -124,6 +125,7 @@ def make_plan(settings: _Settings) -> TracePlan:
             "weight_bytes": measured.weight_bytes,
             "state_bytes": measured.state_bytes,
             "largest_tensor_bytes": measured.largest_tensor_bytes,
+            "tensors": measured.tensors,
         }
     for bucket in request.buckets:
         if module is not None:
@@ -138,10 +140,9 @@ def make_plan(settings: _Settings) -> TracePlan:
         backend=settings.backend.name,
         buckets=tuple(buckets),
         graphs=len(buckets) if compiles else 0,
-        ranks_at_once=1
-        if settings.loader is not None
-        else min(settings.max_parallel or request.tp_degree, request.tp_degree),
-        compile_processes=worker_count(len(buckets), settings.max_parallel) if compiles else 0,
+        program_bytes=held_memory() or footprint.PROGRAM,
+        builders=native.builders() if request.native else 0,
+        compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), settings.max_parallel) if compiles else 0,
         notes=_notes(settings),
         **sizes,
     )

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
+from nxd_infer.processors import processors
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.units import size
 
@@ -63,7 +64,7 @@ def hash_open_file(file: io.FileIO) -> FileSpec:
 
 def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
     """Hash many files at once, one thread a core."""
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(16, processors())) as pool:
         return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
 
 

@@ -222,6 +222,7 @@ def write_safetensors(
         flat = tensor(spec).contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
+        del flat  # before the next one is made
     file.flush()
 
 

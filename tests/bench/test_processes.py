@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.processes import Group, tree
+from bench.processes import Group, Peak, tree
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.check
@@ -25,6 +25,39 @@ def test_a_child_in_a_session_of_its_own_does_not_outlive_its_group(tmp_path):
         started = tree(group.pid)
     assert len(started) == 2
     wait_until(lambda: not any(alive(pid) for pid in started))
+
+
+HOLDER = """
+import mmap, subprocess, sys
+kept = []
+for file in sys.argv[1:]:
+    child = subprocess.Popen([sys.executable, sys.argv[0]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    with open(file, "rb") as source:
+        pages = mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ)
+    kept += [child, pages, sum(pages[:: mmap.PAGESIZE])]
+private = bytearray(b"x") * (64 << 20)
+shared = mmap.mmap(-1, 32 << 20)
+shared.write(b"x" * (32 << 20))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_processes_hold_is_private_and_shared_memory_without_files(tmp_path):
+    """Of two readings in a row the lower one counts."""
+    (tmp_path / "file").write_bytes(b"y" * (48 << 20))
+    (tmp_path / "holder.py").write_text(HOLDER)
+    peak = Peak()
+    with Group(
+        [sys.executable, str(tmp_path / "holder.py"), str(tmp_path / "file")], tmp_path / "log", pipes=True
+    ) as group:
+        assert group.stdout.readline() == b"held\n"
+        peak(group.pid)
+        assert peak.held == 0
+        peak(group.pid)
+    assert 2 * 96 << 20 <= peak.held <= (2 * 96 + 40) << 20
+    assert peak.with_files >= peak.held + (40 << 20)
 
 
 def alive(pid: int) -> bool:

@@ -90,6 +90,24 @@ def test_round_trip_is_exact(layout, degree):
     assert all(torch.equal(merged[name], logical[name]) for name in logical)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_tensor_is_read_in_bounded_pieces(layout, monkeypatch):
+    """What is read lies in memory beside the whole tensor: of a table of hundreds of megabytes, as much again."""
+    source = CountingSource(logical_of(layout))
+    own = layout.rank_layout(2, 1)
+    whole = shard_tensor(source, own)
+    elements, row = source.elements, max((block.numel // _rows(block) for block in own.blocks()), default=0)
+    monkeypatch.setattr("nxd_infer.layout.shard.READ_BYTES", 8 * whole.element_size())
+    source.largest = 0
+    assert torch.equal(shard_tensor(source, own), whole)
+    assert source.elements == 2 * elements and source.largest <= max(8, row)
+
+
+def _rows(block):
+    return (block.local[0][1] - block.local[0][0] or 1) if block.local else 1
+
+
 LEAVES = st.one_of(
     st.builds(AxisPlan.even, st.integers(1, 12)),
     st.builds(AxisPlan.padded, st.integers(1, 12), st.integers(1, 4), st.sampled_from([0.0, -1.0])),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nxd_infer.memory import held_memory
 from nxd_infer.trace.manifest import TensorSpec
-from nxd_infer.trace.memory import Memory
+from nxd_infer.trace.memory import Memory, UntouchedZeros
 from nxd_infer.trace.rank import _extent, _placed
 
 
@@ -40,3 +41,22 @@ def test_states_of_any_stride_lie_in_it_and_empty_ones_too() -> None:
         assert torch.equal(placed, tensor)
         placed.fill_(2.0)
         assert torch.equal(placed, torch.full_like(tensor, 2.0))
+
+
+def test_zeros_of_a_trace_take_no_memory_until_they_are_written() -> None:
+    before = held_memory()
+    with UntouchedZeros():
+        large = torch.zeros(4, 32 << 20, dtype=torch.bfloat16)
+        small = torch.zeros((2, 3))
+        named = torch.zeros(size=(8 << 20,), dtype=torch.bool, device="cpu")
+        apart = torch.zeros(64 << 20, device="meta")
+        with torch.device("meta"):
+            inside = torch.zeros(64 << 20)
+    after = held_memory()
+    assert before is not None and after is not None and after - before < 8 << 20
+    assert large.shape == (4, 32 << 20) and large.dtype == torch.bfloat16 and not bool(large[1].any())
+    assert torch.equal(small, torch.zeros(2, 3))
+    assert named.dtype == torch.bool and named.shape == (8 << 20,) and not bool(named.any())
+    assert apart.is_meta and inside.is_meta
+    large[2, 5] = 3.0
+    assert float(large[2].sum()) == 3.0

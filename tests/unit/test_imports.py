@@ -29,6 +29,8 @@ FLOORS: list[list[str]] = [
         "nxd_infer.errors",
         "nxd_infer.cache",
         "nxd_infer.children",
+        "nxd_infer.control_groups",
+        "nxd_infer.memory",
         "nxd_infer.processors",
         "nxd_infer.suggest",
         "nxd_infer.units",
