@@ -31,11 +31,14 @@ install: $(STAMP) ## make .venv with everything the demo and the tests need
 demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this machine's CPU
 	@$(BIN)/nxd-infer demo
 
+# Whole files to two processes, in the order of tests/order.py.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## all tests (under 25 minutes on two cores)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q $(TWO)
 
 check: $(STAMP) ## the quick selection (under 3 minutes)
-	@$(BIN)/python -m pytest -q -m check
+	@$(BIN)/python -m pytest -q -m check $(TWO)
 
 lint: $(STAMP) ## ruff and the type checker
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright

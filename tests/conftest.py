@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.order import place
 
 # How long an example takes, or is made, says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,7 +18,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts behind it (`make test &`) so, and what tests start would inherit it: Ctrl-C is tested.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Threads that wait for a loop's end would spin, on cores that other processes of the tests need. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.nodeid))
