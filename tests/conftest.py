@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,11 @@ settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts behind it (`make test &`) so, and what tests start would inherit it: Ctrl-C is tested.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Compiled code is kept whatever the environment says: else each of the hundreds of processes that tests start would
+# compile what it imports of this package, and each collection all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Threads that wait for a loop's end would spin, on cores that other processes of the tests need. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

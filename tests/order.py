@@ -1,7 +1,7 @@
 """The files that take longest, the longest first: `make test` begins with them.
 
-pytest-xdist gives whole files to two processes as these become free. A long one that is begun last would leave one of
-the two without work. A file that is missing here costs balance alone, and so does one in the wrong place.
+pytest-xdist gives whole files to a few processes as these become free. A long one that is begun last would leave the
+others without work. A file that is missing here costs balance alone, and so does one in the wrong place.
 """
 
 from __future__ import annotations
