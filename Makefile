@@ -34,7 +34,7 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 # Three processes keep two cores busy: each waits now and then for a server or a time limit. Each takes whole files, in
 # the order of tests/order.py.
 PROCESSES ?= 3
-DEALT := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+DEALT := -n $(PROCESSES) --dist loadfile
 
 test: $(STAMP) ## all tests (under 25 minutes on two cores)
 	@$(BIN)/python -m pytest -q $(DEALT)
