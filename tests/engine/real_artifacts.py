@@ -10,12 +10,11 @@ SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
 
 
 def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
-    """Write a tiny Llama of one layer, which is exported and compiled in half the time of two (tests/models traces
-    those), and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
+    """Write a tiny Llama and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
     import nxd_infer as nxd
     from nxd_models import tasks
 
-    model_dir = write_tiny("llama", directory / "llama", num_hidden_layers=1)
+    model_dir = write_tiny("llama", directory / "llama")
     sizes = {"batch_sizes": BATCHES, "length_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
     plan = tasks.plan(model_dir, "generate", **{"dtype": torch.float32} | sizes | options)
     return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend, compiler_args)
