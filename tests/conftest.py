@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.order import place
 
 # How long an example takes, or is made, says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,7 +19,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts behind it (`make test &`) so, and what tests start would inherit it: Ctrl-C is tested.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Compiled code is kept whatever the environment says: else each of the hundreds of processes that tests start would
+# compile what it imports of this package, and each collection all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Threads that wait for a loop's end would spin, on cores that other processes of the tests need. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would pin its ranks to the same cores and time out there; the kernel places them better.
     os.environ.setdefault("NXD_INFER_PIN", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.nodeid))

@@ -25,7 +25,7 @@ BUCKETS = ("decode_b1", "decode_b2", "mixed_b18", "prefill_s8", "prefill_s16")
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("cli") / "model")
+    return write_tiny("llama", tmp_path_factory.mktemp("cli") / "model", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -81,47 +81,39 @@ def test_the_packages_are_programs_that_explain_themselves_without_torch(module,
     assert all(word in done.stdout for word in words), done.stdout
 
 
-def test_generate_continues_each_prompt_the_same_way_twice(artifact):
-    run = lambda: nxd_infer(  # noqa: E731
-        "generate", artifact, "--prompt", "def f", "--prompt", "import", "--max-tokens", 8, "--json"
-    )
-    first, second = run(), run()
-    assert first.status == 0, first.err
-    records = [json.loads(line) for line in first.out.splitlines()]
-    assert [r["prompt"] for r in records] == ["def f", "import"]
-    assert all(1 <= r["tokens"] <= 8 for r in records)
-    assert first.out == second.out
-
-
-def test_what_is_no_answer_goes_to_the_error_stream(artifact):
-    asked = ("generate", artifact, "--prompt", "def f", "--max-tokens", 4, "--temperature", 0)
-    plain, record = nxd_infer(*asked), json.loads(nxd_infer(*asked, "--json").out)
-    assert plain.out == f"def f{record['text']}\n"
-    assert "[4 tokens, finish reason length]" in plain.err
+def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(artifact):
+    """One prompt is wider than the terminal, has a tab, and has what rich would draw as a picture."""
+    prompts = ["def f", "[bold]\tx :warning: def f"]
+    asked = ("generate", artifact, "--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", 24)
+    done = nxd_infer(*asked, "--json")
+    assert done.status == 0, done.err
+    records = [json.loads(line) for line in done.out.splitlines()]
+    assert [record["prompt"] for record in records] == prompts
+    assert all(1 <= record["tokens"] <= 24 for record in records)
+    plain = nxd_infer(*asked, "--temperature", 0, columns=20)
+    assert plain.out == "".join(f"{record['prompt']}{record['text']}\n" for record in records)
+    # What is no answer goes to the error stream.
+    told = " ".join(plain.err.split())
+    for record in records:
+        assert f"[{record['tokens']} tokens, finish reason {record['finish_reason']}]" in told, plain.err
     assert "loading" not in plain.err  # a spinner is for who looks
 
 
-def test_a_prompt_and_its_answer_are_printed_as_they_are(artifact):
-    """Wider than the terminal, with a tab, and with what rich would draw as a picture."""
-    prompt = "[bold]\tx :warning: def f"
-    asked = ("generate", artifact, "--prompt", prompt, "--max-tokens", 24)
-    plain, record = nxd_infer(*asked, columns=20), json.loads(nxd_infer(*asked, "--json").out)
-    assert plain.out == f"{prompt}{record['text']}\n"
-
-
-def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path):
+def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path, capsys, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_text("precious")
-    refused(nxd_infer("demo", "--dir", tmp_path, "--seconds", 1), "is left alone", "--dir")
+    done = nxd_infer_here(capsys, monkeypatch, "demo", "--dir", tmp_path, "--seconds", 1)
+    refused(done, "is left alone", "--dir")
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact):
+def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact, capsys, monkeypatch):
     """The artifact's longest prompt and answer are 64 tokens together."""
-    done = nxd_infer("generate", artifact, "--prompt", "def f", "--max-tokens", 64, "--json")
+    asked = (capsys, monkeypatch, "generate", artifact, "--prompt", "def f", "--json")
+    done = nxd_infer_here(*asked, "--max-tokens", 64)
     refused(done, "max_tokens: 64 tokens do not fit", "maximum context length is 64 tokens", "which leaves")
-    done = nxd_infer("generate", artifact, "--prompt", "def f", "--json")
+    done = nxd_infer_here(*asked)
     assert done.status == 0, done.err
     assert 1 <= json.loads(done.out)["tokens"] < 64
 
@@ -142,17 +134,17 @@ def test_verify_feeds_no_position_behind_the_last():
             assert (inputs["start"] < 18).all() and (inputs["start"] + inputs["length"] <= 18).all()
 
 
-def test_recompile_writes_an_artifact_that_verifies(artifact, model_dir, tmp_path):
+def test_recompile_writes_an_artifact_that_verifies(artifact, model_dir, tmp_path, capsys, monkeypatch):
     done = nxd_infer("recompile", artifact, "--out", tmp_path / "again")
     assert done.status == 0, done.err
     assert "5 graphs (0 compiled now) for eager" in done.out
-    done = nxd_infer("verify", tmp_path / "again", model_dir)
+    done = nxd_infer_here(capsys, monkeypatch, "verify", tmp_path / "again", model_dir)
     assert done.status == 0, done.out + done.err
 
 
-def test_verify_rejects_another_model(artifact, tmp_path):
-    other = write_tiny("llama", tmp_path / "other", seed=7)
-    done = nxd_infer("verify", artifact, other)
+def test_verify_rejects_another_model(artifact, tmp_path, capsys, monkeypatch):
+    other = write_tiny("llama", tmp_path / "other", seed=7, num_hidden_layers=1)
+    done = nxd_infer_here(capsys, monkeypatch, "verify", artifact, other)
     assert done.status == 1
     assert "Traceback" not in done.err
     assert "differs" in done.out
@@ -177,7 +169,7 @@ def test_verify_takes_the_checkpoint_that_was_traced(model_dir, tmp_path, capsys
     assert done.status == 0, done.err
     done = nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, *source)
     assert done.status == 0, done.out + done.err
-    assert f"{tmp_path / 'ckpts'} (first)" in done.out.replace("\n", "")
+    assert f"{tmp_path / 'ckpts'}(first)" in "".join(done.out.split())  # wherever the title is cut into lines
     for others in ((), source[:2]):  # the directory's, and the newest checkpoint
         assert nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, *others).status == 1
     refused(nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir, "--tag", "first"), "--checkpoint")
@@ -201,9 +193,11 @@ def test_doctor_names_the_backends_and_the_compiler():
         assert word in done.out
 
 
-def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path):
-    done = nxd_infer("trace", model_dir, "--tp", 4, "--out", tmp_path / "a", "--max-len", 64, "--plan-only",
-                     "--prompt-buckets", "16")  # fmt: skip
+def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path, capsys, monkeypatch):
+    done = nxd_infer_here(
+        *(capsys, monkeypatch, "trace", model_dir, "--tp", 4, "--out", tmp_path / "a", "--max-len", 64),
+        *("--plan-only", "--prompt-buckets", "16"),
+    )
     assert done.status == 0, done.err
     assert "graphs to compile" in done.out
     assert not (tmp_path / "a").exists()
@@ -311,11 +305,13 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
     assert "tokenizers" in done.stderr and "nxd-infer[server]" in done.stderr
 
 
-def test_a_directory_of_somebody_else_is_refused_before_anything_is_traced(model_dir, tmp_path):
+def test_a_directory_of_somebody_else_is_refused_before_anything_is_traced(model_dir, tmp_path, capsys, monkeypatch):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("keep")
-    done = nxd_infer("trace", model_dir, "--out", mine, "--max-len", 64, "--prompt-buckets", 8)
+    done = nxd_infer_here(
+        capsys, monkeypatch, "trace", model_dir, "--out", mine, "--max-len", 64, "--prompt-buckets", 8
+    )
     refused(done, "mine", "not an artifact")
     assert "plan" not in done.out
     assert (mine / "notes.txt").read_text() == "keep"

@@ -13,7 +13,8 @@ from tests.tiny_models import write_tiny
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("quantize") / "model")
+    # One layer has every kind of weight, and is compiled in half the time.
+    return write_tiny("llama", tmp_path_factory.mktemp("quantize") / "model", num_hidden_layers=1)
 
 
 def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_path):
@@ -40,7 +41,7 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
 
 
 def test_an_encoder_in_eight_bits_is_verified(tmp_path):
-    model_dir = write_tiny("bert", tmp_path / "model")
+    model_dir = write_tiny("bert", tmp_path / "model", num_hidden_layers=1)
     done = nxd_infer(
         *("trace", model_dir, "--out", tmp_path / "artifact", "--quantize", "int8", "--batch-sizes", "2"),
         *("--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),

@@ -4,6 +4,8 @@ Its cache holds, for every slot, the tokens that were written at each position, 
 are a function of exactly the tokens it finds at positions 0 to start + length - 1 of its slot. A wrong slot, a wrong
 start, a stale entry, a mixed-up row or a lost piece of a prompt therefore changes every later token. ``naive_generate``
 is the same language model without cache, batch or pieces.
+
+With arrays it needs no torch, whose import would be most of the start of a toy server.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from nxd_infer.beneath import require_unchanged
 from nxd_infer.errors import ModelClosedError, WeightSchemaError
@@ -176,9 +177,11 @@ class ToyModel:
     def _step(self, bucket, inputs):
         arrays = {}
         for spec in bucket.inputs:
-            tensor = torch.from_numpy(inputs[spec.name]) if self.arrays else inputs[spec.name]
-            assert list(tensor.shape) == spec.shape and tensor.dtype == spec.torch_dtype, spec.name
-            arrays[spec.name] = tensor.numpy()
+            given = inputs[spec.name]
+            array = given if self.arrays else given.numpy()
+            assert isinstance(array, np.ndarray), spec.name
+            assert list(array.shape) == spec.shape and array.dtype == np.dtype(spec.dtype), spec.name
+            arrays[spec.name] = array
         batch, size = arrays["tokens"].shape
         slots = arrays["block_table"][:, 0].tolist()
         real = [slot for slot in slots if slot != self.slots]
@@ -186,8 +189,8 @@ class ToyModel:
         assert shared or len(set(real)) == len(real), f"two rows share a slot: {slots}"
         if real:
             self.steps.append((bucket.name, real))
-        token, logprob = torch.zeros(batch, 1, dtype=torch.int64), torch.zeros(batch, 1)
-        top_ids, top = torch.zeros(batch, 1, TOP, dtype=torch.int64), torch.zeros(batch, 1, TOP)
+        token, logprob = np.zeros((batch, 1), np.int64), np.zeros((batch, 1), "f4")
+        top_ids, top = np.zeros((batch, 1, TOP), np.int64), np.zeros((batch, 1, TOP), "f4")
         for row, slot in enumerate(slots):
             start, length = int(arrays["start"][row]), int(arrays["length"][row])
             assert 1 <= length <= size and start >= 0 and start + length <= self.max_len
@@ -203,12 +206,12 @@ class ToyModel:
             raw = logits_of(self.cache[slot, : start + length], self.weights)
             chosen = self._sample(raw, arrays, row, start + length)
             logs = raw - np.log(np.exp(raw).sum())
-            order = np.argsort(-logs)[:TOP].copy()
-            token[row, 0], logprob[row, 0] = chosen, float(logs[chosen])
+            order = np.argsort(-logs)[:TOP]
+            token[row, 0], logprob[row, 0] = chosen, logs[chosen]
             self.last[slot] = chosen
-            top_ids[row, 0], top[row, 0] = torch.from_numpy(order), torch.from_numpy(logs[order])
+            top_ids[row, 0], top[row, 0] = order, logs[order]
         outputs = {"token": token, "logprob": logprob, "top_ids": top_ids, "top_logprobs": top}
-        return {name: tensor.numpy() for name, tensor in outputs.items()} if self.arrays else outputs
+        return outputs if self.arrays else _tensors(outputs)
 
     def _sample(self, raw, arrays, row, position):
         logits = raw
@@ -251,8 +254,19 @@ class ToyModel:
         self.dead = True
 
 
+def _tensors(arrays):
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _spec(kind, name, dtype, *shape, **more):
+    strides = [int(np.prod(shape[place + 1 :])) for place in range(len(shape))]
+    return kind(name=name, dtype=dtype, shape=list(shape), stride=strides, **more)
+
+
 def _bucket(name, batch, size, omit, ahead):
-    i64, i32, f32 = torch.int64, torch.int32, torch.float32
+    i64, i32, f32 = "int64", "int32", "float32"
     mask = (VOCAB + 31) // 32
     required = {
         "tokens": (i64, batch, size),
@@ -266,18 +280,18 @@ def _bucket(name, batch, size, omit, ahead):
         "bias_values": (0, f32, batch, 4), "presence_penalty": (0, f32, batch), "frequency_penalty": (0, f32, batch),
         "repetition_penalty": (1, f32, batch), "prompt_length": (-1, i64, batch),
     }  # fmt: skip
-    inputs = [InputSpec.of(key, torch.empty(shape, dtype=dtype)) for key, (dtype, *shape) in required.items()]
+    inputs = [_spec(InputSpec, key, *tensor) for key, tensor in required.items()]
     inputs[0].minimum = -1 if ahead else None
     inputs += [
-        InputSpec.of(key, torch.empty(shape, dtype=dtype), default=default)
-        for key, (default, dtype, *shape) in optional.items()
+        _spec(InputSpec, key, *tensor, default=default)
+        for key, (default, *tensor) in optional.items()
         if key not in omit
     ]
     outputs = [
-        OutputSpec.of("token", torch.empty(batch, 1, dtype=i64)),
-        OutputSpec.of("logprob", torch.empty(batch, 1)),
-        OutputSpec.of("top_ids", torch.empty(batch, 1, TOP, dtype=i64)),
-        OutputSpec.of("top_logprobs", torch.empty(batch, 1, TOP)),
+        _spec(OutputSpec, "token", i64, batch, 1),
+        _spec(OutputSpec, "logprob", f32, batch, 1),
+        _spec(OutputSpec, "top_ids", i64, batch, 1, TOP),
+        _spec(OutputSpec, "top_logprobs", f32, batch, 1, TOP),
     ]
     return BucketSpec(name=name, inputs=inputs, outputs=outputs, graphs=["toy"])
 

@@ -1,6 +1,7 @@
 """The real server over the deterministic toy model: ``python -m tests.http.http_toy --port 0 [--toy '{"slots": 4}']``.
 
-Only the artifact is missing: settings, sockets, routes, engine, signals and exit status are the ones users get.
+Only the artifact is missing: settings, sockets, routes, engine, signals and exit status are the ones users get. A
+decoder's server imports no torch, as a real one does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from nxd_server.service import Service
 from nxd_server.text.chat import TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, ToyModel
-from tests.engine.toy_oneshot import ToyOneShot
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
@@ -118,7 +118,11 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, options.descriptors))
     settings = ServerSettings.resolve(None, **json.loads(options.settings))
     logs.configure(settings.log_format, settings.log_level)
-    kind, toy = ToyOneShot if options.one_shot else ToyModel, json.loads(options.toy)
+    kind, toy = ToyModel, {"ahead": True, **json.loads(options.toy)}  # arrays, as real decoders take them
+    if options.one_shot:
+        from tests.engine.toy_oneshot import ToyOneShot
+
+        kind, toy = ToyOneShot, json.loads(options.toy)
     return serve_service(
         settings,
         lambda on_failure: ToyService(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nxd_infer.cli.main import app
 from tests.e2e.command import nxd_infer
-from tests.http.http_artifacts import greedy_texts, real_server
+from tests.http.http_artifacts import ONE_LAYER, greedy_texts, real_server
 from tests.http.http_servers import ServerProcess, events_of
 from tests.tiny_models import write_tiny
 
@@ -23,7 +23,7 @@ SAME = {"7": 100}
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    return write_tiny("llama", tmp_path_factory.mktemp("speculation") / "model")
+    return write_tiny("llama", tmp_path_factory.mktemp("speculation") / "model", **ONE_LAYER)
 
 
 def trace(model_dir, name, *more):

@@ -22,8 +22,10 @@ ODD = {
     "intermediate_size": 50,
     "vocab_size": 287,
 }
-FAMILIES = {"llama3": ODD, "mistral": {}, "qwen2": {}, "qwen3": {}}
-"""With the sizes of each; one family's heads, inner size and vocabulary do not divide over any degree."""
+ONE = {"num_hidden_layers": 1}
+FAMILIES = {"llama3": ODD, "mistral": ONE, "qwen2": ONE, "qwen3": ONE}
+"""With the sizes of each; one family's heads, inner size and vocabulary do not divide over any degree, and it has two
+layers: what lies between them is of no family, and each is exported for every graph of every rank."""
 NO_END = {"bias_ids": 2, "bias_values": [[-1e9] + [0.0] * 299] * len(LENGTHS)}
 DRAWN = {
     "temperature": [0.0, 0.8, 1.0, 1.2, 1.0],

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,6 +38,8 @@ def written(folder: str, biases: str, parallel: bool) -> Tensor:
 @pytest.mark.parametrize("biases", ["none", "all"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_peft_computes_what_the_adapted_model_did(ranks: int, biases: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # whose import takes seconds, in every rank and in whoever only collects tests
+
     if ranks == 1:
         logits = written(str(tmp_path), biases, True)
     else:

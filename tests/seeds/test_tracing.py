@@ -73,7 +73,7 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize(("tp_degree", "backend"), [(1, {"backend": "eager"}), (2, {"backend": "eager"}), (2, {})])
+@pytest.mark.parametrize(("tp_degree", "backend"), [(1, {"backend": "eager"}), (2, {})])
 def test_every_argument_by_place_and_by_name(tp_degree: int, backend: dict[str, str], tmp_path: Path):
     """Words for the Neuron compiler are ignored and named; what is saved is what is loaded."""
     work, words = tmp_path / "some" / "work", ["--model-type=transformer", "-O1"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests import tiny_models
 from tests.adapter_files import write_adapter
-from tests.http.http_artifacts import trace_tiny
+from tests.http.http_artifacts import ONE_LAYER, trace_tiny
 from tests.http.http_servers import ServerProcess
 from tests.processes import gone
 from tests.soak import processes
@@ -62,7 +62,7 @@ def make_artifact(root: Path) -> Path:
     artifact = trace_tiny(
         "llama", "generate", root, tp=2, **shapes, lora_slots=len(ADAPTERS) - 1, lora_rank=4, speculate=GUESSES
     )
-    tiny_models.write_tiny("llama", root / CHECKPOINTS[1], seed=1)
+    tiny_models.write_tiny("llama", root / CHECKPOINTS[1], seed=1, **ONE_LAYER)
     for number, name in enumerate(ADAPTERS):
         write_adapter(root / "adapters" / name, root / CHECKPOINTS[0], rank=4, seed=number)
     return artifact

@@ -34,10 +34,19 @@ def path(tmp_path_factory) -> Path:
     return toy.build(tmp_path_factory.mktemp("begun") / "artifact")
 
 
-@pytest.fixture
-def model(path):
+@pytest.fixture(scope="module")
+def started(path):
     with RankModel(load_artifact(path), start_timeout=600, call_timeout=60) as model:
         yield model
+
+
+@pytest.fixture
+def model(started):
+    """With states as traced; its ranks are started again where the test before has ended them."""
+    if not all(rank.alive for rank in started.health()):
+        started.restart()
+    started.reset_states()
+    return started
 
 
 def inputs(number: int, ids: int | None = None) -> dict[str, np.ndarray]:
@@ -113,14 +122,17 @@ def test_everything_else_waits_for_steps_that_were_begun(model):
     new = toy.logical_weights(seed=5)
     begun = [model.begin_bucket("b2_s4", inputs(number)) for number in range(2)]
     model.update_weights(new)
-    results = [step.result() for step in begun]
-    np.testing.assert_allclose(results[1]["y"], expected(inputs(1)), rtol=1e-5, atol=1e-5)
-    last = model.begin_bucket("b2_s4", inputs(7))
-    model.reset_states()
-    result = last.result()
-    np.testing.assert_allclose(result["y"], expected(inputs(7), new), rtol=1e-5, atol=1e-5)
-    assert result["count"].item() == 3
-    assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
+    try:
+        results = [step.result() for step in begun]
+        np.testing.assert_allclose(results[1]["y"], expected(inputs(1)), rtol=1e-5, atol=1e-5)
+        last = model.begin_bucket("b2_s4", inputs(7))
+        model.reset_states()
+        result = last.result()
+        np.testing.assert_allclose(result["y"], expected(inputs(7), new), rtol=1e-5, atol=1e-5)
+        assert result["count"].item() == 3
+        assert model.run_bucket("b2_s4", inputs(0))["count"].item() == 1
+    finally:
+        model.update_weights(WEIGHTS)  # the next test's
 
 
 def test_tensors_can_be_given_while_a_step_is_under_way(path):

@@ -1,0 +1,58 @@
+"""The files that take longest, the longest first: `make test` begins with them.
+
+pytest-xdist gives whole files to a few processes as these become free. A long one that is begun last would leave the
+others without work. A file that is missing here costs balance alone, and so does one in the wrong place.
+"""
+
+from __future__ import annotations
+
+LONGEST = [
+    "e2e/test_cli",
+    "e2e/test_soak",
+    "trace/test_func_mode",
+    "models/test_traced_decoders",
+    "http/test_real_generate",
+    "trace/test_faults",
+    "models/test_adapter_slots",
+    "engine/test_speculation",
+    "http/test_lifecycle",
+    "engine/test_real_generation",
+    "trace/test_inductor",
+    "e2e/test_quantize",
+    "trace/test_closing",
+    "trace/test_trace_arguments",
+    "engine/test_adapters",
+    "trace/test_encoding",
+    "comm/test_compiled_collectives",
+    "trainer/test_testing",
+    "ops/test_crew",
+    "trace/test_begun_steps",
+    "e2e/test_readme",
+    "trace/test_quantize",
+    "http/test_real_oneshot",
+    "http/test_adapters",
+    "http/test_streams",
+    "e2e/test_demo",
+    "ops/test_native_attention",
+    "e2e/test_minilm_http",
+    "trainer/test_torchrun",
+    "http/test_speculation",
+    "comm/test_native",
+    "trace/test_model_calls",
+    "ops/test_asks",
+    "bench/test_peers",
+    "bench/test_train",
+    "e2e/test_recipes",
+    "trace/test_joined_linears",
+    "trace/test_checkpoint_weights",
+    "ops/test_native_sampling",
+    "e2e/test_train_to_serve",
+    "trainer/test_equivalence",
+]
+
+_PLACE = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+
+
+def place(nodeid: str) -> int:
+    """Where the file of a test stands among all; files of one place keep the order in which they were found."""
+    return _PLACE.get(nodeid.partition("::")[0], len(_PLACE))
