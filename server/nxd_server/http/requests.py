@@ -70,7 +70,7 @@ async def json_body(request: Request) -> dict[str, Any]:
     context = context_of(request)
     settings = context.settings
     limit = settings.max_body_bytes or default_limit(context.service)
-    return await context.bodies.read_json(request, limit, settings.request_timeout)
+    return await context.bodies.read_json(request, limit, settings.request_timeout, context.service.bounded_json.parse)
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
