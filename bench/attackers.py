@@ -221,7 +221,8 @@ def deaths(target: Target) -> None:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
             if answer.split(b" ", 2)[1] == b"200":
-                pids = [rank["pid"] for rank in json.loads(answer.split(b"\r\n\r\n", 1)[1])["ranks"]]
+                ranks = json.loads(answer.split(b"\r\n\r\n", 1)[1])["ranks"]
+                pids = [rank["pid"] for rank in ranks if rank["pid"]]
                 os.kill(pids[-1], signal.SIGKILL)
         time.sleep(1.0)
 
