@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+IDLE_SECONDS = 5.0
+"""How long a thread waits for more work before it ends."""
 
 
 def keep_off(cores: Iterable[int]) -> None:
@@ -35,6 +37,7 @@ class Workers:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._most = most
         self._name = name
+        self._lock = threading.Lock()
         self._threads = 0
         self._open = 0
 
@@ -43,15 +46,25 @@ class Workers:
         job, future = _job(work)
         self._open += 1
         future.add_done_callback(self._ended)
-        if self._threads < min(self._open, self._most):
-            self._threads += 1
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-        self._jobs.put(job)
+        with self._lock:
+            self._jobs.put(job)
+            if self._threads < min(self._open, self._most):
+                self._threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
 
     def _serve(self) -> None:
         while True:
-            self._jobs.get()()
+            try:
+                job = self._jobs.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():  # nothing came between
+                        self._threads -= 1
+                        return
+            else:
+                job()
+                del job
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._open -= 1

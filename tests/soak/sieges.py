@@ -22,7 +22,7 @@ SECONDS, OUR_SECONDS, AT_ONCE = 4.0, 10.0, 4
 GAP_STEPS, STEP_SECONDS = 4.0, 0.02
 """A stream's pauses in steps; a step of this model takes less than the system lets one process run before another, so
 what counts is the step of a model that is worth an attack."""
-TOKENS = 150
+TOKENS = 60
 OURS: dict[str, Any] = {"swaps": swapper, "rank deaths": breaker}
 """Attacks that the operators do themselves, as the books must know of each."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from nxd_server.text.strict_json import parse_json
-from nxd_server.threads import in_thread
+from nxd_server.trim import trim_soon
 
 from .errors import ApiError
 
@@ -23,18 +21,12 @@ INLINE_PARSE_BYTES = 64 * 1024
 """A larger body is parsed aside: the parser holds up everybody for as long as it takes."""
 ALL_BODIES_BYTES = 256 * 2**20
 """What all requests that are being read may hold."""
-LARGE_BYTES = 2**20
-TRIM_SECONDS = 2.0
+LARGE_BYTES = 2**18
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
 TOKEN_BYTES = 6
 """An id with its comma, or the text of a token."""
-
-
-def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ClientLeft(Exception):
@@ -64,7 +56,6 @@ class Bodies:
     def __init__(self, most: int = ALL_BODIES_BYTES):
         self._most = most
         self.held = 0
-        self._trimming: asyncio.TimerHandle | None = None
 
     async def read_json(
         self, request: Request, limit: int, timeout: float, aside: Callable[[bytes], Awaitable[dict[str, Any]]]
@@ -98,14 +89,7 @@ class Bodies:
             size = sum(map(len, chunks))
             self.held -= size
             if size > LARGE_BYTES:
-                self._trim_soon()
-
-    def _trim_soon(self) -> None:
-        """Have glibc give back what large bodies took, once no more of them have come for a while."""
-        if self._trimming is not None:
-            self._trimming.cancel()
-        loop = asyncio.get_running_loop()
-        self._trimming = loop.call_later(TRIM_SECONDS, lambda: in_thread(_trim, "nxd-trim"))
+                trim_soon()
 
     async def _read(self, request: Request, limit: int, chunks: list[bytes]) -> None:
         """Read the body into ``chunks``; ApiError 413 as soon as it is known to exceed ``limit``."""
