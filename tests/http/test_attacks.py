@@ -14,6 +14,7 @@ from nxd_server.http.errors import ApiError
 from nxd_server.served import Served
 from nxd_server.text.lanes import BoundedJson
 from tests.http.http_servers import http_request, is_error, raw, toy_server
+from tests.processes import descendants
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -96,18 +97,18 @@ MESSAGE = '{"role": "user", "content": "a"}'
 
 
 @pytest.mark.parametrize(
-    ("path", "data", "param"),
+    ("path", "data", "param", "says"),
     [
-        (COMPLETIONS, '{"prompt": [' + "5," * 500_000 + "5]}", "prompt"),
-        (COMPLETIONS, '{"prompt": [' + "[1]," * 16_000 + "[1]]}", "prompt"),
-        (COMPLETIONS, '{"prompt": "a", "stop": [' + '"",' * 500_000 + '""]}', "stop"),
-        (CHAT, '{"messages": [' + (MESSAGE + ",") * 10_000 + MESSAGE + "]}", "messages"),
-        ("/tokenize", '{"messages": [' + (MESSAGE + ",") * 10_000 + MESSAGE + "]}", "messages"),
+        (COMPLETIONS, '{"prompt": [' + "5," * 500_000 + "5]}", "prompt", "500001"),
+        (COMPLETIONS, '{"prompt": [' + "[1]," * 16_000 + "[1]]}", "prompt", "16001"),
+        (COMPLETIONS, '{"prompt": "a", "stop": [' + '"",' * 500_000 + '""]}', "stop", "at most 1024 are taken"),
+        (CHAT, '{"messages": [' + (MESSAGE + ",") * 5000 + MESSAGE + "]}", "messages", "at most 4096 are taken"),
+        ("/tokenize", '{"messages": [' + (MESSAGE + ",") * 5000 + MESSAGE + "]}", "messages", "at most 4096 are taken"),
     ],
     ids=["ids", "prompts", "stops", "messages", "messages to tokenise"],
 )
-def test_what_is_read_and_too_much_is_a_400_of_its_field(roomy, path, data, param):
-    is_error(roomy.post(path, content=data), 400, param)
+def test_what_is_read_and_too_much_is_a_400_of_its_field(roomy, path, data, param, says):
+    assert says in is_error(roomy.post(path, content=data), 400, param)["message"]
 
 
 def test_a_large_body_is_parsed_beside_the_server_and_nothing_of_it_stays(roomy):
@@ -123,3 +124,12 @@ def test_a_large_body_is_parsed_beside_the_server_and_nothing_of_it_stays(roomy)
     roomy.wait_metric("nxd_texts_aside", 0.0)
     ids = roomy.post("/tokenize", content=json.dumps({"prompt": "a" * 2**17})).json()
     assert ids["count"] == 2**17
+
+
+def test_the_parser_of_large_bodies_is_a_process_that_a_small_body_does_not_need():
+    with toy_server(access_log=False) as server:
+        before = descendants(server.process.pid)
+        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 100}), 400, code="unknown_parameter")
+        assert descendants(server.process.pid) == before
+        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+        assert len(descendants(server.process.pid) - before) == 1
