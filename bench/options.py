@@ -29,6 +29,8 @@ class Options:
     """``common`` (254 M parameters, compiled) or ``tiny`` (eager, ready in seconds: for work on the benchmarks)."""
 
     sizes: tuple[str, ...] = SIZES
+    attacks: tuple[str, ...] = ()
+    """Those of ``attacks``; none for all of them."""
     folder: Path | None = None
     """Where ``sizes`` keeps its models and artifacts; None for a folder of :func:`home`."""
 

@@ -130,16 +130,17 @@ def write_tiny(
     seed: int = 0,
     shards: int = 1,
     generation: dict[str, Any] | None = None,
+    template: str = "",
     **overrides: Any,
 ) -> Path:
     """Write a model directory and return its path. ``shards > 1`` writes an index and that many weight files;
-    ``generation``: further fields of generation_config.json."""
+    ``generation``: further fields of generation_config.json; ``template``: what follows in the chat template."""
     config = {**FAMILIES[family], **overrides}
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     _write_weights(path, tiny_state_dict(config, seed), shards)
-    _write_tokenizer(path, config)
+    _write_tokenizer(path, config, template)
     if "num_key_value_heads" in config:
         own = {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"]]}
         (path / "generation_config.json").write_text(json.dumps({**own, **(generation or {})}))
@@ -262,7 +263,7 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int) ->
     )
 
 
-def _write_tokenizer(path: Path, config: dict[str, Any]) -> None:
+def _write_tokenizer(path: Path, config: dict[str, Any], template: str) -> None:
     decoder = "num_key_value_heads" in config
     special = SPECIAL_TOKENS
     if config["model_type"] == "roberta":
@@ -276,7 +277,7 @@ def _write_tokenizer(path: Path, config: dict[str, Any]) -> None:
         "model_max_length": config["max_position_embeddings"],
     }
     if decoder:
-        settings["chat_template"] = CHAT_TEMPLATE
+        settings["chat_template"] = CHAT_TEMPLATE + template
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 

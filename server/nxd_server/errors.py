@@ -55,6 +55,14 @@ class RequestError(ServerError, ValueError):
         self.message = message
 
 
+class BodyError(RequestError):
+    """A request's body cannot be read at all (400); ``code`` says why, for a program."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__("", message)
+        self.code = code
+
+
 class UnknownModelError(RequestError):
     """There is no such model or adapter (404, ``model_not_found``)."""
 

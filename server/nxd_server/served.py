@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from nxd_infer.trace.artifact import LoadedArtifact
     from nxd_infer.trace.manifest import Manifest
     from nxd_server.text.chat import TemplateSources
-    from nxd_server.text.lanes import BoundedTemplate, BoundedTokenizer
+    from nxd_server.text.lanes import BoundedJson, BoundedTemplate, BoundedTokenizer
     from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.service")
@@ -99,12 +100,20 @@ class Served:
             )
         return self._bounded_tokenizer
 
+    @functools.cached_property
+    def bounded_json(self) -> BoundedJson:
+        """What parses large bodies."""
+        from nxd_server.text.lanes import BoundedJson
+
+        return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
+
     def texts_aside(self) -> dict[str, int]:
-        """How many conversations and texts are worked on in processes of their own, or wait for that."""
+        """How many conversations, texts and large bodies are worked on in processes of their own, or wait for that."""
         template, tokenizer = self.chat_template, self._bounded_tokenizer
         return {
             "conversations": 0 if template is None else template.inside,
             "texts": 0 if tokenizer is None else tokenizer.inside,
+            "bodies": self.bounded_json.inside,
         }
 
     # --- while it is loaded ---------------------------------------------------------------------------

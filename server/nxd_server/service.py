@@ -223,7 +223,7 @@ class Service(Served):
         """End everything; what still runs fails. The ranks are gone when this returns."""
         with self._lock:
             self._closing = True
-        for bounded in (self.chat_template, self._bounded_tokenizer):
+        for bounded in (self.chat_template, self._bounded_tokenizer, self.bounded_json):
             if bounded is not None:
                 bounded.stop()
         worker, model = self._worker, self._model

@@ -1,15 +1,18 @@
-"""Work in a thread that the process does not wait for at its end."""
+"""Work in threads that the process does not wait for at its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+IDLE_SECONDS = 5.0
+"""How long a thread waits for more work before it ends."""
 
 
 def keep_off(cores: Iterable[int]) -> None:
@@ -22,6 +25,53 @@ def keep_off(cores: Iterable[int]) -> None:
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """``work`` in a daemon thread: should it never return, the process ends all the same."""
+    run, future = _job(work)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class Workers:
+    """Daemon threads that stay for the next piece of work: to start one for each takes longer than most of them do."""
+
+    def __init__(self, most: int, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._most = most
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._open = 0
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """``work`` in a thread that has nothing to do, or as soon as one has. For the loop's thread alone."""
+        job, future = _job(work)
+        self._open += 1
+        future.add_done_callback(self._ended)
+        with self._lock:
+            self._jobs.put(job)
+            if self._threads < min(self._open, self._most):
+                self._threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():  # nothing came between
+                        self._threads -= 1
+                        return
+            else:
+                job()
+                del job
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._open -= 1
+
+
+def _job(work: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
+    """What a thread has to call, and what the loop's thread waits for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -43,5 +93,4 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    return run, future

@@ -12,7 +12,9 @@ from nxd_server.config import ServerSettings
 from nxd_server.http.body import Bodies, ClientLeft, default_limit
 from nxd_server.http.errors import ApiError
 from nxd_server.served import Served
-from tests.http.http_servers import is_error, toy_server
+from nxd_server.text.lanes import BoundedJson
+from tests.http.http_servers import http_request, is_error, raw, toy_server
+from tests.processes import descendants
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -82,15 +84,57 @@ def body_of(*chunks: bytes | None) -> Request:
 @pytest.mark.check
 def test_all_bodies_together_have_a_limit_and_what_they_held_is_free_again():
     async def main():
-        bodies = Bodies(most=100)
+        bodies, whole = Bodies(most=100), BoundedJson(5, 1).parse
         parts = [b"x" * 30, b"x" * 30, None]
-        several = [bodies.read_json(body_of(*parts), limit=1000, timeout=5) for _ in range(3)]
+        several = [bodies.read_json(body_of(*parts), 1000, 5, whole) for _ in range(3)]
         ends = await asyncio.gather(*several, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, ApiError)]
         assert refused and all((end.status, end.code) == (503, "busy") for end in refused)
         assert bodies.held == 0
         with pytest.raises(ClientLeft):
-            await bodies.read_json(body_of(*parts), limit=1000, timeout=5)
+            await bodies.read_json(body_of(*parts), 1000, 5, whole)
         assert bodies.held == 0
 
     asyncio.run(main())
+
+
+MESSAGE = '{"role": "user", "content": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "param", "says"),
+    [
+        (COMPLETIONS, '{"prompt": [' + "5," * 500_000 + "5]}", "prompt", "500001"),
+        (COMPLETIONS, '{"prompt": [' + "[1]," * 16_000 + "[1]]}", "prompt", "16001"),
+        (COMPLETIONS, '{"prompt": "a", "stop": [' + '"",' * 500_000 + '""]}', "stop", "at most 1024 are taken"),
+        (CHAT, '{"messages": [' + (MESSAGE + ",") * 5000 + MESSAGE + "]}", "messages", "at most 4096 are taken"),
+        ("/tokenize", '{"messages": [' + (MESSAGE + ",") * 5000 + MESSAGE + "]}", "messages", "at most 4096 are taken"),
+    ],
+    ids=["ids", "prompts", "stops", "messages", "messages to tokenise"],
+)
+def test_what_is_read_and_too_much_is_a_400_of_its_field(roomy, path, data, param, says):
+    assert says in is_error(roomy.post(path, content=data), 400, param)["message"]
+
+
+def test_a_large_body_is_parsed_beside_the_server_and_nothing_of_it_stays(roomy):
+    """Held up by the parser, a look at /livez and a stream's next token took a tenth of a second and more."""
+    text = json.dumps({"prompt": "中\n" * 2_000_000})
+    assert "characters" in is_error(roomy.post("/tokenize", content=text), 400, "prompt")["message"]
+    assert roomy.metric("nxd_texts_aside", kind="bodies") == 0
+    is_error(roomy.post("/tokenize", content=text[:-1]), 400, code="invalid_json")
+    is_error(roomy.post("/tokenize", content=text.encode().replace(b"\\n", b"\xff")), 400, code="invalid_json")
+    is_error(roomy.post("/tokenize", content=text[:-1] + ', "prompt": "a"}'), 400, code="invalid_json")
+    with raw(roomy, http_request("/tokenize", text.encode())):
+        pass
+    roomy.wait_metric("nxd_texts_aside", 0.0)
+    ids = roomy.post("/tokenize", content=json.dumps({"prompt": "a" * 2**17})).json()
+    assert ids["count"] == 2**17
+
+
+def test_the_parser_of_large_bodies_is_a_process_that_a_small_body_does_not_need():
+    with toy_server(access_log=False) as server:
+        before = descendants(server.process.pid)
+        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 100}), 400, code="unknown_parameter")
+        assert descendants(server.process.pid) == before
+        is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+        assert len(descendants(server.process.pid) - before) == 1

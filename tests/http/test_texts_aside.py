@@ -82,9 +82,15 @@ TEXT = {"prompt": "hello, you there. " * 50_000}
 """Close to the megabyte that is read at all."""
 
 
+def large_body(server):
+    """What parses such bodies runs."""
+    is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+
+
 def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(impatient):
     """One is worked on and one waits; a third is 429. Their clients gone, nothing of them is left."""
     data = http_request("/tokenize", json.dumps(TEXT).encode())
+    large_body(impatient)
     before = descendants(impatient.process.pid)
     for _ in range(3):
         with raw(impatient, data), raw(impatient, data):
@@ -96,6 +102,7 @@ def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(impatient)
 
 def test_what_a_long_text_took_is_given_back(toy):
     """The process that held it ends; a text that takes little leaves it running for the next."""
+    large_body(toy)
     before = descendants(toy.process.pid)
     assert toy.post("/tokenize", TEXT).json()["count"] > 500_000
     assert descendants(toy.process.pid) <= before

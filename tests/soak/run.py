@@ -13,7 +13,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from bench.attackers import SPIN
 from tests import tiny_models
 from tests.adapter_files import write_adapter
 from tests.http.http_artifacts import ONE_LAYER, trace_tiny
@@ -23,6 +25,7 @@ from tests.soak import processes
 from tests.soak.clients import MALFORMED, all_of, client, refuse
 from tests.soak.operators import ADAPTERS, CHECKPOINTS, load, operate, swap, unload
 from tests.soak.questions import MAX_LEN, Question, Told, question, told
+from tests.soak.sieges import Sieges
 from tests.soak.state import ADMIN, BODY_BYTES, CALL_TIMEOUT, GRACE, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
 from tests.soak.wire import Violation
 
@@ -59,9 +62,9 @@ def soak(minutes: float, seed: int, clients: int, grace: float) -> int:
 def make_artifact(root: Path) -> Path:
     """Two ranks, eight slots, speculation and adapters, and beside it what the operators load."""
     shapes = {"batch_sizes": [1, SLOTS], "length_buckets": [16, 64], "max_len": MAX_LEN}
-    artifact = trace_tiny(
-        "llama", "generate", root, tp=2, **shapes, lora_slots=len(ADAPTERS) - 1, lora_rank=4, speculate=GUESSES
-    )
+    adapters: dict[str, Any] = {"lora_slots": len(ADAPTERS) - 1, "lora_rank": 4}
+    model = {"template": SPIN}
+    artifact = trace_tiny("llama", "generate", root, model=model, **shapes, **adapters, speculate=GUESSES)
     tiny_models.write_tiny("llama", root / CHECKPOINTS[1], seed=1, **ONE_LAYER)
     for number, name in enumerate(ADAPTERS):
         write_adapter(root / "adapters" / name, root / CHECKPOINTS[0], rank=4, seed=number)
@@ -92,6 +95,7 @@ class Run:
         self._server, self._clients = server, clients
         self._rng = random.Random(seed)
         self._soak = Soak(server.port, grace)
+        self._sieges = Sieges(self._soak, server.process.pid, seed)
         self._pids: set[int] = {server.process.pid}
         self._shared: set[str] = set()
         self._patience = LIVEZ_SECONDS * max(1.0, grace / GRACE)
@@ -128,6 +132,8 @@ class Run:
         while left > 0:
             await self._round(min(left, length))
             left -= length
+            await self._calm()
+            await self._sieges.some()
             await self._calm()
 
     @property
@@ -242,7 +248,7 @@ class Run:
         refusals = " ".join(f"{status}: {books.status(status)}" for status in (429, 503, 504))
         alive = f"/livez {1000 * max(self._alive, default=0):.0f} ms at most"
         answers = f"{books.choices} choices, {books.tokens} tokens"
-        return f"{kinds}; {answers}; {refusals}; weights {self._soak.version}; {alive}"
+        return f"{kinds}; {answers}; {refusals}; weights {self._soak.version}; {alive}; {self._sieges.summary()}"
 
     # --- the end ----------------------------------------------------------------------------------------
 

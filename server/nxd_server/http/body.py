@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
+from nxd_server.text.strict_json import parse_json
+from nxd_server.trim import trim_soon
+
 from .errors import ApiError
-from .strict_json import parse_json
 
 if TYPE_CHECKING:
     from nxd_server.service import Service
 
 INLINE_PARSE_BYTES = 64 * 1024
-"""A larger body is parsed in a thread, between whose steps others get their turn."""
+"""A larger body is parsed aside: the parser holds up everybody for as long as it takes."""
 ALL_BODIES_BYTES = 256 * 2**20
 """What all requests that are being read may hold."""
+LARGE_BYTES = 2**18
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -53,13 +57,16 @@ class Bodies:
         self._most = most
         self.held = 0
 
-    async def read_json(self, request: Request, limit: int, timeout: float) -> dict[str, Any]:
-        """The body as a JSON object.
+    async def read_json(
+        self, request: Request, limit: int, timeout: float, aside: Callable[[bytes], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """The body as a JSON object; ``aside`` parses a large one.
 
         Raises:
-            ApiError: 413 too large; 415 compressed; 400 as :func:`parse_json`; 504 not here within ``timeout`` seconds;
+            ApiError: 413 too large; 415 compressed; 504 not here within ``timeout`` seconds;
                 503 when there is no room for it beside the others.
             ClientLeft: the connection closed in the middle.
+            BodyError: as :func:`parse_json`.
         """
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -71,7 +78,7 @@ class Bodies:
         try:
             await asyncio.wait_for(self._read(request, limit, chunks), timeout)
             data = b"".join(chunks)
-            return await asyncio.to_thread(parse_json, data) if len(data) > INLINE_PARSE_BYTES else parse_json(data)
+            return await aside(data) if len(data) > INLINE_PARSE_BYTES else parse_json(data)
         except asyncio.TimeoutError:
             raise ApiError(
                 504,
@@ -79,7 +86,10 @@ class Bodies:
                 headers={"connection": "close"},
             ) from None
         finally:
-            self.held -= sum(map(len, chunks))
+            size = sum(map(len, chunks))
+            self.held -= size
+            if size > LARGE_BYTES:
+                trim_soon()
 
     async def _read(self, request: Request, limit: int, chunks: list[bytes]) -> None:
         """Read the body into ``chunks``; ApiError 413 as soon as it is known to exceed ``limit``."""

@@ -18,6 +18,7 @@ from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedErr
 from nxd_infer.suggest import did_you_mean
 from nxd_server.errors import (
     AdapterConflictError,
+    BodyError,
     DeadlineExceededError,
     EngineFailedError,
     EngineUnavailableError,
@@ -158,6 +159,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, AdapterConflictError):
         return ApiError(409, str(error), code="adapter_conflict")
+    if isinstance(error, BodyError):
+        return ApiError(400, str(error), code=error.code)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field or None, code="invalid_value")
     if isinstance(error, ForbiddenPathError):

@@ -117,7 +117,9 @@ class _ServiceCollector(Collector):
                 "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
             )
         texts = GaugeMetricFamily(
-            "nxd_texts_aside", "Conversations and texts that are worked on beside the server, or wait.", labels=["kind"]
+            "nxd_texts_aside",
+            "Conversations, texts and large bodies that are worked on beside the server, or wait.",
+            labels=["kind"],
         )
         for kind, count in service.texts_aside().items():
             texts.add_metric([kind], count)

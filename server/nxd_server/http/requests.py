@@ -14,8 +14,9 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.text.lanes import Lane
+from nxd_server.trim import trim_soon
 
-from .body import Bodies, ClientLeft, client_left, default_limit
+from .body import LARGE_BYTES, Bodies, ClientLeft, client_left, default_limit
 from .errors import ApiError, bad_request, clip
 from .middleware import WHOLE
 from .schemas import Body
@@ -70,7 +71,7 @@ async def json_body(request: Request) -> dict[str, Any]:
     context = context_of(request)
     settings = context.settings
     limit = settings.max_body_bytes or default_limit(context.service)
-    return await context.bodies.read_json(request, limit, settings.request_timeout)
+    return await context.bodies.read_json(request, limit, settings.request_timeout, context.service.bounded_json.parse)
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
@@ -132,7 +133,13 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
     encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field)
-    return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
+    if len(text) <= INLINE_TEXT:
+        return encode()
+    try:
+        return await context.encoders.run(encode)
+    finally:
+        if len(text) > LARGE_BYTES:
+            trim_soon()
 
 
 async def encode_prompts(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import marshal
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import QueueFullError, RequestError
+from nxd_server.errors import BodyError, QueueFullError, RequestError
 from nxd_server.text.chat import TemplateSources
 from nxd_server.text.process import JobFailed, Setup, TextProcess
-from nxd_server.text.process_main import TEMPLATE_MEMORY, TOKENIZER_MEMORY
+from nxd_server.text.process_main import TEMPLATE_MEMORY, TEXT_MEMORY
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.threads import in_thread
+from nxd_server.threads import Workers
 
 T = TypeVar("T")
 MIB = 2**20
@@ -27,6 +28,7 @@ class Lane:
         self._what = what
         self._most = width + queue
         self._turns = asyncio.Semaphore(width)
+        self._workers = Workers(width, "nxd-text")
         self.inside = 0
 
     async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
@@ -42,7 +44,7 @@ class Lane:
         except BaseException:
             self.inside -= 1
             raise
-        running = in_thread(work, "nxd-text")
+        running = self._workers.run(work)
         running.add_done_callback(self._ended)
         try:
             return await asyncio.shield(running)
@@ -141,5 +143,38 @@ class BoundedTokenizer:
         try:
             return await self._lane.run(work, functools.partial(self._process.cancel, job))
         except JobFailed as error:
-            why = f"{self._seconds:g} s" if error.late else f"{TOKENIZER_MEMORY // MIB} MiB of memory"
+            why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"
             raise RequestError(field, f"it takes more than {why}; send less at once") from None
+
+
+class BoundedJson:
+    """Large bodies, parsed in a process that can be killed: the parser would keep the server from everything else."""
+
+    def __init__(self, seconds: float, queue: int):
+        """``seconds`` for each body; ``queue`` bodies may wait."""
+        self._process = TextProcess(lambda: Setup({"kind": "json"}))
+        self._seconds = seconds
+        self._lane = Lane("large bodies", 1, queue)
+
+    async def parse(self, data: bytes) -> dict[str, Any]:
+        """As :func:`~nxd_server.text.strict_json.parse_json`."""
+        job = object()
+        try:
+            return await self._lane.run(
+                functools.partial(self._parse, data, job), functools.partial(self._process.cancel, job)
+            )
+        except JobFailed as error:
+            why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"
+            raise BodyError(f"the request body takes more than {why}; send less at once", "body_too_complex") from None
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._lane.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def _parse(self, data: bytes, job: object) -> dict[str, Any]:
+        # Of a process of ours, made of what has been parsed there.
+        return marshal.loads(self._process.run({}, data, seconds=self._seconds, job=job)[1])  # nosec B302

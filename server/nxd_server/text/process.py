@@ -1,4 +1,4 @@
-"""A process beside the server for what may take long or much memory: chat templates, and texts of any size.
+"""A process beside the server for what may take long or much memory: templates, large bodies, texts of any size.
 
 A template is a program and a text has no end that a thread could be stopped at, so both run where they can be killed:
 at a deadline, when the client leaves, or by the system when they ask for more memory than they may have. What a job
@@ -19,14 +19,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_server.errors import EngineUnavailableError, RequestError, TextTooLongError
+from nxd_server.errors import BodyError, EngineUnavailableError, RequestError, TextTooLongError
 
 START_SECONDS = 30.0
+SMALL = 2**16
+"""Bytes that are copied rather than sent by themselves, which would wake the other side twice."""
 _HEAD = struct.Struct("<II")
 # Modules come from where this process finds them, and from nowhere that the environment or the directory names.
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from nxd_server.text.process_main import main; main()"
 )
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    # glibc gives back what is larger as soon as it is free, however much of it there was before.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 
 
 class JobFailed(Exception):
@@ -90,8 +99,8 @@ class TextProcess:
                 self._end()
             if answer.get("memory"):
                 raise JobFailed(late=False)
-            if (refusal := answer.get("refused")) is not None:
-                raise (TextTooLongError if answer["too_long"] else RequestError)(*refusal)
+            if "refused" in answer:
+                raise _refusal(answer)
             return answer, data
 
     def cancel(self, job: object) -> None:
@@ -122,7 +131,7 @@ class TextProcess:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**kept, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+                    env={**kept, **_ENVIRONMENT},
                     start_new_session=True,  # Ctrl-C at a terminal reaches the server alone
                 )
                 self._socket = ours
@@ -131,9 +140,9 @@ class TextProcess:
                 f"no process for texts could be started: {error.strerror}", "busy", 1.0
             ) from None
         answer, _ = self._ask(setup.header, setup.blob, START_SECONDS)
-        if (refusal := answer.get("refused")) is not None:
+        if "refused" in answer:
             self._end()
-            raise RequestError(*refusal)
+            raise _refusal(answer)
 
     def _ask(self, header: dict[str, Any], blob: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
         assert self._socket is not None
@@ -161,14 +170,24 @@ class TextProcess:
             process.wait()
 
 
+def _refusal(answer: dict[str, Any]) -> RequestError:
+    field, message = answer["refused"]
+    if "code" in answer:
+        return BodyError(message, answer["code"])
+    return (TextTooLongError if answer.get("too_long") else RequestError)(field, message)
+
+
 def write_frame(
     connection: socket.socket, header: dict[str, Any], blob: bytes = b"", seconds: float | None = None
 ) -> None:
     """Write a JSON header and bytes; TimeoutError after ``seconds``, OSError when the other side is gone."""
     head = json.dumps(header).encode()
     connection.settimeout(seconds)
-    connection.sendall(_HEAD.pack(len(head), len(blob)) + head)
-    if blob:
+    start = _HEAD.pack(len(head), len(blob)) + head
+    if len(blob) <= SMALL:
+        connection.sendall(start + blob)
+    else:
+        connection.sendall(start)
         connection.sendall(blob)
 
 

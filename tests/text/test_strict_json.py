@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_server.http import strict_json
-from nxd_server.http.errors import ApiError
-from nxd_server.http.strict_json import MOST_CONTAINERS, MOST_ELEMENTS, Outline, parse_json
+from nxd_server.errors import BodyError
+from nxd_server.text import strict_json
+from nxd_server.text.strict_json import MOST_CONTAINERS, MOST_ELEMENTS, MOST_KEYS, Outline, parse_json
 
 texts = st.text(alphabet='ab"\\,:[]{}\n\u4e2d', max_size=8)
 values = st.recursive(
@@ -55,9 +55,9 @@ def test_what_is_counted_is_what_is_there(value, window, ascii):
     ],
 )
 def test_a_key_that_comes_twice_is_refused(data):
-    with pytest.raises(ApiError, match="twice in one object") as caught:
+    with pytest.raises(BodyError, match="twice in one object") as caught:
         parse_json(data)
-    assert caught.value.status == 400
+    assert caught.value.code == "invalid_json"
 
 
 @pytest.mark.check
@@ -76,7 +76,7 @@ def test_a_key_that_comes_once_in_each_object_is_not(data):
         (b'{"a": [' + b"[1]," * MOST_CONTAINERS + b"1]}", "lists and objects"),
         (b'{"a": [' + b"{}," * MOST_CONTAINERS + b"1]}", "lists and objects"),
         (b'{"a": [' + b'"s",' * MOST_ELEMENTS + b"1]}", "values"),
-        (b'{"a": {' + b'"k":1,' * MOST_ELEMENTS + b'"k":1}}', "values"),
+        (b'{"a": {' + b'"k":1,' * MOST_KEYS + b'"k":1}}', "keys"),
         (b'{"a": ' + b"[" * MOST_CONTAINERS * 2, "lists and objects"),
         (b'{"a": [' + b"1" * 4000 + (b"," + b"1" * 4000) * 2000 + b"]}", "digits"),
         (b'{"a": ' + b"1" * 2**20 + b"}", "digits"),
@@ -85,7 +85,7 @@ def test_a_key_that_comes_once_in_each_object_is_not(data):
 )
 def test_what_would_take_long_is_not_parsed(data, what, monkeypatch):
     monkeypatch.setattr(strict_json, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
-    with pytest.raises(ApiError, match=f"{what}.*are not read"):
+    with pytest.raises(BodyError, match=f"{what}.*are not read"):
         parse_json(data)
 
 

@@ -1,8 +1,9 @@
 """JSON from strangers: strict, and counted before it is parsed.
 
-The parser holds the interpreter, and with it everybody's streams, for as long as it takes: half a millisecond for a
-long text, seconds for millions of small lists. So what is in a body is counted first, by searches that take next to
-no time and in pieces between which others get their turn, and what would take long is never parsed.
+The parser holds the interpreter for as long as it takes: a tenth of a second for a text of 16 MiB, seconds for
+millions of small lists. So what is in a body is counted first, by searches that take next to no time, and what would
+take long is never parsed. What is large is parsed in a process of its own
+(:class:`~nxd_server.text.lanes.BoundedJson`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from .errors import ApiError, bad_request, clip
+from nxd_server.errors import BodyError
 
 MOST_ELEMENTS = 2**19
 """Values in all: with the longest lists of token ids that 64 prompts can be."""
-MOST_CONTAINERS = 2**16
-"""Lists and objects among them; each costs as much as ten numbers."""
+MOST_CONTAINERS = 2**14
+"""Lists and objects among them; each costs as much as ten numbers, and more in what looks at them one by one later."""
+MOST_KEYS = 2**15
 NUMBER_BYTES = 64
 """Bytes outside of strings an element, on average; a number of thousands of digits takes long to read."""
 SLACK_BYTES = 2**14
@@ -28,7 +30,7 @@ class Outline:
     """What a JSON text holds, by its punctuation outside of strings. Of a text that is no JSON it says little."""
 
     def __init__(self, data: bytes):
-        """Raises ApiError 400 as soon as it is more than is parsed."""
+        """Raises BodyError as soon as it is more than is parsed."""
         self.elements = 0
         self.containers = 0
         self.objects = 0
@@ -63,14 +65,16 @@ class Outline:
             raise _too_much(f"more than {MOST_ELEMENTS} values")
         if self.containers > MOST_CONTAINERS:
             raise _too_much(f"more than {MOST_CONTAINERS} lists and objects")
+        if self.keys > MOST_KEYS:
+            raise _too_much(f"more than {MOST_KEYS} keys")
         if self.bytes > NUMBER_BYTES * (count + self.keys) + SLACK_BYTES:
             raise _too_much(f"numbers of more than {NUMBER_BYTES} digits")
 
 
-def _too_much(what: str) -> ApiError:
-    return bad_request(
+def _too_much(what: str) -> BodyError:
+    return BodyError(
         f"the request body holds {what}, which are not read; send less at once, or tensors as `safetensors`",
-        code="body_too_complex",
+        "body_too_complex",
     )
 
 
@@ -78,7 +82,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """``data`` as a JSON object.
 
     Raises:
-        ApiError: 400 for what is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
+        BodyError: for what is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
             not), not an object, or has a key twice in one object: two readers would understand two requests.
     """
     if not data.strip():
@@ -100,8 +104,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _invalid(what: str) -> ApiError:
-    return bad_request(f"the request body {what}", code="invalid_json")
+def _invalid(what: str) -> BodyError:
+    return BodyError(f"the request body {what}", "invalid_json")
 
 
 def _keys(value: dict[str, Any]) -> int:
@@ -120,6 +124,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for name, value in pairs:
         if name in known:
-            raise _invalid(f"has the key {clip(name)!r} twice in one object")
+            raise _invalid(f"has the key {name[:100]!a} twice in one object")
         known[name] = value
     return known

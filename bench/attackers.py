@@ -1,0 +1,291 @@
+"""What those do who mean a server no good: ``python -m bench.attackers NAME --port N --seconds S``, a process each.
+
+On the standard library alone. At its end an attacker prints what it sent, as one line of JSON (:class:`Tally`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE, WEIGHTS = "/tokenize", "/detokenize", "/v1/weights"
+HELLO = [{"role": "user", "content": "hello"}]
+IDLE, SLOW, LEAVING = 220, 60, 6
+ANSWER_SECONDS = 60.0
+ABORTED_TOKENS = 40
+MIB = 2**20
+SPIN = "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+"""Belongs into the chat template of the model that is attacked: its variable ``spin`` makes it a loop without end."""
+
+
+@dataclass
+class Tally:
+    """What the attacker sent. The server counts each of it, or not, as its client may have left before."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    """Requests by route."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """Those that were waited for, by status; ``cut`` where the server closed the connection."""
+    tokens: int = 0
+    """So many may have been generated, in as many ``choices``, of answers that nobody waited for."""
+    choices: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    port: int
+    until: float
+    """On ``time.monotonic``'s clock."""
+    body_bytes: int
+    """The server's limit."""
+    admin: str
+    checkpoints: tuple[str, ...]
+    tally: Tally
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.until
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), ANSWER_SECONDS)
+        if data:
+            connection.sendall(data)
+        return connection
+
+    def send(self, path: str, body: bytes, *headers: str, length: int | None = None) -> socket.socket:
+        """Send a request and do not wait."""
+        self.tally.sent[path] += 1
+        return self.connect(head(path, len(body) if length is None else length, *headers) + body)
+
+    def ask(self, path: str, body: bytes, *headers: str, length: int | None = None) -> int:
+        """Send a request and wait for its answer; its status, 0 where there is none."""
+        data = b""
+        with (
+            contextlib.suppress(OSError),
+            self.send(path, body, "Connection: close", *headers, length=length) as connection,
+        ):
+            while part := connection.recv(65536):
+                data = data or part
+        status = data.split(b" ", 2)[1].decode() if data.startswith(b"HTTP/1.1 ") else "cut"
+        self.tally.answers[status] += 1
+        return int(status) if status.isdigit() else 0
+
+
+def head(path: str, length: int, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: attacked", f"Content-Length: {length}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def idle(target: Target) -> None:
+    """220 connections that say nothing; those that the server ends are opened again."""
+    _hold(target, IDLE, lambda: target.connect(), b"")
+
+
+def slow_heads(target: Target) -> None:
+    """60 heads that come byte by byte."""
+    _hold(target, SLOW, lambda: target.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "), b"a")
+
+
+def slow_bodies(target: Target) -> None:
+    """60 bodies that come byte by byte."""
+    _hold(target, SLOW, lambda: target.send(COMPLETIONS, b'{"prompt": "', length=10**6), b"a")
+
+
+def _hold(target: Target, count: int, opened: Callable[[], socket.socket], drop: bytes) -> None:
+    held: list[socket.socket] = []
+    while not target.over:
+        for connection in list(held):
+            try:
+                connection.setblocking(False)
+                if drop:
+                    connection.sendall(drop)
+                with contextlib.suppress(BlockingIOError):
+                    if not connection.recv(4096):
+                        raise ConnectionError
+            except OSError:
+                held.remove(connection)
+                connection.close()
+        while len(held) < count and not target.over:
+            with contextlib.suppress(OSError):
+                held.append(opened())
+        time.sleep(0.2)
+    for connection in held:
+        connection.close()
+
+
+def _again(path: str, make: Callable[[int], bytes]) -> Callable[[Target], None]:
+    """One body of almost the size that is taken, again and again."""
+
+    def attack(target: Target) -> None:
+        body = make(target.body_bytes - 200)
+        while not target.over:
+            target.ask(path, body)
+
+    return attack
+
+
+def _many(before: bytes, value: bytes, after: bytes, most: int | None = None) -> Callable[[int], bytes]:
+    """As many of ``value`` as there is room for, or ``most``."""
+
+    def make(size: int) -> bytes:
+        count = (size - len(before) - len(after)) // (len(value) + 1)
+        count = count if most is None else min(most, count)
+        return before + b",".join([value] * count) + after
+
+    return make
+
+
+def _variables(size: int) -> bytes:
+    names = ",".join(f'"v{number}":1' for number in range(min(10**6, size // 12)))
+    return b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {' + names.encode() + b"}}"
+
+
+def _one_text(letter: bytes) -> Callable[[int], bytes]:
+    return lambda size: b'{"prompt": "' + letter * ((size - 20) // len(letter)) + b'"}'
+
+
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+def abandoned(target: Target) -> None:
+    """Six long texts to tokenise at a time, whose clients leave."""
+    body = json.dumps({"prompt": "while it runs. " * (min(6 * MIB, target.body_bytes - 200) // 15)}).encode()
+    while not target.over:
+        several = []
+        with contextlib.suppress(OSError):
+            several = [target.send(TOKENIZE, body) for _ in range(LEAVING)]
+            time.sleep(0.1)
+        for connection in several:
+            connection.close()
+
+
+def aborted(target: Target) -> None:
+    """Streams whose clients leave after their first bytes."""
+    body = {"prompt": "hello", "max_tokens": ABORTED_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
+    while not target.over:
+        target.tally.tokens += ABORTED_TOKENS
+        target.tally.choices += 1
+        with contextlib.suppress(OSError), target.send(COMPLETIONS, json.dumps(body).encode()) as connection:
+            connection.recv(300)
+        time.sleep(0.02)
+
+
+def keyless(target: Target) -> None:
+    """A body without an end for a route whose key the attacker does not have."""
+    block = b"a" * MIB
+    while not target.over:
+        with contextlib.suppress(OSError), target.send(WEIGHTS, b"", length=10**12) as connection:
+            while not target.over:
+                connection.sendall(block)
+
+
+def loops(target: Target) -> None:
+    """Conversations whose template never ends; half of the clients leave."""
+    body = json.dumps({"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"spin": 1}}).encode()
+    while not target.over:
+        several = []
+        target.tally.choices += 4  # where the template has no such loop
+        target.tally.tokens += 4
+        with contextlib.suppress(OSError):
+            several = [target.send(CHAT, body) for _ in range(4)]
+            time.sleep(0.5)
+        for connection in several:
+            connection.close()
+
+
+def swaps(target: Target) -> None:
+    """Weights change as often as running requests let them."""
+    number = 0
+    while not target.over:
+        number += 1
+        path = target.checkpoints[number % len(target.checkpoints)]
+        body = json.dumps({"path": path, "timeout": 5}).encode()
+        target.ask(WEIGHTS, body, f"Authorization: Bearer {target.admin}")
+        time.sleep(0.2)
+
+
+def deaths(target: Target) -> None:
+    """A rank is killed whenever the server is ready."""
+    while not target.over:
+        with contextlib.suppress(OSError, ValueError, IndexError), target.connect() as connection:
+            target.tally.sent["/health"] += 1
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            if answer.split(b" ", 2)[1] == b"200":
+                ranks = json.loads(answer.split(b"\r\n\r\n", 1)[1])["ranks"]
+                pids = [rank["pid"] for rank in ranks if rank["pid"]]
+                os.kill(pids[-1], signal.SIGKILL)
+        time.sleep(1.0)
+
+
+def busy(target: Target) -> None:
+    """No attack: a process that works without a word to the server, as a measure of what sharing the cores costs."""
+    while not target.over:
+        sum(range(10_000))
+
+
+def nothing(target: Target) -> None:
+    """No attack at all."""
+    time.sleep(max(0.0, target.until - time.monotonic()))
+
+
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "nothing": nothing,
+    "busy": busy,
+    "idle": idle,
+    "slow heads": slow_heads,
+    "slow bodies": slow_bodies,
+    "prompts": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}")),
+    "ids": _again(DETOKENIZE, _many(b'{"tokens": [', b"5", b"]}", 8_000_000)),
+    "variables": _again(CHAT, _variables),
+    "stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'""', b"]}", 5_000_000)),
+    "text": _again(COMPLETIONS, _one_text(b"a")),
+    "escapes": _again(COMPLETIONS, _one_text(b"\\u4e2d\\n")),
+    # As many as are parsed:
+    "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**19 - 10)),
+    "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**16 - 10)),
+    "most stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**19 - 10)),
+    "most messages": _again(CHAT, _many(b'{"messages": [', MESSAGE, b"]}", 2**16 - 10)),
+    "most parts": _again(
+        CHAT,
+        _many(b'{"messages": [{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}", 2**16 - 10),
+    ),
+    "most variables": _again(
+        CHAT, _many(b'{"messages": [' + MESSAGE + b'], "chat_template_kwargs": {"a": [', b"12345", b"]}}", 2**19 - 20)
+    ),
+    "abandoned texts": abandoned,
+    "aborted streams": aborted,
+    "keyless bodies": keyless,
+    "template loops": loops,
+    "swaps": swaps,
+    "rank deaths": deaths,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.attackers", description=__doc__)
+    parser.add_argument("name", choices=ATTACKS)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--body-bytes", type=int, default=16 * MIB)
+    parser.add_argument("--admin", default="", help="the admin's key, for `swaps`")
+    parser.add_argument("--checkpoints", default="", help="what `swaps` loads, by turns")
+    given = parser.parse_args()
+    tally = Tally()
+    checkpoints = tuple(filter(None, given.checkpoints.split(",")))
+    until = time.monotonic() + given.seconds
+    ATTACKS[given.name](Target(given.port, until, given.body_bytes, given.admin, checkpoints, tally))
+    print(json.dumps(vars(tally)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Who looks how a server does while others attack it: ``python -m bench.watchers livez|stream --port N``.
+
+A process each, so that none waits for another; with a line on standard input it begins to keep what it sees, with
+the next one it prints that as a line of JSON, and so on until its input ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: watched\r\nConnection: close\r\n\r\n"
+LIVEZ_SECONDS = 30.0
+PAUSE = 0.02
+
+
+@dataclass
+class Seen:
+    seconds: list[float] = field(default_factory=list)
+    """What each look at ``/livez`` took, or the stream's gaps."""
+    sent: int = 0
+    """Requests."""
+    cut: int = 0
+    """Those that were refused or cut."""
+    tokens: int = 0
+    """Of streams at most."""
+
+
+class Watcher:
+    def __init__(self, port: int):
+        self.port = port
+        self.seen = Seen()
+        self._input = b""
+
+    def told(self) -> None:
+        """Print what was seen since the last time, where that is asked for; SystemExit at the end of the input."""
+        while select.select([0], [], [], 0.0)[0]:
+            data = os.read(0, 1000)
+            if not data:
+                raise SystemExit
+            for _ in range(data.count(b"\n")):
+                print(json.dumps(asdict(self.seen)), flush=True)
+                self.seen = Seen()
+
+    def livez(self) -> None:
+        """A look every 20 ms, on a connection of its own, as a kubelet's."""
+        while True:
+            self.told()
+            begun = time.perf_counter()
+            self.seen.sent += 1
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), LIVEZ_SECONDS) as connection:
+                    connection.sendall(LIVEZ)
+                    good = connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+            except OSError:
+                good = False
+            self.seen.cut += not good
+            self.seen.seconds.append(time.perf_counter() - begun)
+            time.sleep(PAUSE)
+
+    def streams(self, tokens: int) -> None:
+        """One stream after the other."""
+        body = {"prompt": "hello", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        while True:
+            self.told()
+            self.seen.sent += 1
+            self.seen.tokens += tokens
+            good = False
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), LIVEZ_SECONDS) as connection,
+            ):
+                connection.sendall(head.encode() + data)
+                good = self._stream(connection)
+            if not good:
+                self.seen.cut += 1
+                time.sleep(0.1)
+
+    def _stream(self, connection: socket.socket) -> bool:
+        """Keep the gaps of one stream, whether or not it is complete."""
+        last, tail = None, b""
+        while part := connection.recv(65536):
+            now = time.perf_counter()
+            tail = (tail + part)[-4096:]
+            if not tail.startswith(b"HTTP/1.1 200 ") and last is None and b"data: " not in tail:
+                return False
+            if b'"text":' in part:
+                if last is not None:
+                    self.seen.seconds.append(now - last)
+                last = now
+            self.told()
+        return b"data: [DONE]" in tail and b'"error":' not in tail
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.watchers", description=__doc__)
+    parser.add_argument("what", choices=("livez", "stream"))
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream, default: %(default)s")
+    given = parser.parse_args()
+    with contextlib.suppress(PermissionError):
+        os.nice(-5)  # its own waiting for a core is not the server's
+    watcher = Watcher(given.port)
+    with contextlib.suppress(KeyboardInterrupt):
+        watcher.livez() if given.what == "livez" else watcher.streams(given.tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

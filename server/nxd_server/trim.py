@@ -1,0 +1,30 @@
+"""Memory that large bodies and texts took goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+
+from nxd_server.threads import in_thread
+
+TRIM_SECONDS = 2.0
+_waiting: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
+
+
+def trim_soon() -> None:
+    """Have glibc give back what is free, once nobody has asked for that for a while. For the loop's thread alone."""
+    loop = asyncio.get_running_loop()
+    if loop in _waiting:
+        _waiting[loop].cancel()
+    _waiting[loop] = loop.call_later(TRIM_SECONDS, _begin, loop)
+
+
+def _begin(loop: asyncio.AbstractEventLoop) -> None:
+    del _waiting[loop]
+    in_thread(_trim, "nxd-trim")
+
+
+def _trim() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

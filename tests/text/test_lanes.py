@@ -1,0 +1,55 @@
+"""Work beside the loop: threads that stay for the next piece of it, and never more than they may be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from nxd_server.threads import Workers
+
+pytestmark = pytest.mark.check
+
+
+def test_one_thread_does_one_piece_after_the_other():
+    async def main():
+        workers = Workers(3, "worker")
+        return [await workers.run(threading.get_ident) for _ in range(10)]
+
+    assert len(set(asyncio.run(main()))) == 1
+
+
+def test_there_are_no_more_threads_than_allowed_and_what_waits_is_done():
+    gate, inside, most = threading.Event(), 0, 0
+    lock = threading.Lock()
+
+    def work():
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        gate.wait(20)
+        with lock:
+            inside -= 1
+        return threading.get_ident()
+
+    async def main():
+        workers = Workers(2, "worker")
+        several = [workers.run(work) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        gate.set()
+        return await asyncio.gather(*several)
+
+    assert len(set(asyncio.run(main()))) <= 2
+    assert most <= 2
+
+
+def test_what_work_raises_is_raised_where_it_is_waited_for():
+    async def main():
+        workers = Workers(1, "worker")
+        with pytest.raises(ZeroDivisionError):
+            await workers.run(lambda: 1 // 0)
+        return await workers.run(lambda: 7)
+
+    assert asyncio.run(main()) == 7
