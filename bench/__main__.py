@@ -20,17 +20,18 @@ BENCHMARKS = (
     "prefill",
     "speculate",
     "server",
-    "attacks",
     "trace",
     "sizes",
     "train",
     "plot",
 )
+ON_REQUEST = ("attacks",)
+"""Which run by name alone."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all), attacks")
     parser.add_argument("--quick", action="store_true", help="little work, few repetitions: the figures mean nothing")
     parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s; an empty text for none")
     parser.add_argument("--tp", default="1,2", help="degrees of this project, default: %(default)s")
@@ -47,8 +48,8 @@ def main() -> None:
         if given.names[1:2] != ["install"]:
             parser.error("the command is `peers install [NAME ...]`")
         return install(given.names[2:])
-    if unknown := [name for name in given.names if name not in BENCHMARKS]:
-        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    if unknown := [name for name in given.names if name not in (*BENCHMARKS, *ON_REQUEST)]:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join((*BENCHMARKS, *ON_REQUEST))}")
     peers = tuple(name for name in given.peers.split(",") if name)
     if unknown := [name for name in peers if name not in PEERS]:
         parser.error(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
@@ -56,7 +57,7 @@ def main() -> None:
     if unknown := [name for name in sizes if name not in SIZES]:
         parser.error(f"no size {unknown[0]!r}; there are {', '.join(SIZES)}")
     attacks = tuple(filter(None, given.attacks.split(",")))
-    if "attacks" in (given.names or BENCHMARKS):
+    if "attacks" in given.names:
         from bench.attackers import ATTACKS
 
         if unknown := [name for name in attacks if name not in ATTACKS]:

@@ -22,13 +22,16 @@ def main() -> int:
     parser.add_argument(
         "--grace", type=float, default=GRACE, help="%(default)g s beyond its deadline an answer may take"
     )
+    parser.add_argument(
+        "--sieges", action="store_true", help="attack the server as well after every round (not all bounds hold yet)"
+    )
     given = parser.parse_args()
     limit = round(given.minutes * 120) + OVERHEAD_SECONDS
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not over after {limit} s"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: the server is ended
     signal.alarm(limit)
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    return soak(given.minutes, seed, given.clients, given.grace)
+    return soak(given.minutes, seed, given.clients, given.grace, given.sieges)
 
 
 if __name__ == "__main__":

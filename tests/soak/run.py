@@ -36,7 +36,7 @@ LIVEZ_SECONDS, LOOKS = 0.1, 40
 MIB = processes.MIB
 
 
-def soak(minutes: float, seed: int, clients: int, grace: float) -> int:
+def soak(minutes: float, seed: int, clients: int, grace: float, sieges: bool = False) -> int:
     """Run it; 0, or 1 with the first violation on standard output."""
     print(f"soak: seed {seed}, {minutes:g} minutes, {clients} clients", flush=True)
     begun = time.monotonic()
@@ -45,7 +45,7 @@ def soak(minutes: float, seed: int, clients: int, grace: float) -> int:
         print(f"traced in {time.monotonic() - begun:.0f} s", flush=True)
         mark = f"NXD_SOAK_RUN={uuid.uuid4().hex}"
         with serving(artifact, mark, speculate=GUESSES * (seed % 2)) as server:
-            run = Run(server, seed, clients, grace)
+            run = Run(server, seed, clients, grace, sieges)
             try:
                 asyncio.run(run.main(minutes * 60))
                 run.after_the_end(mark)
@@ -90,12 +90,13 @@ def serving(artifact: Path, mark: str, speculate: int) -> Iterator[ServerProcess
 
 
 class Run:
-    def __init__(self, server: ServerProcess, seed: int, clients: int, grace: float):
+    def __init__(self, server: ServerProcess, seed: int, clients: int, grace: float, besieged: bool):
         self.begun = time.monotonic()
         self._server, self._clients = server, clients
         self._rng = random.Random(seed)
         self._soak = Soak(server.port, grace)
         self._sieges = Sieges(self._soak, server.process.pid, seed)
+        self._besieged = besieged
         self._pids: set[int] = {server.process.pid}
         self._shared: set[str] = set()
         self._patience = LIVEZ_SECONDS * max(1.0, grace / GRACE)
@@ -133,8 +134,9 @@ class Run:
             await self._round(min(left, length))
             left -= length
             await self._calm()
-            await self._sieges.some()
-            await self._calm()
+            if self._besieged:
+                await self._sieges.some()
+                await self._calm()
 
     @property
     def _age(self) -> str:
@@ -248,7 +250,8 @@ class Run:
         refusals = " ".join(f"{status}: {books.status(status)}" for status in (429, 503, 504))
         alive = f"/livez {1000 * max(self._alive, default=0):.0f} ms at most"
         answers = f"{books.choices} choices, {books.tokens} tokens"
-        return f"{kinds}; {answers}; {refusals}; weights {self._soak.version}; {alive}; {self._sieges.summary()}"
+        sieges = [self._sieges.summary()] if self._besieged else []
+        return "; ".join([kinds, answers, refusals, f"weights {self._soak.version}", alive, *sieges])
 
     # --- the end ----------------------------------------------------------------------------------------
 
