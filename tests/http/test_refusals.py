@@ -175,10 +175,10 @@ RAW_BODIES = [
     (b"\xfe\xff\x00{\x00}", "invalid_json"),
     (b'{"prompt": "a\x01"}', "invalid_json"),
     (b"{'prompt': 'a'}", "invalid_json"),
-    (b'{"prompt": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", "invalid_json"),
+    (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "invalid_json"),
     (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body_too_complex"),
     (b'{"prompt": "a", "prompt": "b"}', "invalid_json"),
-    (b'{"a":' * 50_000, "invalid_json"),
+    (b'{"a":' * 10_000, "invalid_json"),
     (b'{"prompt": ' + b"9" * 10_000 + b"}", "invalid_json"),
     (gzip.compress(b'{"prompt": "a"}', mtime=0), "invalid_json"),
 ]
