@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 
 import pytest
@@ -58,13 +59,14 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_kind_of_length(llm,
 
 
 @pytest.mark.parametrize(("degree", "threads"), [(1, 2), (2, 1)])
-def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, monkeypatch, degree, threads):
+def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, tmp_path, monkeypatch, degree, threads):
     """Of a rank of several threads: all of it waits for the first one, and goes on without any of the others. Also once
     the engine's thread, which keeps to fewer cores, has started the ranks again."""
     everywhere = set(available_cores())
     if len(everywhere) < 2 or processor_share() < len(everywhere):
         pytest.skip("ranks of two threads do not keep to cores here")
     monkeypatch.delenv("NXD_INFER_PIN", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no other process has claimed cores here
 
     def start_again(model):
         keep_off(model.lead_cores)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.http_artifacts import PROMPTS, greedy_texts, real_server, trace_tiny
+from tests.http.http_artifacts import ONE_LAYER, PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.http.http_servers import is_error, wait_for
 from tests.http.load import COMPLETIONS, TOKENS, Load, body_of, rank_pids
 from tests.processes import gone
@@ -35,7 +35,7 @@ def artifact(root):
 @pytest.fixture(scope="module")
 def texts(root, artifact):
     """What the two checkpoints answer: the one that was traced, and ``root / "other"``."""
-    write_tiny("llama", root / "other", seed=1)
+    write_tiny("llama", root / "other", seed=1, **ONE_LAYER)
     return [greedy_texts(root / name, PROMPTS, TOKENS) for name in ("model", "other")]
 
 
