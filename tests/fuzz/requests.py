@@ -26,9 +26,9 @@ from nxd_server.http.schemas import (
     texts_or_pairs,
     token_lists,
 )
-from nxd_server.http.strict_json import parse_json
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json, tensors_from_safetensors
 from nxd_server.text.chat import normalise_messages
+from nxd_server.text.strict_json import parse_json
 from tests.fuzz.target import Target
 
 BODIES = (
