@@ -27,5 +27,16 @@ def test_shapes_of_no_tensor_are_400(shape):
     assert caught.value.status == 400 and "Traceback" not in caught.value.message
 
 
+def test_lists_nested_deeper_than_any_tensor_are_400():
+    """torch made a tensor of them and failed in what it did with it next."""
+    value = 1
+    for _ in range(70):
+        value = [value]
+    for given in (value, {"data": value}):
+        with pytest.raises(ApiError) as caught:
+            tensor_from_json(given, None, "inputs.x")
+        assert caught.value.status == 400
+
+
 def test_an_empty_tensor_is_one():
     assert list(tensor_from_json({"data": [], "shape": [3, 0]}, None, "x").shape) == [3, 0]

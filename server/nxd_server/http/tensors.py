@@ -87,6 +87,7 @@ def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
             raise bad_request(f"`{field}` is ragged: rows at depth {len(shape)} differ in length", field)
         shape.append(width)
         level = [item for row in level for item in row]
+    _check_shape(shape, field)
     return level, shape
 
 
