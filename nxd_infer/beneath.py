@@ -211,7 +211,11 @@ def _has_hole(file: int, size: int) -> bool:
 
 
 def _identity(fd: int) -> tuple[int, ...]:
-    """What differs once the file is another one, or written to; waits a moment for one that was written just now."""
+    """What differs once the file is another one, or written to; waits a moment for one that was written just now.
+
+    Not the time of its last change, as for artifacts (``trace/verified.py``): that moves, too, when a newer checkpoint
+    is renamed over this one, which may go on being read.
+    """
     info = os.fstat(fd)
     if 0 <= time.time_ns() - info.st_mtime_ns < _TICK:
         time.sleep(_TICK / 1e9)

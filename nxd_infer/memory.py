@@ -1,7 +1,8 @@
-"""How much memory this process may use: what the machine has, or its container's limit where that is less."""
+"""How much memory this process may use, and holds: of the machine, or its container's limit where that is less."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def held_memory(process: int | str = "self") -> int | None:
     """
     fields = _fields(Path(f"/proc/{process}/smaps_rollup"))
     return fields["Pss_Anon:"] + fields.get("Pss_Shmem:", 0) if "Pss_Anon:" in fields else None
+
+
+def give_back() -> None:
+    """Return to the system what was freed and the C library keeps: between the tensors of a rank's weight file, say."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _limits(groups: Path, mounts: Path) -> Iterator[tuple[int, int]]:

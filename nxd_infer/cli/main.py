@@ -75,8 +75,6 @@ ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer t
 ModelDir = Annotated[
     Path, typer.Argument(help="A Hugging Face model directory (config.json, *.safetensors).", show_default=False)
 ]
-
-
 NoKernel = Annotated[
     bool, typer.Option("--no-kernel", help="Refuse an artifact that chooses its buckets with code of its own.")
 ]

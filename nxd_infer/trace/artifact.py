@@ -36,6 +36,7 @@ from nxd_infer.trace.storage import (
     check_weight_file,
     checked_name,
     manifest_checksum,
+    no_constant,
     unique_keys,
 )
 from nxd_infer.trace.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
@@ -237,7 +238,7 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe:
     """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
     path = root / MANIFEST_NAME
     try:
-        fields = json.loads(data, object_pairs_hook=unique_keys)
+        fields = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
     require_flat(fields, path)

@@ -26,9 +26,10 @@ from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
+from nxd_infer.memory import give_back
 from nxd_infer.trace import rank_files, rank_trace
 from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.memory import UntouchedZeros, give_back
+from nxd_infer.trace.memory import UntouchedZeros
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.trace.sources import weight_source
 

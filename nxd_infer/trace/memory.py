@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 from typing import Any
@@ -35,13 +34,6 @@ class Memory:
             self._mapping.madvise(mmap.MADV_DONTNEED)
         else:
             self.bytes.zero_()
-
-
-def give_back() -> None:
-    """Return to the system what was freed and the C library keeps: between the tensors of a rank's weight file, say."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
 
 
 class UntouchedZeros(TorchFunctionMode):

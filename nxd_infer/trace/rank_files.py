@@ -12,9 +12,9 @@ from nxd_infer.backends.lower import write_graph
 from nxd_infer.backends.naming import named_tensors
 from nxd_infer.errors import TraceError
 from nxd_infer.layout import layout_of
+from nxd_infer.memory import give_back
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.memory import give_back
 from nxd_infer.trace.rank_trace import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TraceRequest
 from nxd_infer.trace.weights import STORED_DTYPES, describe_layout, write_safetensors

@@ -21,10 +21,10 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
@@ -34,6 +34,9 @@ from nxd_infer.units import size
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 CHECKSUM_KEY = "manifest_sha256"
 """Checksum of the manifest's other fields, so that a damaged byte of the manifest itself is noticed."""
@@ -63,9 +66,14 @@ def hash_open_file(file: io.FileIO) -> FileSpec:
 
 
 def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
-    """Hash many files at once, one thread a core."""
+    """Hash many files at once."""
+    return dict(zip(paths, on_every_core(hash_file, paths.values()), strict=True))
+
+
+def on_every_core(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """``read`` of each of ``items``, in one thread a core; for what leaves the interpreter to others."""
     with ThreadPoolExecutor(max_workers=min(16, processors())) as pool:
-        return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
+        return list(pool.map(read, items))
 
 
 def manifest_checksum(fields: Mapping[str, Any]) -> str:
@@ -82,6 +90,11 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
     return found
+
+
+def no_constant(name: str) -> Any:
+    """For ``NaN`` and ``Infinity``, which are no JSON and become null when they are written again: a ValueError."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

@@ -14,12 +14,11 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.trace.manifest import FileSpec
-from nxd_infer.trace.storage import hash_open_file
+from nxd_infer.trace.storage import hash_open_file, on_every_core
 
 Stamp = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and change in nanoseconds."""
@@ -29,14 +28,13 @@ _TICK = 0.02
 
 
 def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]) -> dict[str, Stamp]:
-    """Hash ``names`` of ``files`` below ``root``, one thread a core, and return their stamps.
+    """Hash ``names`` of ``files`` below ``root``, and return their stamps.
 
     Raises ArtifactCorruptError naming one that is not as ``files`` records it.
     """
     names = list(names)
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        stamps = pool.map(lambda name: _verify_file(root, name, files[name]), names)
-        return dict(zip(names, stamps, strict=True))
+    stamps = on_every_core(lambda name: _verify_file(root, name, files[name]), names)
+    return dict(zip(names, stamps, strict=True))
 
 
 def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> list[str]:

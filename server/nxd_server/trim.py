@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 
+from nxd_infer.memory import give_back
 from nxd_server.threads import in_thread
 
 TRIM_SECONDS = 2.0
@@ -22,9 +21,4 @@ def trim_soon() -> None:
 
 def _begin(loop: asyncio.AbstractEventLoop) -> None:
     del _waiting[loop]
-    in_thread(_trim, "nxd-trim")
-
-
-def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    in_thread(give_back, "nxd-trim")

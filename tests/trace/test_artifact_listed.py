@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -13,20 +11,8 @@ from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.trace.artifact import load_artifact, weight_name
 from nxd_infer.trace.manifest import MANIFEST_NAME
 from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
-from tests.trace import toy
 
 pytestmark = pytest.mark.check
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("original") / "artifact")
-
-
-@pytest.fixture
-def artifact(original, tmp_path) -> Path:
-    """A copy to add to."""
-    return Path(shutil.copytree(original, tmp_path / "artifact"))
 
 
 def test_only_what_is_listed_is_opened(artifact, caplog):

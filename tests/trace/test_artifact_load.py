@@ -28,17 +28,6 @@ from nxd_infer.trace.weights import write_safetensors
 from tests.trace import toy
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return toy.build(tmp_path_factory.mktemp("original") / "artifact")
-
-
-@pytest.fixture
-def artifact(original, tmp_path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(original, tmp_path / "artifact"))
-
-
 def edit(artifact: Path, *, sign: bool = True, **fields) -> None:
     """Change fields of the manifest; ``sign`` makes its own checksum right again, as a foreign writer would."""
     path = artifact / MANIFEST_NAME

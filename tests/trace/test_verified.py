@@ -27,11 +27,6 @@ def original(tmp_path_factory) -> Path:
     return toy.build(tmp_path_factory.mktemp("verified") / "artifact", ops=[Path(file)])
 
 
-@pytest.fixture
-def path(original, tmp_path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "artifact"))
-
-
 def alter(file: Path) -> None:
     """Another last byte, with the size and the time of writing that the file had."""
     info = file.stat()
@@ -52,9 +47,9 @@ def replace(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "change"), [("weights", alter), ("graphs", replace), ("ops", alter)])
-def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(path, kind, change):
-    files = sorted(file for file in (path / kind).rglob("*") if file.is_file())
-    model = started(path)
+def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(artifact, kind, change):
+    files = sorted(file for file in (artifact / kind).rglob("*") if file.is_file())
+    model = started(artifact)
     for file in files:
         change(file)
     os.kill(pids_of(model)[1], signal.SIGKILL)
@@ -65,17 +60,17 @@ def test_a_rank_that_starts_again_refuses_a_file_that_was_altered(path, kind, ch
     model.close()
 
 
-def test_a_rank_refuses_what_was_altered_between_the_verification_and_its_start(path):
-    model = parallel_model_load(path)
-    alter(path / weight_name(1))
+def test_a_rank_refuses_what_was_altered_between_the_verification_and_its_start(artifact):
+    model = parallel_model_load(artifact)
+    alter(artifact / weight_name(1))
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 raised.*rank_01\.safetensors of .* is altered"):
         model.start()
 
 
-def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(path):
-    model = started(path)
+def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(artifact):
+    model = started(artifact)
     expected = model(X_ONES)["y"]
-    for file in [file for file in path.rglob("*") if file.is_file()]:
+    for file in [file for file in artifact.rglob("*") if file.is_file()]:
         os.utime(file)
         shutil.copy2(file, file.with_name("copy"))
         os.rename(file.with_name("copy"), file)
@@ -83,9 +78,9 @@ def test_files_that_were_only_touched_or_copied_are_hashed_and_taken(path):
     model.close()
 
 
-def test_a_model_that_was_loaded_unverified_stays_so(path):
-    model = started(path, verify=False)
-    alter(path / weight_name(1))
+def test_a_model_that_was_loaded_unverified_stays_so(artifact):
+    model = started(artifact, verify=False)
+    alter(artifact / weight_name(1))
     assert model.restart()(X)["count"].item() == 1
     model.close()
 
@@ -98,7 +93,7 @@ def test_a_rank_in_the_callers_process_refuses_too(tmp_path):
         model.restart()
 
 
-def test_a_file_that_is_written_to_while_it_is_verified_is_refused(path, monkeypatch):
+def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
     """By its own contents again, so that the hash alone would not tell."""
     from nxd_infer.trace import verified
 
@@ -108,7 +103,7 @@ def test_a_file_that_is_written_to_while_it_is_verified_is_refused(path, monkeyp
         return found
 
     hash_ = verified.hash_open_file
-    artifact = load_artifact(path, verify=False)
+    loaded = load_artifact(artifact, verify=False)
     monkeypatch.setattr(verified, "hash_open_file", hash_open_file)
     with pytest.raises(ArtifactCorruptError, match="was written to while it was verified"):
-        artifact.verify()
+        loaded.verify()
