@@ -25,13 +25,15 @@ BENCHMARKS = (
     "train",
     "plot",
 )
-ON_REQUEST = ("attacks",)
+ON_REQUEST = ("attacks", "against")
 """Which run by name alone."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all), attacks")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all), {', '.join(ON_REQUEST)}"
+    )
     parser.add_argument("--quick", action="store_true", help="little work, few repetitions: the figures mean nothing")
     parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s; an empty text for none")
     parser.add_argument("--tp", default="1,2", help="degrees of this project, default: %(default)s")
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of `sizes`, default: %(default)s")
     parser.add_argument("--attacks", default="", help="of `attacks`, default: all")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="the other checkout of `against`")
     parser.add_argument("--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the others")
     given = parser.parse_args()
     if given.names[:1] == ["peers"]:
@@ -63,7 +66,9 @@ def main() -> None:
         if unknown := [name for name in attacks if name not in ATTACKS]:
             parser.error(f"no attack {unknown[0]!r}; there are {', '.join(ATTACKS)}")
     degrees = tuple(int(tp) for tp in given.tp.split(","))
-    options = Options(given.quick, peers, degrees, given.repetitions, given.model, sizes, attacks, given.folder)
+    options = Options(
+        given.quick, peers, degrees, given.repetitions, given.model, sizes, attacks, given.against, given.folder
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
     signal.alarm(given.minutes * 60)

@@ -15,9 +15,8 @@ import torch
 
 from bench.model import bench_model, stamped
 from bench.options import Options, home
-from bench.processes import Group
+from bench.processes import ROOT, Group, environment
 
-ROOT = Path(__file__).parents[1]
 BATCHES, PROMPTS = (1, 4, 16), (32, 128, 512)
 TRACE_SECONDS = 1800.0
 
@@ -27,14 +26,15 @@ def nxd_infer(
     env: dict[str, str] | None = None,
     timeout: float = TRACE_SECONDS,
     sample: Callable[[int], None] | None = None,
+    root: Path = ROOT,
 ) -> str:
     """Run a command of the command line and return what it printed; a failure ends the benchmark with its text.
 
-    ``sample`` is called with its process twenty times a second.
+    ``sample`` is called with its process twenty times a second; ``root`` is the checkout whose command it is.
     """
     words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     log = home() / "logs" / f"command-{os.getpid()}.log"
-    with Group(words, log, env={**os.environ, "COLUMNS": "200"} if env is None else env) as group:
+    with Group(words, log, env={**environment(root), "COLUMNS": "200"} if env is None else env, cwd=root) as group:
         end = time.monotonic() + timeout
         while (status := _status(group, timeout if sample is None else 0.05)) is None:
             if time.monotonic() > end:
@@ -54,20 +54,26 @@ def _status(group: Group, seconds: float) -> int | None:
         return None
 
 
-def sources_digest() -> str:
+def sources_digest(root: Path = ROOT) -> str:
     """Over everything that decides what a trace makes."""
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in ("nxd_infer", "models"):
-        for path in sorted((ROOT / folder).rglob("*")):
+        for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
-                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+                digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def artifact(
-    options: Options, tp: int, batches: Sequence[int] = BATCHES, prompts: Sequence[int] = PROMPTS, speculate: int = 0
+    options: Options,
+    tp: int,
+    batches: Sequence[int] = BATCHES,
+    prompts: Sequence[int] = PROMPTS,
+    speculate: int = 0,
+    root: Path = ROOT,
 ) -> Path:
-    """The model of ``options`` traced in bfloat16 at degree ``tp``, for every batch and prompt that is measured."""
+    """The model of ``options`` traced in bfloat16 at degree ``tp``, for every batch and prompt that is measured, by the
+    code of the checkout ``root``."""
     model = bench_model(options)
     arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, batches))]
     arguments += ["--prompt-buckets", ",".join(map(str, prompts)), "--max-len", 4096, "--dtype", "bfloat16"]
@@ -77,5 +83,7 @@ def artifact(
         name += f"-speculate{speculate}"
     if options.model == "tiny":
         arguments += ["--backend", "eager"]
-    key = f"{sources_digest()} {model.with_name(model.name + '.stamp').read_text()} {arguments}"
-    return stamped(home() / "artifacts" / name, key, lambda path: nxd_infer(*arguments, "--out", path))
+    if root != ROOT:
+        name += f"-{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
+    key = f"{sources_digest(root)} {model.with_name(model.name + '.stamp').read_text()} {arguments}"
+    return stamped(home() / "artifacts" / name, key, lambda path: nxd_infer(*arguments, "--out", path, root=root))

@@ -31,6 +31,8 @@ class Options:
     sizes: tuple[str, ...] = SIZES
     attacks: tuple[str, ...] = ()
     """Those of ``attacks``; none for all of them."""
+    against: Path | None = None
+    """The other checkout of ``against``."""
     folder: Path | None = None
     """Where ``sizes`` keeps its models and artifacts; None for a folder of :func:`home`."""
 

@@ -17,6 +17,8 @@ from nxd_infer.memory import held_memory
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+ROOT = Path(__file__).parents[1]
+"""This checkout."""
 END_SECONDS = 20.0
 
 
@@ -34,6 +36,7 @@ class Group:
         env: dict[str, str] | None = None,
         pipes: bool = False,
         fds: Sequence[int] = (),
+        cwd: Path = ROOT,
     ):
         pipe = subprocess.PIPE if pipes else None
         self.log = log
@@ -45,7 +48,7 @@ class Group:
                 stdout=pipe or output,
                 stderr=output,
                 env=env,
-                cwd=Path(__file__).parents[1],
+                cwd=cwd,
                 start_new_session=True,
                 pass_fds=fds,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
@@ -129,6 +132,13 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """This process's, in which Python finds the packages of the checkout ``root``."""
+    if root == ROOT:
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / part) for part in (".", "server", "models"))}
 
 
 def tree(pid: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from bench.client import Stream, checked, load, stream
 from bench.model import bench_model, prompts
 from bench.options import Options, home
 from bench.peers.known import field_of, ours
-from bench.processes import Group, memory_of
+from bench.processes import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.demo.run import free_port, ready
@@ -36,14 +35,16 @@ STALL = ServerSettings.model_fields["stall_ratio"].default
 class Server(Group):
     """``nxd-infer serve`` in a process group; ``seconds`` is what it took from its start until it was ready.
 
-    It finds no compiler: its PATH leads nowhere.
+    It finds no compiler: its PATH leads nowhere. ``root``: the checkout whose server it is.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, root: Path = ROOT, arguments: Sequence[str] = ()):
         self.port = free_port()
         command = [sys.executable, "-m", "nxd_infer.cli.main", "serve", str(directory), "--port", str(self.port)]
+        command += arguments
         begin = time.perf_counter()
-        super().__init__(command, home() / "logs" / "server.log", env={**os.environ, "PATH": "/nonexistent"})
+        env = {**environment(root), "PATH": "/nonexistent"}
+        super().__init__(command, home() / "logs" / f"server-{self.port}.log", env=env, cwd=root)
         while not ready(self.port):
             if not self.alive() or time.perf_counter() - begin > READY_SECONDS:
                 text = self.tail()

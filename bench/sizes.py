@@ -1,4 +1,4 @@
-"""What grows with a model: start to ready, a rank's death to ready again, memory of tracing and of serving.
+"""What grows with a model: start to ready, a rank's death to ready again, other trials, memory of tracing and serving.
 
 Random Llamas in bfloat16, at degree 2, for the batches and prompts of BATCHES and PROMPTS. A server runs alone.
 """
@@ -6,7 +6,6 @@ Random Llamas in bfloat16, at degree 2, for the batches and prompts of BATCHES a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -19,13 +18,15 @@ from typing import Any
 
 from bench import report
 from bench.artifacts import nxd_infer, sources_digest
-from bench.client import Stream, load, stream
+from bench.client import load
 from bench.model import COMMON, TINY, prompts, stamped, write_llama
 from bench.options import Options, home
-from bench.processes import Peak, memory_of, tree
+from bench.processes import Peak, memory_of
+from bench.recovery import PROMPT, STREAMS, again_after
 from bench.server import Server
 from bench.stats import Verdict, summary
-from nxd_infer.cli.demo.run import ready
+from bench.trials import trials
+from nxd_infer.cli.console import table
 
 SIZES: dict[str, dict[str, int]] = {
     "254M": COMMON | {"max_len": 2048},
@@ -34,11 +35,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """A little more than 254, 1,130 and 3,015 million parameters."""
 DEGREE, BATCHES, PROMPTS = 2, "1,4,16", "128,512"
-STREAMS, PROMPT = 4, 64
 LIMITS = {"3.0B": ((8.0, 4.0), (10.0, 5.0))}
 """Seconds of a start and of a recovery: what they must be, and what they should be."""
-DOWN_SECONDS, AGAIN_SECONDS = 20.0, 120.0
-"""How long a killed rank may go unnoticed, and a server may take until it is ready again."""
 
 
 def run(options: Options) -> None:
@@ -65,8 +63,9 @@ def measure(options: Options, folder: Path, name: str, sizes: Mapping[str, int])
             found["start_seconds"].append(server.seconds)
             load(server.port, prompts(model, STREAMS, PROMPT, number), 16)
             found["memory"].append(memory_of(server.pid))
-            found["recovery_seconds"].append(asyncio.run(recovery(server, model, number)))
+            found["recovery_seconds"].append(asyncio.run(again_after(signal.SIGKILL, server, model, number)))
             server.stop()
+    found["trials"] = trials(path, model)
     return found
 
 
@@ -123,45 +122,6 @@ def planned(text: str) -> int:
     return int(float(found[1]) * {"MiB": 2**20, "GiB": 2**30}[found[2]])
 
 
-async def recovery(server: Server, model: Path, number: int) -> float:
-    """Seconds from the end of a rank, while it answers streams, until the server is ready again."""
-    streams = [Stream(0.0) for _ in range(STREAMS)]
-    tasks = [
-        asyncio.create_task(stream(server.port, prompt, 256, into))
-        for prompt, into in zip(prompts(model, STREAMS, PROMPT, 100 + number), streams, strict=True)
-    ]
-    while not all(one.times or one.error for one in streams):
-        await asyncio.sleep(0.01)
-    begin = time.perf_counter()
-    os.kill(ranks_of(server.pid)[-1], signal.SIGKILL)
-    try:
-        await _until(server, False, DOWN_SECONDS)
-        await _until(server, True, AGAIN_SECONDS)
-        return time.perf_counter() - begin
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def ranks_of(pid: int) -> list[int]:
-    """The rank processes that a server has started."""
-    found = []
-    for process in tree(pid):
-        with contextlib.suppress(OSError):
-            if b"nxd_infer.trace.worker" in Path(f"/proc/{process}/cmdline").read_bytes():
-                found.append(process)
-    return found
-
-
-async def _until(server: Server, wanted: bool, seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while await asyncio.to_thread(ready, server.port) is not wanted:
-        if not server.alive() or time.perf_counter() > end:
-            raise SystemExit(f"the server was not ready again after a rank's death:\n{server.tail()}")
-        await asyncio.sleep(0.01)
-
-
 def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
     """The table and the record."""
     rows, verdicts = [], []
@@ -183,6 +143,13 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
             verdicts.append(Verdict(f"{name}, {what}", measured, *limits, "lower", "s"))
         verdicts.append(plan_verdict(name, trace))
     columns = ("parameters", "GiB", "start, s", "again, s", "serving, GiB", "tracing (plan), GiB", "with files, GiB")
+    come = {name: found["trials"] for name, found in figures.items()}
+    kinds = next(iter(come.values()))
+    table(
+        "Come through under load, seconds",
+        ("parameters", *kinds),
+        [(name, *(f"{found[key]:.1f}" for key in kinds)) for name, found in come.items()],
+    )
     report.write(
         *("sizes", f"Sizes, tp {DEGREE}", columns, rows, dict(figures)),
         verdicts=verdicts,

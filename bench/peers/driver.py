@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.processes import Group
+from bench.processes import ROOT, Group
 
 
 class PeerError(Exception):
@@ -48,11 +48,13 @@ class Run:
 class Peer:
     """A process that speaks the protocol, asleep except while it is asked."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None):
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None, cwd: Path = ROOT
+    ):
         self.name = name
         self.version = ""
         self.start_seconds = 0.0
-        self.group = Group(command, log, env={**os.environ, **(env or {})}, pipes=True)
+        self.group = Group(command, log, env={**os.environ, **(env or {})}, pipes=True, cwd=cwd)
         self._buffer = b""
 
     def start(self, timeout: float, **arguments: Any) -> None:

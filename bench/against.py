@@ -1,0 +1,145 @@
+"""Two checkouts of this project on the same work, interleaved: did a change cost speed?
+
+Each traces the model, serves it and runs its own side of ``bench.peers``; this one measures both. Every figure is a
+ratio of speeds, the work done here in a second over that done there, so that more is better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.artifacts import artifact
+from bench.client import load
+from bench.decode import BATCHES, NEW_TOKENS, PROMPT
+from bench.model import bench_model, prompts
+from bench.options import THREADS, Options, home
+from bench.peers.driver import Peer
+from bench.peers.known import OFFLINE, Field
+from bench.processes import ROOT, environment
+from bench.recovery import again_after
+from bench.server import CLIENTS, Server
+from bench.stats import Turn, Verdict, held_ratios, interleaved, summary, values
+
+LONG_PROMPT = 511
+LIMITS = (0.97, 1.0)
+START_SECONDS = 120.0
+
+Sides = Mapping[str, Path]
+"""Name -> checkout."""
+Rows = dict[str, dict[str, list[Turn]]]
+"""Row -> name -> work a second, one a round."""
+
+
+def run(options: Options) -> None:
+    if options.against is None:
+        raise SystemExit(
+            "`against` compares with another checkout: give --against PATH (`git worktree add PATH COMMIT` makes one)"
+        )
+    sides = {"ours there": options.against.resolve(), "ours here": ROOT}
+    model = bench_model(options)
+    rows: Rows = {}
+    for tp in options.degrees:
+        paths = {name: artifact(options, tp, root=root) for name, root in sides.items()}
+        rows |= {f"tp {tp}, {row}": found for row, found in _in_process(options, sides, paths, model, tp).items()}
+        rows |= {f"tp {tp}, {row}": found for row, found in _servers(options, sides, paths, model, tp).items()}
+    _report(options, rows)
+
+
+def _in_process(options: Options, sides: Sides, paths: Mapping[str, Path], model: Path, tp: int) -> Rows:
+    """Decoding and prefill by each checkout's engine."""
+    rows: Rows = {}
+    new_tokens = 40 if options.quick else NEW_TOKENS
+    field = Field({}, {})
+    try:
+        field.placement.look()
+        for name, root in sides.items():
+            command = [sys.executable, "-c", "from bench.peers import ours as peer; peer.main()"]
+            env = {**environment(root), **OFFLINE, "OMP_NUM_THREADS": str(THREADS // tp)}
+            peer = Peer(name, command, home() / "logs" / f"{name.replace(' ', '-')}.log", env, root)
+            field.peers[name] = peer
+            peer.start(START_SECONDS, model=str(paths[name]), threads=THREADS // tp)
+        for batch in BATCHES:
+            rows[f"decode, batch {batch}"] = field.rounds(
+                lambda peer, number, batch=batch: peer.run(prompts(model, batch, PROMPT, number), new_tokens).rate,
+                options.rounds,
+                lambda peer, batch=batch: peer.run(prompts(model, batch, PROMPT, -1), 4),
+            )
+        rows[f"prefill of {LONG_PROMPT}"] = field.rounds(
+            lambda peer, number: 1 / peer.run(prompts(model, 1, LONG_PROMPT, number), 1).first,
+            options.rounds,
+            lambda peer: peer.run(prompts(model, 1, LONG_PROMPT, -1), 1),
+        )
+    finally:
+        for peer in field.peers.values():
+            peer.close()
+    return rows
+
+
+def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: Path, tp: int) -> Rows:
+    """Each checkout's server: its start and a rank's death, alone on the machine, then clients of both in turn."""
+    rows: Rows = {}
+    field = Field({}, {})
+    field.placement.look()
+
+    def begin(name: str) -> Server:
+        return Server(paths[name], sides[name])
+
+    def start(name: str) -> float:
+        with begin(name) as server:
+            server.stop()
+            return 1 / server.seconds
+
+    def again(name: str, number: int) -> float:
+        with begin(name) as server:
+            seconds = asyncio.run(again_after(signal.SIGKILL, server, model, number))
+            server.stop()
+            return 1 / seconds
+
+    rows["server, start to ready"] = _turns(field, sides, options.rounds, lambda name, _: start(name))
+    if tp > 1:  # at degree 1 the only rank's death is measured by its start
+        rows["server, rank killed to ready again"] = _turns(field, sides, min(3, options.rounds), again)
+    new_tokens = 40 if options.quick else NEW_TOKENS
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(begin(name)) for name in sides}
+        for server in servers.values():
+            server.pause()
+
+        def serve(name: str, number: int, clients: int) -> float:
+            with servers[name].awake():
+                return load(servers[name].port, prompts(model, clients, PROMPT, number), new_tokens).rate
+
+        for clients in CLIENTS:
+            for name in sides:
+                serve(name, -1, clients)
+            rows[f"server, {clients} clients"] = _turns(
+                field, sides, options.rounds, lambda name, number, clients=clients: serve(name, number, clients)
+            )
+    return rows
+
+
+def _turns(field: Field, names: Sides, rounds: int, work: Callable[[str, int], float]) -> dict[str, list[Turn]]:
+    each = {name: lambda number, name=name: field.turn(lambda: work(name, number)) for name in names}
+    return interleaved(each, rounds)
+
+
+def _report(options: Options, rows: Rows) -> None:
+    table, verdicts = [], []
+    for row, found in rows.items():
+        there, here = (found[name] for name in ("ours there", "ours here"))
+        ratios, note = held_ratios(here, there)
+        each: dict[str, Any] = values(found)
+        table.append((row, *(summary(each[name]).text(digits=2) for name in ("ours there", "ours here"))))
+        verdicts.append(Verdict(row, summary(ratios), *LIMITS, note=note))
+    report.write(
+        *("against", "Work a second, there and here", ("row", "there", "here"), table),
+        {row: values(found) for row, found in rows.items()},
+        verdicts=verdicts,
+        settings={**options.settings(), "against": str(options.against)},
+    )

@@ -1,0 +1,59 @@
+"""A rank of a server is lost while it answers: how long until the server is ready again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from bench.client import Stream, stream
+from bench.model import prompts
+from bench.processes import tree
+from bench.server import Server
+from nxd_infer.cli.demo.run import ready
+
+STREAMS, PROMPT = 4, 64
+DOWN_SECONDS, AGAIN_SECONDS = 60.0, 120.0
+"""How long a lost rank may go unnoticed, and a server may take until it is ready again."""
+
+
+async def again_after(loss: signal.Signals, server: Server, model: Path, number: int) -> float:
+    """Seconds from the signal ``loss`` to a rank, while it answers streams, until the server is ready again."""
+    streams = [Stream(0.0) for _ in range(STREAMS)]
+    tasks = [
+        asyncio.create_task(stream(server.port, prompt, 256, into))
+        for prompt, into in zip(prompts(model, STREAMS, PROMPT, 100 + number), streams, strict=True)
+    ]
+    while not all(one.times or one.error for one in streams):
+        await asyncio.sleep(0.01)
+    begin = time.perf_counter()
+    os.kill(ranks_of(server.pid)[-1], loss)
+    try:
+        await _until(server, False, DOWN_SECONDS)
+        await _until(server, True, AGAIN_SECONDS)
+        return time.perf_counter() - begin
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The rank processes that a server has started."""
+    found = []
+    for process in tree(pid):
+        with contextlib.suppress(OSError):
+            if b"nxd_infer.trace.worker" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    return found
+
+
+async def _until(server: Server, wanted: bool, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while await asyncio.to_thread(ready, server.port) is not wanted:
+        if not server.alive() or time.perf_counter() > end:
+            raise SystemExit(f"the server was not ready again after a rank's death:\n{server.tail()}")
+        await asyncio.sleep(0.01)
