@@ -76,6 +76,33 @@ def test_an_unchanged_script_runs(tmp_path: Path):
     assert without.returncode != 0 and "No module named 'neuronx_distributed'" in without.stderr
 
 
+TRACING = """
+import sys
+import torch
+from neuronx_distributed.parallel_layers import ColumnParallelLinear
+from neuronx_distributed.trace import parallel_model_trace
+import sibling
+
+def build():
+    return ColumnParallelLinear(sibling.SIZE, sibling.SIZE), {}
+
+if __name__ == "__main__":
+    assert sys.path[0] == sys.argv[1] and "" not in sys.path
+    with parallel_model_trace(build, torch.ones(1, sibling.SIZE), tp_degree=2, backend="eager") as model:
+        print("traced", tuple(model(torch.ones(1, sibling.SIZE)).shape))
+"""
+
+
+def test_an_unchanged_script_traces_beside_its_own_modules(tmp_path: Path):
+    """Every rank imports the script again, under the same names and with the same path."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "job.py").write_text(TRACING)
+    (folder / "sibling.py").write_text("SIZE = 4\n")
+    done = run("-m", "nxd_infer.compat", "scripts/job.py", str(folder), folder=tmp_path)
+    assert done.stdout == "traced (1, 4)\n", done.stderr
+
+
 REFUSAL = textwrap.dedent(
     """
     from nxd_infer import compat

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
     ["nxd_server"],
-    ["nxd_infer.recipes", "nxd_infer.lightning", "nxd_infer.compat", "nxd_infer.testing"],
+    ["nxd_infer.recipes", "nxd_infer.lightning", "nxd_infer.compat.torch_neuronx", "nxd_infer.testing"],
     ["nxd_infer.trace", "nxd_infer.pipeline", "nxd_infer.trainer", "nxd_infer.distributed"],
     ["nxd_models", "nxd_infer.backends", "nxd_infer.optimizer"],
     ["nxd_infer.modules"],
@@ -29,6 +29,7 @@ FLOORS: list[list[str]] = [
         "nxd_infer.errors",
         "nxd_infer.cache",
         "nxd_infer.children",
+        "nxd_infer.compat",
         "nxd_infer.control_groups",
         "nxd_infer.memory",
         "nxd_infer.processors",
