@@ -78,6 +78,9 @@ class Record(types.SimpleNamespace):
     def __hash__(self) -> int:  # type: ignore[override]  # may have been a key
         return hash(tuple(vars(self).items()))
 
+    def __reduce__(self) -> Any:  # a namespace's own knows no slots
+        return Record, (), (vars(self), {"class_name": self.class_name})
+
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -117,12 +120,15 @@ class _Packer:
     def __init__(self, down_cast_bf16: bool):
         self.tensors: list[Tensor] = []
         self._numbers: dict[tuple, int] = {}
+        self._sources: list[Tensor] = []
+        """What was numbered, if only for this: as long as it lives, nothing else has its address."""
         self._down_cast = down_cast_bf16
 
     def number_of(self, tensor: Tensor) -> int:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if not tensor.numel() or key not in self._numbers:
             self._numbers[key] = len(self.tensors)
+            self._sources.append(tensor)
             wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 2
             self.tensors.append(tensor.to(torch.bfloat16) if self._down_cast and wide else tensor)
         return self._numbers[key]
