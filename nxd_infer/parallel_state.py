@@ -120,7 +120,8 @@ def initialize_model_parallel(
     ``expert_model_parallel_size``: 1; experts are not split over ranks yet.
     ``lnc_size``: 1; physical cores are not joined to logical ones yet.
     ``skip_collective_init``: the reference's, whose groups are tried out once. Here none is, so it changes nothing.
-    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError.
+    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError, and that the process
+    group of a launcher's ranks is waited for before NotInitializedError.
     ``mesh_only``: return the groups as lists of ranks and initialise nothing.
     ``shared_memory``: groups over gloo whose ranks are all on one host exchange through shared memory, in a fraction of
     the time, where the native operators are built: ``nxd_infer.native.load()`` builds them, as a trace does.
@@ -145,7 +146,7 @@ def initialize_model_parallel(
             )
         return None
     if not mesh_only and given is None:
-        join_launched_world()
+        join_launched_world(timeout)
     world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (launched_world(), 0)
     if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
