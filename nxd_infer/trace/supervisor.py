@@ -71,8 +71,8 @@ class Supervisor:
         self._processes = RankProcesses(
             artifact,
             threads=threads,
-            # The caller's deadline comes first; this one frees ranks whose caller cannot end them.
-            collective_timeout=1.5 * max(bounds.start, bounds.load, bounds.call_timeout),
+            # The deadlines of `bounds` come first; this one frees ranks whose caller cannot end them.
+            collective_timeout=1.5 * max(bounds.longest_call, bounds.load),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
