@@ -68,8 +68,8 @@ class ToyService(Service):
         fail_file: str | None,
         ranks_seconds: float,
     ):
-        """``ranks_seconds``: what its ranks are taken to have worked on their load, of a first start that took a minute,
-        from disk."""
+        """``ranks_seconds``: what its ranks are taken to have worked on their load, of a first start that took a
+        minute, from disk."""
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
         self._start_file = start_file
