@@ -58,6 +58,8 @@ class Bounds:
         took."""
         self.load_seconds: float | None = None
         """What the ranks took to start and load, the last time; None before the first."""
+        self.least_load = math.inf
+        """The fewest seconds in which the ranks have loaded, their files verified just before, and so in memory."""
         self._derives = start_timeout is None
         self.patient = False
         """Whether a call may take as long as a start while none was measured."""

@@ -109,7 +109,9 @@ class Supervisor:
             if self._before_load is not None:
                 self._before_load()
             with stamps_file(self._processes.artifact.stamps) as fd:
-                self.exchange(Kind.START, timeout=self.bounds.load, fds=[fd] * self.degree)
+                load = self.begin(Kind.START, fds=[fd] * self.degree)
+                self.finish(load, self.bounds.load)
+            self.bounds.least_load = min(self.bounds.least_load, load.seconds)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None

@@ -63,8 +63,6 @@ class Service(Served):
         self.failure: str | None = None
         """Why the service can never be ready again."""
         self.recovery = Recovery(settings.recovery_timeout)
-        self._ranks_seconds = 0.0
-        """What the ranks took to start and load."""
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._closing = False
@@ -111,7 +109,7 @@ class Service(Served):
         worker = self._start_engine(model)
         self.load_seconds = time.monotonic() - begin
         self.recovery.took(self.load_seconds)
-        worker.restarts.hopeless = self.recovery.hopeless(self._ranks_seconds)
+        worker.restarts.hopeless = self.recovery.hopeless(model.bounds.least_load)
         if not self._closing:
             logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
             if worker.restarts.hopeless:
@@ -157,7 +155,6 @@ class Service(Served):
         # While the ranks start, which takes seconds; in a thread that the process does not wait for at its end.
         threading.Thread(target=read, name="nxd-text", daemon=True).start()
         model.start()
-        self._ranks_seconds = model.bounds.load_seconds or 0.0
         text.result()
         return model
 
