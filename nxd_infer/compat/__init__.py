@@ -127,8 +127,11 @@ def main() -> None:
     """Run a script with the names installed."""
     import runpy
 
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m nxd_infer.compat script.py [arguments...]")
+    usage = "usage: python -m nxd_infer.compat script.py [arguments...]"
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(usage)
+    if not Path(sys.argv[1]).exists():
+        raise SystemExit(f"there is no {sys.argv[1]!r}; {usage}")
     install()
     sys.argv = sys.argv[1:]
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):

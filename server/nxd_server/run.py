@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from nxd_infer.errors import NxdError
+from nxd_infer.trace.artifact import artifact_digest
 from nxd_server.config import ServerSettings, SettingsError, unknown_variables
 from nxd_server.http import logs
 from nxd_server.service import Service
@@ -62,8 +63,10 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables(os.environ):
         logger.warning("%s", line)
-    if not (Path(artifact) / "manifest.json").is_file():
-        logger.error("%r is no artifact: it has no manifest.json (nxd-infer trace writes one)", str(artifact))
+    try:
+        artifact_digest(artifact)
+    except NxdError as error:
+        logger.error("%s", error)
         return 1
     gc.disable()  # what is imported stays; looking through it again and again takes time of the start
     try:

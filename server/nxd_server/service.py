@@ -277,7 +277,7 @@ class Service(Served):
         for rank in health.ranks:
             if rank.get("state", "running") != "running" or not rank.get("alive", True):
                 state = rank.get("state", "ended")
-                return False, "stalled", f"rank {rank.get('rank')} is {state}"
+                return False, "stalled", f"not every rank is running: rank {rank.get('rank')} {state}"
         return True, "ready", ""
 
     @property

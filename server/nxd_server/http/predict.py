@@ -32,7 +32,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
     service.require_ready()
     if service.task == "generate":
         raise bad_request(
-            f"{service.model_name!r} was traced for generation, its graphs have a cache: use /v1/completions",
+            f"{service.model_name!r} was traced for generation, and its graphs keep a cache: use /v1/completions",
             code="task_not_supported",
         )
     from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
