@@ -128,8 +128,8 @@ class ServerSettings(BaseSettings):
     call_timeout: float = Field(
         10.0,
         gt=0,
-        description="Seconds one step may take before its rank counts as stuck; ten times what its graph has taken, "
-        "where that is more.",
+        description="Seconds one step may take before its rank counts as stuck; ten times what its graph's "
+        "last steps have taken, where that is more, up to what a first start may take.",
     )
     start_timeout: float | None = Field(
         None,

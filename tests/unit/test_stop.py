@@ -34,9 +34,7 @@ def test_a_signal_during_a_destructor_is_raised_again(name):
 
 
 def test_an_ignored_interrupt_stays_ignored():
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from nxd_infer.cli import stop; stop.install();"
-    )
+    code = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from nxd_infer.cli import stop;"
     code += "stop.install(); os.kill(os.getpid(), signal.SIGINT); print('there')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "there\n"
