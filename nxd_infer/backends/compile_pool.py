@@ -111,6 +111,8 @@ def _start(backend: str, place: Path) -> _Worker:
         TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
         TRITON_CACHE_DIR=str(place / "triton"),
         TORCHINDUCTOR_COMPILE_THREADS="1",
+        # What the target needs is known, and the compiler is given its flags: trying them out first takes seconds.
+        TORCHINDUCTOR_VEC_ISA_OK="1",
         TMPDIR=str(temporary),
         PYTHONWARNINGS="ignore",
     )
