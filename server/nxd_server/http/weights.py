@@ -20,6 +20,7 @@ from nxd_infer.errors import (
 )
 from nxd_server.paths import opened_under
 from nxd_server.threads import in_thread
+from nxd_server.trim import trim_soon
 
 from .errors import ApiError
 from .requests import context_of
@@ -43,7 +44,10 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
             return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
 
     with unchanged("the weights are unchanged", "weights"):
-        version = await in_thread(swap, "nxd-weights")
+        try:
+            version = await in_thread(swap, "nxd-weights")
+        finally:
+            trim_soon()  # what was needed to read and cut them
     seconds = time.monotonic() - begin
     tag = "" if body.tag is None else f" ({body.tag})"
     logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
