@@ -44,10 +44,7 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
             return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
 
     with unchanged("the weights are unchanged", "weights"):
-        try:
-            version = await in_thread(swap, "nxd-weights")
-        finally:
-            trim_soon()  # what was needed to read and cut them
+        version = await in_thread(swap, "nxd-weights")
     seconds = time.monotonic() - begin
     tag = "" if body.tag is None else f" ({body.tag})"
     logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
@@ -58,7 +55,7 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 def unchanged(what: str, code: str) -> Iterator[None]:
     """The refusals of a change: 400 for what does not fit, 503 where files can be neither read nor written.
 
-    ``what`` did not happen; ``code`` begins the refusals' codes.
+    ``what`` did not happen; ``code`` begins the refusals' codes. What the change took is given back, made or not.
     """
     try:
         yield
@@ -70,3 +67,5 @@ def unchanged(what: str, code: str) -> Iterator[None]:
         if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
             raise  # a path that may not be named, ranks that are late
         raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
+    finally:
+        trim_soon()
