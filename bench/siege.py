@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from bench.attackers import CHAT, COMPLETIONS, HELLO, TOKENIZE, Tally, Target
 from bench.processes import memory_to_hold, tree
+from nxd_infer.cli.demo.run import ready
 
 LIVEZ_SECONDS = 0.1
 GAP_STEPS = 5.0
@@ -138,9 +139,13 @@ class _Watch:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def end(self) -> dict[str, Any]:
+        """What it has seen since the last time until its end, with nothing that it sent left out."""
+        try:
+            return json.loads(self._process.communicate(timeout=PATIENCE)[0])
+        finally:
+            self._process.kill()
+            self._process.wait()
 
 
 class Siege:
@@ -165,9 +170,8 @@ class Siege:
             yield livez, stream
         finally:
             for watch, route in ((livez, "/livez"), (stream, "/v1/completions")):
-                with contextlib.suppress(OSError, ValueError):
-                    self._count(route, watch.ask())
-                watch.end()
+                with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+                    self._count(route, watch.end())
 
     def _count(self, route: str, seen: Mapping[str, Any]) -> None:
         self.tally.sent[route] += seen["sent"]
@@ -183,6 +187,12 @@ class Siege:
         self.tally.choices += 2
         self.tally.tokens += 2
         return Held.of(self.pid)
+
+    def _ready(self) -> None:
+        """Until its ranks run again, where the attack ended them."""
+        end = time.monotonic() + PATIENCE
+        while not ready(self.port) and time.monotonic() < end:
+            time.sleep(0.1)
 
     def attack(self, name: str, seconds: float, calm: float = 1.5) -> Reading:
         """``calm`` seconds of peace, in which the stream's step is learnt, then the attack, then what is left of it.
@@ -200,6 +210,7 @@ class Siege:
             self._count("/livez", alive)
             self._count("/v1/completions", gaps)
         step = statistics.median(peace["seconds"] or [float("nan")])
+        self._ready()
         end = time.monotonic() + BACK_SECONDS
         while (left := before.grown(after := self._held())) and time.monotonic() < end:
             time.sleep(0.3)
