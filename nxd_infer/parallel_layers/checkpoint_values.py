@@ -155,6 +155,15 @@ class _Packer:
     def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:
         return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
 
+    def start(self, value: Any, what: str) -> Any:
+        """:meth:`visit` of a whole value."""
+        try:
+            return self.visit(value, what)
+        except RecursionError:
+            raise CheckpointError(
+                f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+            ) from None
+
     def visit(self, item: Any, path: str) -> Any:
         kind = type(item)
         if item is None or kind in (bool, str):
@@ -232,25 +241,13 @@ def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> 
     what messages call it. Raises CheckpointError for a value of another kind, with the path to it.
     """
     packer = _Packer(down_cast_bf16)
-    try:
-        return packer.visit(value, what), packer.tensors
-    except RecursionError:
-        raise CheckpointError(
-            f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
-        ) from None
+    return packer.start(value, what), packer.tensors
 
 
 def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
     """:func:`pack` of a dictionary whose values are what messages call by its keys."""
-    packer, pairs = _Packer(False), []
-    for name, value in values.items():
-        try:
-            pairs.append([name, packer.visit(value, name)])
-        except RecursionError:
-            raise CheckpointError(
-                f"{name} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
-            ) from None
-    return {"dict": pairs}, packer.tensors
+    packer = _Packer(False)
+    return {"dict": [[name, packer.start(value, name)] for name, value in values.items()]}, packer.tensors
 
 
 # --- back ----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ DIFFERS = {
     "`TensorParallelModel` is the class": ("trace/test_model_calls.py::test_a_model_of_processes_is_not_copied",),
     "An artifact is a directory": ("trace/test_artifact_load.py::test_what_is_no_artifact",),
     "`inline_weights_to_neff=True`": (
-        "trace/test_model_calls.py::test_inlined_weights_are_not_swapped",
+        "trace/test_new_weights.py::test_inlined_weights_are_not_swapped",
         "seeds/test_tracing.py::test_inlined_weights_have_no_buckets",
     ),
     "`compiler_args`": (

@@ -33,6 +33,7 @@ FLOORS: list[list[str]] = [
         "nxd_infer.control_groups",
         "nxd_infer.memory",
         "nxd_infer.processors",
+        "nxd_infer.reading",
         "nxd_infer.suggest",
         "nxd_infer.units",
     ],
