@@ -31,9 +31,8 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
         r"int8: a rank holds (\d+) of its (\d+) weights in eight bits, ([0-9.]+) KiB instead of ([0-9.]+)", done.out
     )
     assert count and 0 < int(count[1]) < int(count[2]) and float(count[3]) < float(count[4]), done.out
-    done = nxd_infer_here(
-        capsys, monkeypatch, "verify", out, model_dir
-    )  # to 1e-4, with the weights that the ranks round to
+    # To 1e-4, with the weights that the ranks round to.
+    done = nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir)
     assert done.status == 0, done.out + done.err
     assert "weights rounded to eight bits" in done.out
     assert re.search(r"logits +differ by [0-9.e-]+ at most", done.out), done.out
@@ -45,19 +44,8 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
 def test_an_encoder_in_eight_bits_is_verified(tmp_path, capsys, monkeypatch):
     model_dir = write_tiny("bert", tmp_path / "model", num_hidden_layers=1)
     done = nxd_infer_here(
-        *(
-            capsys,
-            monkeypatch,
-            "trace",
-            model_dir,
-            "--out",
-            tmp_path / "artifact",
-            "--quantize",
-            "int8",
-            "--batch-sizes",
-            "2",
-        ),
-        *("--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
+        *(capsys, monkeypatch, "trace", model_dir, "--out", tmp_path / "artifact", "--quantize", "int8"),
+        *("--batch-sizes", "2", "--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
     )
     assert done.status == 0, done.err
     done = nxd_infer_here(capsys, monkeypatch, "verify", tmp_path / "artifact", model_dir)
