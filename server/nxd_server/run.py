@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from nxd_infer.errors import NxdError
+from nxd_infer.memory import keep_little
 from nxd_infer.trace.artifact import artifact_digest
 from nxd_server.config import ServerSettings, SettingsError, unknown_variables
 from nxd_server.http import logs
@@ -77,6 +78,7 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
 
 def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
     """As :func:`serve`, for a service that ``make_service`` builds around the callback for its failure."""
+    keep_little()
     # Each text is tokenised by itself; the library would start threads for it, as many as there are cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

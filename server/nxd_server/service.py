@@ -9,6 +9,7 @@ reports that the process should end, because a supervisor above can do what it c
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import threading
@@ -107,6 +108,7 @@ class Service(Served):
         if self._closing:
             return
         worker = self._start_engine(model)
+        gc.freeze()  # with torch, where it was needed, one look of the collector through it all took 0.2 s of everybody
         self.load_seconds = time.monotonic() - begin
         self.recovery.took(self.load_seconds)
         worker.restarts.hopeless = self.recovery.hopeless(model.bounds.least_load)
