@@ -36,11 +36,16 @@ class Sieges:
         self._rng.shuffle(names)
         self._next: Iterator[str] = itertools.cycle(names)
         self._patience = max(1.0, soak.grace / GRACE)
+        self._busy: float | None = None
+        """The longest pause, in seconds, beside a process that uses a core and never speaks to the server: where the
+        attacker shares the ranks' cores, no server can keep its streams from that."""
         self.worst: dict[str, tuple[float, float]] = {}
         """By attack, the longest look at ``/livez`` and the longest pause of a stream, in seconds."""
 
     async def some(self) -> None:
         """The next attacks; Violation when one is noticed more than it may be."""
+        if self._busy is None:
+            self._busy = max((await self._read("busy")).gaps, default=0.0)
         for _ in range(AT_ONCE):
             await self._attack(next(self._next))
 
@@ -53,7 +58,8 @@ class Sieges:
             raise Violation("; ".join(wrong))
 
     def _wrong(self, reading: Reading) -> list[str]:
-        return reading.wrong(GAP_STEPS * self._patience, LIVEZ_SECONDS * self._patience)
+        steps = max(GAP_STEPS, (self._busy or 0.0) / reading.step)
+        return reading.wrong(steps * self._patience, LIVEZ_SECONDS * self._patience)
 
     async def _read(self, name: str) -> Reading:
         siege = Siege(self._soak.port, self._pid, TOKENS, body_bytes=BODY_BYTES)
