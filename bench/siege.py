@@ -191,7 +191,10 @@ class Siege:
     def _ready(self) -> None:
         """Until its ranks run again, where the attack ended them."""
         end = time.monotonic() + PATIENCE
-        while not ready(self.port) and time.monotonic() < end:
+        while time.monotonic() < end:
+            self.tally.sent["/readyz"] += 1
+            if ready(self.port):
+                return
             time.sleep(0.1)
 
     def attack(self, name: str, seconds: float, calm: float = 1.5) -> Reading:
