@@ -30,8 +30,9 @@ def sha256_and_size(file: io.FileIO, progress: Callable[[int], object] | None = 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Two values of one key are a ValueError: readers differ in which of them they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.80} stands twice")
+        found[key] = value
     return found

@@ -19,6 +19,7 @@ from nxd_infer.errors import (
     ArtifactError,
     ArtifactVersionError,
 )
+from nxd_infer.reading import unique_keys
 from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artifact, parallel_model_load, weight_name
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, WeightSpec
 from nxd_infer.trace.rank import load_weights
@@ -187,6 +188,24 @@ def test_a_key_that_stands_twice_is_refused(artifact):
         path.write_text(text.replace(place, f'{place}"tp_degree": 1, "tp_degree": 2, ', 1))
         with pytest.raises(ArtifactCorruptError, match="the key 'tp_degree' stands twice"):
             load_artifact(artifact)
+
+
+def test_a_key_that_stands_twice_is_found_in_one_pass():
+    """A file of a megabyte may end with one: to look for it once a key took a minute."""
+    asked = 0
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            nonlocal asked
+            asked += 1
+            return str.__eq__(self, other)
+
+    pairs = [(Key(number), 1) for number in (*range(999), 998)]
+    with pytest.raises(ValueError, match="'998' stands twice"):
+        unique_keys(pairs)
+    assert asked < 10 * len(pairs)  # hashes may be alike in part
 
 
 def test_tensors_that_cannot_be_are_refused(artifact):
