@@ -5,7 +5,8 @@ leads anywhere. So the kernel looks (``openat2``), or, where it cannot, every pa
 the one before, and none may be a link. A link that was there before is followed by its target's name, beneath the root.
 
 A :class:`BeneathPath` has what readers use of a ``pathlib.Path``. As a name for ``open`` it is ``/proc/self/fd/N`` of
-the one file that it was when it was first asked for.
+the one file that it was when it was first asked for. Nothing of a file is mapped: whoever truncates it would end the
+process that looks at it (SIGBUS).
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from nxd_infer.errors import CheckpointError
+from nxd_infer.errors import CheckpointError, OpenFilesError
 
-MOST_TEXT = 64 << 20
-"""Bytes of a file that is read as a whole: an index, a configuration, a manifest."""
+MOST_TEXT = 8 << 20
+"""Bytes of what is parsed as a whole: an index, a configuration, a manifest, the header of a file of tensors."""
+MOST_VALUES = 1 << 19
+"""Values in it, about: the interpreter does nothing else while it makes them."""
+MOST_PARSED = 256 << 20
+"""Bytes of all that is parsed below one name. A file counts as a page at least, so it bounds how many there are."""
+_PAGE = 4096
+MOST_OPEN = 16
+"""Files of one name that stay open."""
 _SPARSE = 1 << 20
 """Bytes from which on a file must lie on the disk, at least an eighth of it (it may be compressed)."""
 _TICK = 50_000_000
@@ -33,10 +41,34 @@ _OPENAT2 = 437
 _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 
 
+def _reopened(fd: int, flags: int = 0) -> int:
+    """A descriptor to read from, in place of one to look at."""
+    try:
+        with _enough_descriptors():
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _enough_descriptors() -> Iterator[None]:
+    """Raise OpenFilesError where the process has no descriptor left: nothing is wrong with the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OpenFilesError(
+            f"{error.filename or 'a file'} cannot be opened now, because too many files and connections are open: try "
+            "again later, or raise the limit (ulimit -n)"
+        ) from error
+
+
 class _How(ctypes.Structure):
     _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
 
 
+@_enough_descriptors()
 def open_beneath(folder: int, name: str) -> int:
     """A descriptor of ``name`` below the folder ``folder``, to look at or to open again: what stands there, be it a
     pipe or a device, is not touched (``O_PATH``).
@@ -82,12 +114,17 @@ def _open_by_parts(folder: int, parts: tuple[str, ...]) -> int:
 
 
 class _Place:
-    """A root, what was named below it, and every file of that which is being read: all of them stay open."""
+    """A root, what was named below it, and the files of that which are being read, the last ones of them open."""
 
     def __init__(self, root: str, name: str):
         self.root, self.where = root, os.path.normpath(os.path.join(root, name))
-        self._files: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._seen: dict[str, os.stat_result] = {}
+        """What every file was when it was first opened."""
+        self._open: dict[str, int] = {}
+        """Descriptors by name, the one that was asked for last at the end."""
+        self._left = MOST_PARSED
+        with _enough_descriptors():
+            self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._top = open_beneath(self._root, name)
         except BaseException:
@@ -95,9 +132,9 @@ class _Place:
             raise
 
     def close(self) -> None:
-        for fd in (self._root, self._top, *(fd for fd, _ in self._files.values())):
+        for fd in (self._root, self._top, *self._open.values()):
             os.close(fd)
-        self._files.clear()
+        self._open.clear()
 
     def shown(self, name: str) -> str:
         return os.path.join(self.where, name) if name else self.where
@@ -135,50 +172,91 @@ class _Place:
 
     def names(self, name: str) -> list[str]:
         """What lies in a folder."""
-        fd = self.open(name)
-        try:
-            listed = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        finally:
-            os.close(fd)
+        listed = _reopened(self.open(name), os.O_DIRECTORY)
         try:
             return sorted(os.listdir(listed))
         finally:
             os.close(listed)
 
     def held(self, name: str) -> int:
-        """A descriptor of the file, the same at every call. Raises CheckpointError for a pipe, a device, or holes."""
-        if name not in self._files:
-            fd = self._regular(name)
-            try:
-                self._files[name] = fd, _identity(fd)
-            except BaseException:
-                os.close(fd)
-                raise
-        return self._files[name][0]
+        """A descriptor of the file, which stays open until MOST_OPEN others were asked for.
 
-    def read(self, name: str) -> bytes:
+        Raises CheckpointError for a pipe, a device, or holes, and where the name has another file than the first time.
+        """
+        fd = self._open.pop(name, -1)
+        if fd < 0:
+            fd = self._first(name) if name not in self._seen else self._again(name)
+            if len(self._open) == MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+        self._open[name] = fd
+        return fd
+
+    def _first(self, name: str) -> int:
+        fd = self._regular(name)
+        try:
+            self._seen[name] = _looked_at(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _again(self, name: str) -> int:
+        try:
+            fd = self._regular(name)
+        except OSError as error:
+            raise self._changed(name) from error
+        if _differs(self._seen[name], os.fstat(fd)):
+            os.close(fd)
+            raise self._changed(name)
+        return fd
+
+    def read(self, name: str, most: int) -> bytes:
         """The contents of a small file. Raises CheckpointError when it is large, or changes meanwhile."""
         fd = self._regular(name)
         with open(fd, "rb") as file:
-            before = _identity(fd)
-            size = os.fstat(fd).st_size
-            if size > MOST_TEXT:
+            before = _looked_at(fd)
+            if before.st_size > most:
                 raise CheckpointError(
-                    f"{self.shown(name)} has {size} bytes; at most {MOST_TEXT} are read of such a file"
+                    f"{self.shown(name)} has {before.st_size} bytes; at most {most} are read of such a file"
                 )
-            data = file.read(size + 1)
-            if len(data) != size or _identity(fd) != before:
+            self._spend(before.st_size)
+            data = file.read(before.st_size + 1)
+            if len(data) != before.st_size or _differs(before, os.fstat(fd)):
                 raise self._changed(name)
+        self._require_few_values(name, data)
         return data
+
+    def read_part(self, name: str, start: int, size: int) -> bytes:
+        """A part of a large file that is parsed. Raises CheckpointError when there is less, or much in it."""
+        self._spend(size)
+        data = os.pread(self.held(name), size, start)
+        if len(data) != size:
+            raise CheckpointError(f"{self.shown(name)} ends before byte {start + size}: it is truncated")
+        self._require_few_values(name, data)
+        return data
+
+    def _spend(self, size: int) -> None:
+        self._left -= max(size, _PAGE)
+        if self._left < 0:
+            raise CheckpointError(
+                f"{self.where} has more than {MOST_PARSED} bytes of indexes, manifests and headers, with a page for "
+                "each file: name a folder of one checkpoint, or save into fewer files"
+            )
+
+    def _require_few_values(self, name: str, data: bytes) -> None:
+        values = sum(data.count(mark) for mark in (b"[", b"{", b":", b","))
+        if values > MOST_VALUES:
+            raise CheckpointError(f"{self.shown(name)} holds about {values} values; at most {MOST_VALUES} are read")
 
     def _regular(self, name: str) -> int:
         fd = self.open(name)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CheckpointError(f"{self.shown(name)} is no regular file, and only such are read")
-            file = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        file = _reopened(fd)
         info = os.fstat(file)
         if info.st_size >= _SPARSE and info.st_blocks * 512 < info.st_size // 8 and _has_hole(file, info.st_size):
             os.close(file)
@@ -189,8 +267,8 @@ class _Place:
         return file
 
     def require_unchanged(self) -> None:
-        for name, (fd, before) in self._files.items():
-            if _identity(fd) != before:
+        for name, before in self._seen.items():
+            if _differs(before, os.fstat(self.held(name))):
                 raise self._changed(name)
 
     def _changed(self, name: str) -> CheckpointError:
@@ -210,17 +288,29 @@ def _has_hole(file: int, size: int) -> bool:
         os.lseek(file, 0, os.SEEK_SET)
 
 
-def _identity(fd: int) -> tuple[int, ...]:
-    """What differs once the file is another one, or written to; waits a moment for one that was written just now.
-
-    Not the time of its last change, as for artifacts (``trace/verified.py``): that moves, too, when a newer checkpoint
-    is renamed over this one, which may go on being read.
-    """
+def _looked_at(fd: int) -> os.stat_result:
+    """What tells later whether the file was written to; waits a moment for one that was changed just now."""
     info = os.fstat(fd)
-    if 0 <= time.time_ns() - info.st_mtime_ns < _TICK:
+    if 0 <= time.time_ns() - max(info.st_mtime_ns, info.st_ctime_ns) < _TICK:
         time.sleep(_TICK / 1e9)
         info = os.fstat(fd)
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+    return info
+
+
+def _differs(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether it is another file, or was written to.
+
+    The time of its last change, which nobody can set back, counts while the file has as many names as before: it moves,
+    too, when a newer checkpoint is renamed over this one, which may go on being read. So who writes, sets the time of
+    writing back, and takes the name away is not seen, nor is a store into a mapping whose page was dirty before
+    (``trace/verified.py``): all that it changes is numbers, which were that writer's to choose.
+    """
+
+    def known(info: os.stat_result) -> tuple[int, ...]:
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+    changed = before.st_nlink == after.st_nlink and before.st_ctime_ns != after.st_ctime_ns
+    return changed or known(before) != known(after)
 
 
 @dataclass(frozen=True)
@@ -237,7 +327,7 @@ class BeneathPath(os.PathLike[str]):
         return self._place.shown(self._name)
 
     def __fspath__(self) -> str:
-        """The file under a name that leads nowhere else, as long as the folder is open."""
+        """The file under a name that leads nowhere else, to be opened at once."""
         try:
             return f"/proc/self/fd/{self._place.held(self._name)}"
         except OSError as error:
@@ -300,8 +390,21 @@ class BeneathPath(os.PathLike[str]):
         """Those of the folder whose names fit ``pattern``, which has no slash."""
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
-    def read_bytes(self) -> bytes:
-        return self._place.read(self._name)
+    def read_bytes(self, most: int = MOST_TEXT) -> bytes:
+        return self._place.read(self._name, most)
+
+    def read_part(self, start: int, size: int) -> bytes:
+        """As :meth:`read_bytes`, of a part of a large file, of MOST_TEXT bytes at most."""
+        return self._place.read_part(self._name, start, size)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill ``buffer`` with what stands in the file from byte ``start`` on."""
+        file, done = self._place.held(self._name), 0
+        while done < len(buffer):
+            count = os.preadv(file, [buffer[done:]], start + done)
+            if count == 0:
+                raise CheckpointError(f"{self} ends before byte {start + len(buffer)}: it was truncated")
+            done += count
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)

@@ -31,6 +31,10 @@ class CheckpointError(NxdError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another model or degree."""
 
 
+class OpenFilesError(CheckpointError):
+    """The process may open no further file now; nothing is wrong with the checkpoint."""
+
+
 class WeightMismatchError(CheckpointError):
     """Weights that do not belong to a model; ``missing``, ``unexpected`` and ``mismatched`` list what differs."""
 

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxd_infer.beneath import AnyPath, as_path
+from nxd_infer.beneath import AnyPath, BeneathPath, as_path
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import CheckpointError, ShardingError
+from nxd_infer.layout.opened import OpenedSafetensors
 
 Slices = Sequence[slice]
 
@@ -73,7 +74,8 @@ class DictSource:
 class SafetensorsSource:
     """A safetensors file, or a directory of them with or without an ``*.safetensors.index.json``.
 
-    Files are memory-mapped and opened when first needed. Damage is reported as CheckpointError with the file's name.
+    Files are opened when first needed, and memory-mapped, but for those of a folder into which others write.
+    Damage is reported as CheckpointError with the file's name.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -175,6 +177,8 @@ def as_source(weights: Weights) -> WeightSource:
 def open_safetensors(file: AnyPath) -> Any:
     """``safe_open`` whose failures are CheckpointErrors that name the file. Nothing is unpickled."""
     try:
+        if isinstance(file, BeneathPath):
+            return OpenedSafetensors(file)
         name = os.fspath(file)
         with open(name, "rb") as start:
             header = int.from_bytes(start.read(8), "little")

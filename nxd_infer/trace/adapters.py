@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.beneath import AnyPath, as_path, require_unchanged
-from nxd_infer.errors import AdapterError, CheckpointError, ParallelConfigError
+from nxd_infer.errors import AdapterError, CheckpointError, OpenFilesError, ParallelConfigError
 from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter, read_config
@@ -91,6 +91,8 @@ class AdapterUpdate:
             names = list(self._source.keys())
             shapes = {name: self._source.shape(name) for name in names}
             dtypes = {name: self._source.dtype(name) for name in names}
+        except OpenFilesError:
+            raise
         except (CheckpointError, ParallelConfigError) as error:
             raise AdapterError(str(error)) from error
         self.rank, self.scaling = config.lora_rank, config.scaling

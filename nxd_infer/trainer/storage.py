@@ -13,14 +13,19 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from nxd_infer.beneath import AnyPath, BeneathPath
+from nxd_infer.beneath import MOST_TEXT, AnyPath, BeneathPath
 from nxd_infer.errors import CheckpointError
 from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sync_directory
+from nxd_infer.parallel_layers.checkpoint_manifest import DONE
 
 __all__ = ["LocalStorage", "S3Storage", "Sign", "Storage", "storage_of"]
+
+
+MOST_MARK = 4096
+"""Bytes of DONE: a checksum and a number."""
 
 
 class Sign(Protocol):
@@ -131,7 +136,7 @@ class OpenedStorage(LocalStorage):
         return found
 
     def read(self, name: str) -> bytes:
-        return (self._opened / name).read_bytes()
+        return (self._opened / name).read_bytes(MOST_MARK if PurePosixPath(name).name == DONE else MOST_TEXT)
 
     def path(self, name: str) -> AnyPath:
         return self._opened / name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import socket
 
 import pytest
@@ -19,6 +20,8 @@ from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.peft import read_config
 from nxd_infer.trace.sources import weight_source
 from nxd_server.errors import ForbiddenPathError, RequestError
+from nxd_server.http.errors import ApiError
+from nxd_server.http.weights import unchanged
 from nxd_server.paths import opened_under
 from tests.flipping import flipping
 
@@ -91,7 +94,7 @@ def test_the_folder_stays_the_one_that_was_opened(root):
         require_unchanged(path)
 
 
-@pytest.mark.parametrize("change", ["written in place", "replaced"])
+@pytest.mark.parametrize("change", ["written in place", "its time set back", "truncated", "replaced"])
 def test_a_file_that_changes_while_it_is_read(root, change):
     file = root / "step" / "model.safetensors"
     with opened_beneath(root, "step") as path:
@@ -102,11 +105,46 @@ def test_a_file_that_changes_while_it_is_read(root, change):
             assert torch.equal(SafetensorsSource(path).read("w"), before)
             require_unchanged(path)
             return
-        with open(file, "r+b") as out:
-            out.seek(-4, os.SEEK_END)
-            out.write(b"\0\0\0\0")
+        if change == "truncated":  # of a mapping, this would be the end of the process
+            os.truncate(file, 0)
+            with pytest.raises(CheckpointError, match=r"model.safetensors ends before byte \d+: it was truncated"):
+                source.read("w")
+        else:
+            times = file.stat()
+            with open(file, "r+b") as out:
+                out.seek(-4, os.SEEK_END)
+                out.write(b"\0\0\0\0")
+            if change == "its time set back":
+                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         with pytest.raises(CheckpointError, match=r"model.safetensors was changed while it was read: try again"):
             require_unchanged(path)
+
+
+def test_a_checkpoint_of_many_files_takes_few_descriptors(root):
+    """Those that were closed are the same when they are opened again, or refused."""
+    for number in range(3 * beneath.MOST_OPEN):
+        save_file({f"w{number}": torch.full((4, 6), number)}, root / "step" / f"{number:03}.safetensors")
+    os.unlink(root / "step" / "model.safetensors")
+    before = len(os.listdir("/proc/self/fd"))
+    with opened_beneath(root, "step") as path:
+        source = SafetensorsSource(path)
+        for number in range(3 * beneath.MOST_OPEN):
+            assert torch.equal(source.read(f"w{number}", [slice(1, 3), slice(0, 2)]), torch.full((2, 2), number))
+        assert len(os.listdir("/proc/self/fd")) <= before + 2 + beneath.MOST_OPEN  # the root and the folder
+        require_unchanged(path)
+        os.replace(root / "step" / "001.safetensors", root / "step" / "000.safetensors")
+        for name in ("w0", "w1"):
+            with pytest.raises(CheckpointError, match=r"00\d.safetensors was changed while it was read"):
+                source.read(name)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened_beneath(root, "step") as path, contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, most[1]))
+        with pytest.raises(ApiError, match=r"ulimit -n") as refused, unchanged("nothing is swapped", "weights"):
+            SafetensorsSource(path)
+        assert refused.value.status == 503
 
 
 def test_what_is_no_plain_file_is_not_even_opened(root):
@@ -145,8 +183,29 @@ def test_sparse_and_huge_files_are_refused_before_they_are_read(root):
         with pytest.raises(CheckpointError, match="on the disk"):
             read_config(path, LoraConfig())
     (step / "done").write_bytes(b"x" * (beneath.MOST_TEXT + 1))
-    with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="at most 67108864 are read"):
+    with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="at most 8388608 are read"):
         (path / "done").read_bytes()
+    with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="at most 4096 are read"):
+        weight_source(path)
+
+
+def test_files_that_take_long_to_parse_are_refused_before_they_are(root, monkeypatch):
+    """Any number of small values, or of files; the interpreter can do nothing else meanwhile."""
+    index, config = root / "step" / "model.safetensors.index.json", root / "step" / "adapter_config.json"
+    many = b'{"weight_map": [' + b"[]," * (beneath.MOST_VALUES // 2) + b"0]}"
+    for file in (index, config, root / "step" / "model.safetensors"):
+        file.write_bytes(many if file.suffix == ".json" else len(many).to_bytes(8, "little") + many)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match=f"{name} holds about 524"):
+            SafetensorsSource(path)
+        os.unlink(root / "step" / name)
+    with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="at most 524288 are read"):
+        read_config(path, LoraConfig())
+    for number in range(4):
+        save_file({f"w{number}": torch.ones(1)}, root / "step" / f"{number}.safetensors")
+    monkeypatch.setattr(beneath, "MOST_PARSED", 7 * 4096)  # the length and the header of three files, and no more
+    with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="more than 28672 bytes of indexes"):
+        SafetensorsSource(path)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

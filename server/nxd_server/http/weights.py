@@ -15,6 +15,7 @@ from nxd_infer.errors import (
     ArtifactSpaceError,
     CheckpointError,
     NxdError,
+    OpenFilesError,
     ShardingError,
     WeightSchemaError,
 )
@@ -53,12 +54,14 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unchanged(what: str, code: str) -> Iterator[None]:
-    """The refusals of a change: 400 for what does not fit, 503 where files can be neither read nor written.
+    """The refusals of a change: 400 for what does not fit, 503 where files can be neither opened nor written.
 
     ``what`` did not happen; ``code`` begins the refusals' codes. What the change took is given back, made or not.
     """
     try:
         yield
+    except OpenFilesError as error:
+        raise ApiError(503, f"{what}: {error}", code="no_descriptors") from error
     except (CheckpointError, ShardingError, WeightSchemaError) as error:
         raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param="path") from error
     except ArtifactSpaceError as error:
