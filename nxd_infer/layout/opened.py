@@ -109,6 +109,7 @@ def _piece(file: BeneathPath, data: int, name: str, entry: Any) -> _Piece:
         stored, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
         fits = fits and all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop))
+        fits = fits and math.prod(max(size, 1) for size in shape) < 1 << 60  # torch counts bytes in 63 bits
         if not fits or not isinstance(stored, str):
             raise ValueError("its shape or its place is none")
         if stored in SAFETENSORS_DTYPES:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from nxd_infer.trace.storage import (
     no_constant,
 )
 from nxd_infer.trace.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
-from nxd_infer.trace.verified import Stamp, changed_files, verify_files
+from nxd_infer.trace.verified import Stamp, changed_files, stamp_of, verify_files
 
 if TYPE_CHECKING:
     from nxd_infer.trace.model import TensorParallelModel
@@ -71,6 +72,8 @@ class LoadedArtifact:
     """Whether the directory belongs to this process and goes away with it (a traced model that was not saved)."""
     stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
     """Of every file that was verified: by them :meth:`verify_again` knows it."""
+    _found: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
+    """Of every file, before anything of it was read."""
     _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
     _ignored: set[str] = field(default_factory=set, repr=False, compare=False)
 
@@ -137,20 +140,36 @@ class LoadedArtifact:
             raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
 
     def verify(self) -> None:
-        """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written."""
+        """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written, or is another one than
+        when the artifact was loaded: some may have been read since."""
         self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
+        self._require(name for name, stamp in self._found.items() if self.stamps[name] != stamp)
 
     def verify_again(self, rank: int) -> None:
-        """Hash what rank ``rank`` reads, where it may be other than what was verified; nothing for what never was.
+        """Before rank ``rank`` reads anything: hash what it will read, where it may be other than what was verified;
+        nothing for what never was.
 
         Raises ArtifactCorruptError as :meth:`verify` does, and when another artifact has taken this one's place.
         """
         if artifact_digest(self.path) != self.digest:
             raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
-        code = ("graphs/", "ops/", BUCKET_KERNEL_NAME)
-        own = [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
-        changed = changed_files(self.path, self.stamps, own)
+        changed = changed_files(self.path, self.stamps, self._own(rank))
         self.stamps.update(verify_files(self.path, self.manifest.files, changed))
+
+    def require_unchanged(self, rank: int | None = None) -> None:
+        """After the files were read, or those of rank ``rank``: raise ArtifactCorruptError for one that was written to,
+        or replaced, since it was verified. To hash it again would not tell: it may be back in its place."""
+        self._require(changed_files(self.path, self.stamps, self.stamps if rank is None else self._own(rank)))
+
+    def _own(self, rank: int) -> list[str]:
+        code = ("graphs/", "ops/", BUCKET_KERNEL_NAME)
+        return [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
+
+    def _require(self, changed: Iterable[str]) -> None:
+        for name in changed:
+            raise ArtifactCorruptError(
+                f"{name} of {self.path} was changed while it was loaded; load the artifact again"
+            )
 
     def discard(self) -> None:
         """Remove a temporary artifact's directory; nothing for any other."""
@@ -192,8 +211,7 @@ def load_artifact(
             f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
         )
     manifest = _parse(root, data, backend, runs_here, probe=not later)
-    _check_files(root, manifest)
-    artifact = LoadedArtifact(manifest, root, digest, temporary)
+    artifact = LoadedArtifact(manifest, root, digest, temporary, _found=_check_files(root, manifest))
     if (verify or expect_digest is not None) and not later:
         artifact.verify()
     for rank in range(manifest.tp_degree):
@@ -327,8 +345,9 @@ def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: b
     found.check_target(manifest.target, manifest.versions)
 
 
-def _check_files(root: Path, manifest: Manifest) -> None:
-    """Every listed file is a regular file inside ``root`` of the recorded size."""
+def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:
+    """Every listed file is a regular file inside ``root`` of the recorded size; their stamps."""
+    stamps = {}
     real_root = os.path.realpath(root)
     for name, spec in manifest.files.items():
         path = root / checked_name(name)
@@ -344,6 +363,8 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         if info.st_size != spec.size:
             short = "truncated" if info.st_size < spec.size else "altered"
             raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
+        stamps[name] = stamp_of(info)
+    return stamps
 
 
 def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:

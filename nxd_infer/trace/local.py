@@ -46,6 +46,7 @@ class LocalRank:
 
     def start(self) -> None:
         """Load the weights and every graph."""
+        self.artifact.verify_again(0)
         self._rank = Rank(self.artifact, 0, Runtime(LOCAL, self.threads, self.artifact))
         buckets = self.artifact.manifest.buckets
         inputs = [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets]

@@ -63,12 +63,14 @@ class Runtime:
 
 
 class Rank:
-    """The tensors and graphs of one rank of an artifact."""
+    """The tensors and graphs of one rank of an artifact, whose files the caller has verified (``verify_again``).
+
+    Raises ArtifactCorruptError when they have changed until all is read.
+    """
 
     def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
         self.artifact = artifact
         self.rank = rank
-        artifact.verify_again(rank)
         manifest = artifact.manifest
         file = artifact.weight_file(rank)
         self._packed = PackedWeights(manifest.weights, runtime.packer())
@@ -86,7 +88,7 @@ class Rank:
                 spec = manifest.graphs[digest]
                 self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
         self._kernel = load_kernel(artifact) if rank == 0 else None
-        artifact.verify_again(rank)  # what was read meanwhile
+        artifact.require_unchanged(rank)
         self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
         self._staged: _Staged | None = None
         self._broken = ""

@@ -43,7 +43,7 @@ def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str])
     for name in names:
         if name in stamps:
             try:
-                now = _stamp(os.stat(root / name, follow_symlinks=False))
+                now = stamp_of(os.stat(root / name, follow_symlinks=False))
             except OSError:
                 now = None
             if now != stamps[name]:
@@ -83,10 +83,11 @@ def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
         raise ArtifactCorruptError(
             f"{name} of {root} is altered: sha256 {found.sha256[:16]}..., recorded {spec.sha256[:16]}..."
         )
-    if _stamp(before) != _stamp(after):
+    if stamp_of(before) != stamp_of(after):
         raise ArtifactCorruptError(f"{name} of {root} was written to while it was verified; load the artifact again")
-    return _stamp(after)
+    return stamp_of(after)
 
 
-def _stamp(info: os.stat_result) -> Stamp:
+def stamp_of(info: os.stat_result) -> Stamp:
+    """What tells that a file is the same, and was not written to or renamed."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -158,6 +158,7 @@ class Service(Served):
         threading.Thread(target=read, name="nxd-text", daemon=True).start()
         model.start()
         text.result()
+        artifact.require_unchanged()  # the tokenizer and the template were read beside the verification
         return model
 
     def _start_engine(self, model: Any) -> Engine | OneShotEngine:

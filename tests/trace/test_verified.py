@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_infer import native
+from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
+from nxd_infer.trace import rank
 from nxd_infer.trace.artifact import load_artifact, parallel_model_load, weight_name
+from nxd_infer.trace.rank_model import RankModel
+from nxd_server.config import ServerSettings
+from nxd_server.service import Service
 from tests.processes import wait_until
 from tests.trace import toy
 from tests.trace.rank_processes import X, pids_of, started
@@ -91,6 +97,53 @@ def test_a_rank_in_the_callers_process_refuses_too(tmp_path):
     alter(path / weight_name(0))
     with pytest.raises(ArtifactCorruptError, match=r"rank_00\.safetensors of .* is altered"):
         model.restart()
+
+
+def elsewhere(file: Path, read):
+    """``read``, while another file has the name of ``file``."""
+
+    def flipped(*arguments):
+        aside = file.rename(file.with_name("aside"))
+        shutil.copy(aside, file)
+        alter(file)
+        try:
+            return read(*arguments)
+        finally:
+            aside.replace(file)
+
+    return flipped
+
+
+@pytest.mark.parametrize("kind", ["weights", "ops"])
+def test_a_file_that_is_another_one_only_while_it_is_read_is_refused(artifact, monkeypatch, kind):
+    """What is hashed, before and after, is the right one each time."""
+    loaded = load_artifact(artifact)
+    (file,) = (file for file in (artifact / kind).iterdir() if file.name != "rank_01.safetensors")
+    monkeypatch.setattr(rank, "load_initial_states", elsewhere(file, rank.load_initial_states))
+    with pytest.raises(ArtifactCorruptError, match=rf"{kind}/{file.name} of \S+ was changed while it was loaded"):
+        rank.Rank(loaded, 0, rank.Runtime(LOCAL, 1, loaded))
+
+
+def test_what_is_read_before_and_beside_the_verification_is_compared_too(tmp_path, monkeypatch):
+    """As a server reads its tokenizer."""
+    path = toy.build(tmp_path / "artifact", degree=1)
+    file = path / weight_name(0)
+    loaded = load_artifact(path, later=True)
+    elsewhere(file, lambda: None)()
+    with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded; load the artifact again"):
+        loaded.verify()
+    service, ranks_run, start = Service(path, ServerSettings(), print), threading.Event(), RankModel.start
+
+    def started_first(*_) -> None:
+        assert ranks_run.wait(600)
+
+    monkeypatch.setattr(RankModel, "start", lambda model: [start(model), ranks_run.set()])
+    monkeypatch.setattr(service, "_read_text", lambda *_: [started_first(), elsewhere(file, lambda: None)()])
+    try:
+        with pytest.raises(ArtifactCorruptError, match="was changed while it was loaded"):
+            service._open()
+    finally:
+        service.close()
 
 
 def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
