@@ -5,10 +5,10 @@ Somebody who traces a downloaded model stands in its directory, and a ``torch.py
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import site
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
@@ -40,8 +40,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 def _roots() -> list[str]:
     """The directories that hold our packages and are not on the path of every interpreter: a checkout's, say."""
     found = []
+    places = [entry for entry in sys.path if os.path.isabs(entry)]  # not "": a REPL has it, for wherever it stands now
     for name in _PACKAGES:
-        spec = importlib.util.find_spec(name)
+        spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name, places)
         if spec is not None and spec.origin is not None:
             found.append(str(Path(spec.origin).absolute().parent.parent))
     known = {*site.getsitepackages(), site.getusersitepackages()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import nxd_infer as nxd
 from nxd_infer.backends.compile_pool import compile_graphs
+from nxd_infer.children import child_environment, python_code
 from nxd_infer.cli.demo.client import ServerError
 from nxd_infer.cli.demo.run import load_in_fresh_process
 from nxd_infer.errors import TraceError
@@ -49,6 +52,17 @@ def test_a_process_of_the_demo_imports_nothing_from_here(planted, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     with pytest.raises(ServerError, match="ArtifactError"):
         load_in_fresh_process(planted.parent / "artifact")
+    assert not planted.exists(), planted.read_text()
+
+
+@pytest.mark.parametrize("entry", ["", "."])
+def test_a_child_of_an_interactive_session_imports_nothing_from_here(planted, monkeypatch, entry):
+    """The session looks into the directory that it stands in, which may be another one than when it began."""
+    (Path.cwd() / "nxd_server").mkdir()
+    (Path.cwd() / "nxd_server" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "nxd_server", raising=False)
+    monkeypatch.setattr(sys, "path", [entry, *sys.path])
+    subprocess.run(python_code("import torch, nxd_server"), env=child_environment(), check=True, timeout=600)
     assert not planted.exists(), planted.read_text()
 
 
