@@ -220,6 +220,7 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
     """
     stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
     try:
+        _require_stored(path)
         with torch.serialization.safe_globals([stand_in]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as error:
@@ -230,6 +231,17 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
             f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
             f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
         ) from error
+
+
+def _require_stored(path: Path) -> None:
+    """Raise ValueError for an archive that holds more than the file has bytes; ``torch.save`` compresses nothing."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    total, most = sum(part.file_size for part in parts), os.path.getsize(path)
+    if total > most or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise ValueError(f"its parts have {total} bytes and the file {most}: it is compressed; save it with torch.save")
 
 
 def read_reference_xser(path: Path, mapped: bool = False) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_files import read_reference_xser
+from nxd_infer.parallel_layers.checkpoint_files import read_pickle, read_reference_xser
 from nxd_infer.trainer.reference_files import open_reference
 from tests.trainer.test_reference_files import TensorReference, write
 
@@ -49,6 +51,22 @@ def test_cycles_and_what_stands_in_many_places(tmp_path: Path):
     torch.save(doubled(60), tmp_path / "doubled")
     value = read_reference_xser(tmp_path / "doubled")
     assert value[0] is value[1]
+
+
+def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
+    """Compressed, or the same bytes under several names."""
+    torch.save({"model": torch.zeros(100_000)}, tmp_path / "plain")
+    read_pickle(tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(tmp_path / "small", "w", 8) as small:
+        for part in plain.infolist():
+            small.writestr(part.filename, plain.read(part))
+    shutil.copy(tmp_path / "plain", tmp_path / "several")
+    with zipfile.ZipFile(tmp_path / "several", "a") as several:
+        several.filelist += [several.getinfo("plain/data/0")] * 3
+        several._didModify = True
+    for name in ("small", "several"):
+        with pytest.raises(CheckpointError, match=r"its parts have \d+ bytes and the file \d+: it is compressed"):
+            read_pickle(tmp_path / name)
 
 
 def test_a_rank_of_any_number(tmp_path: Path):
