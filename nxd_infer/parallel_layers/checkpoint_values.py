@@ -26,7 +26,7 @@ import pathlib
 import types
 import uuid
 import zoneinfo
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,26 @@ MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collect
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 NAMESPACES: dict[str, Any] = {"namespace": types.SimpleNamespace, "arguments": argparse.Namespace}
 TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _whole(number: Any) -> int:
+    """A part of a fraction, which would read a text of ten bytes as a number of a million digits."""
+    if type(number) is not int:
+        raise ValueError(f"{number!r:.80} is no part of a fraction")
+    return number
+
+
+MOST_ALIKE = 1000
+"""Values with one hash in a set or a dictionary: each is compared with all before it."""
+
+
+def _require_spread(keys: Iterable[Any]) -> None:
+    """Raise ValueError for more than MOST_ALIKE keys with one hash, which nobody has by chance."""
+    alike = collections.Counter(map(hash, keys))
+    if alike and max(alike.values()) > MOST_ALIKE:
+        raise ValueError(f"more than {MOST_ALIKE} elements of a set or a dictionary have one hash")
+
+
 BUILT: dict[str, Callable[..., Any]] = {
     "complex": complex,
     "range": range,
@@ -57,7 +77,7 @@ BUILT: dict[str, Callable[..., Any]] = {
     "size": lambda *sizes: torch.Size(sizes),
     "device": torch.device,
     "decimal": decimal.Decimal,
-    "fraction": fractions.Fraction,
+    "fraction": lambda *parts: fractions.Fraction(*map(_whole, parts)),
     "uuid": uuid.UUID,
     "date": datetime.date,
     "timedelta": datetime.timedelta,
@@ -280,7 +300,9 @@ class _Unpacker:
         return bytes(self.tensor(content["tensor"]).numpy())
 
     def pairs(self, content: Any) -> list[tuple[Any, Any]]:
-        return [(self.visit(key), self.visit(value)) for key, value in content]
+        found = [(self.visit(key), self.visit(value)) for key, value in content]
+        _require_spread(key for key, _ in found)
+        return found
 
     def visit(self, item: Any) -> Any:
         if not isinstance(item, dict):
@@ -291,7 +313,10 @@ class _Unpacker:
         if kind == "tensor":
             return self.tensor(content)
         if kind in SEQUENCES:
-            return SEQUENCES[kind]([self.visit(one) for one in content])
+            found = [self.visit(one) for one in content]
+            if "set" in kind:
+                _require_spread(found)
+            return SEQUENCES[kind](found)
         if kind in MAPPINGS:
             return MAPPINGS[kind](dict(self.pairs(content)))
         if kind in NAMESPACES:
@@ -334,7 +359,10 @@ class _Unpacker:
         return bytearray(self.raw(content))
 
     def _deque(self, content: Any) -> Any:
-        return collections.deque(self.visit(content[1]), content[0])
+        found = self.visit(content[1])
+        if type(found) is not list:  # a range may have any number of elements
+            raise ValueError(f"a deque is made of {type(found).__name__}, not of a list")
+        return collections.deque(found, content[0])
 
     def _default(self, content: Any) -> Any:
         name, pairs = content
@@ -386,5 +414,8 @@ def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
         return _Unpacker(tensor).visit(structure)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+    except (
+        *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError),
+        *(MemoryError, SystemError, OSError),  # an array of any size, a time zone that is a folder
+    ) as error:
         raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error
