@@ -5,11 +5,13 @@ Somebody who traces a downloaded model stands in its directory, and a ``torch.py
 
 from __future__ import annotations
 
+import json
 import os
 import site
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
 """What a child imports from where this process has it, installed or not."""
@@ -21,6 +23,28 @@ _SAFELY = "import sys; sys.path[:] = filter(None, sys.path)\n"
 def python_code(code: str, *arguments: str) -> list[str]:
     """The command that runs ``code`` in a new interpreter, ``arguments`` behind ``sys.argv[0]``."""
     return [sys.executable, "-c", _SAFELY + code, *arguments]
+
+
+def python_of_caller(code: str, *arguments: str) -> list[str]:
+    """As :func:`python_code`, with the path of this process, not a safe one: for code that imports the caller's own.
+
+    `json` is imported before it, and so is Python's own.
+    """
+    path = "import json; sys.path[:] = json.loads(sys.argv.pop(1))\n"
+    return python_code(path + code, json.dumps(sys.path), *arguments)
+
+
+def preparation() -> dict[str, Any]:
+    """What ``multiprocessing.spawn.prepare`` needs to import what is the caller's: this program's script, unless there
+    is no file of it, and where it runs."""
+    from multiprocessing import spawn
+
+    found = spawn.get_preparation_data("")
+    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+    kept = {key: found[key] for key in wanted if key in found}
+    if not os.path.exists(kept.get("init_main_from_path", "/")):  # `<stdin>`
+        del kept["init_main_from_path"]
+    return kept
 
 
 def python_module(name: str, *arguments: str) -> list[str]:

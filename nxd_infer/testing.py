@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 import os
 import pickle
+import subprocess  # nosec B404
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_infer import comm
+from nxd_infer.children import child_environment, preparation, python_of_caller
 from nxd_infer.comm.process import die_with_parent
 from nxd_infer.context import LOCAL, current_context, use_context
 from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
@@ -303,25 +305,28 @@ def _in_processes(
             f"the top level of a module, and tensors in the batch ({error})"
         ) from error
     world = training.tp * training.dp
-    context = multiprocessing.get_context("spawn")
+    if _importing:
+        raise ParallelConfigError(
+            "the script compares at its top level, and every rank imports the script: put the call under "
+            "`if __name__ == '__main__':`"
+        )
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="nxd-equivalence-") as folder:
-        arguments = (job, folder, world, timeout, os.getpid())
-        ranks = [context.Process(target=_rank, args=(*arguments, rank), daemon=True) for rank in range(world)]
+        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, folder, world, timeout, os.getpid())))
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for process in ranks:
-                process.start()
-            while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-                if any(process.exitcode for process in ranks):
+            for rank in range(world):
+                command = python_of_caller(_RANK, folder, str(rank))
+                ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment()))  # nosec B603
+            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+                if any(process.poll() for process in ranks):
                     deadline = min(deadline, time.monotonic() + 5)  # the others wait for a peer that is gone
                 time.sleep(0.05)
         finally:
-            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            late = [rank for rank, process in enumerate(ranks) if process.poll() is None]
             for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                if process.pid is not None:
-                    process.join()
+                process.kill()
+                process.wait()
         answers = [Path(folder, f"{rank}.json") for rank in range(world)]
         answered = [json.loads(path.read_text()) if path.exists() else {} for path in answers]
         # Causes before consequences: what a rank raised itself, who ended, and only then who missed a peer.
@@ -329,8 +334,8 @@ def _in_processes(
             if "error" in answer and not answer["lost a peer"]:
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
         for rank, (process, answer) in enumerate(zip(ranks, answered, strict=True)):
-            if process.exitcode and rank not in late and "error" not in answer:
-                raise RuntimeError(f"rank {rank} of {world} ended with status {process.exitcode}")
+            if process.returncode and rank not in late and "error" not in answer:
+                raise RuntimeError(f"rank {rank} of {world} ended with status {process.returncode}")
         for rank, answer in enumerate(answered):
             if "error" in answer:
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
@@ -343,8 +348,23 @@ def _in_processes(
     return list(lines.values())
 
 
-def _rank(job: bytes, folder: str, world: int, timeout: float, parent: int, rank: int) -> None:
+_RANK = "from nxd_infer.testing import _main; _main(sys.argv[1], int(sys.argv[2]))"
+_importing = False
+"""Whether this process is a rank that imports the caller's script."""
+
+
+def _main(folder: str, rank: int) -> None:
+    """Be the rank that the file in ``folder`` describes."""
+    global _importing
+    wanted, *job, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
     die_with_parent(parent)
+    _importing = True
+    spawn.prepare(wanted)
+    _importing = False
+    _rank(*job, rank)
+
+
+def _rank(job: bytes, folder: str, world: int, timeout: float, rank: int) -> None:
     torch.set_num_threads(1)
     answer: dict[str, Any] = {}
     try:
@@ -355,7 +375,7 @@ def _rank(job: bytes, folder: str, world: int, timeout: float, parent: int, rank
             world_size=world,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        model_fn, batch, training, reference, tolerance = pickle.loads(job)  # nosec B301  # of our parent, over a pipe
+        model_fn, batch, training, reference, tolerance = pickle.loads(job)  # nosec B301  # of our parent
         answer["found"] = compare_with(reference, model_fn, batch, training, tolerance)
         shutdown()
     except Exception as error:

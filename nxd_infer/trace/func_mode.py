@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import pickle
 import signal
@@ -21,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import Pipe, spawn
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from nxd_infer import compat, errors
-from nxd_infer.children import python_code
+from nxd_infer.children import preparation, python_of_caller
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.processors import processors
 from nxd_infer.trace import func_rank
@@ -114,7 +113,7 @@ def trace_ranks(
     at_once = degree if together else max_parallel or 1
     deadline = time.monotonic() + timeout
     port = _free_port()
-    preparation = _preparation()
+    prepared = preparation()
     results: dict[int, TracedRank] = {}
     running: list[_Rank] = []
     total = degree * len(request.buckets)
@@ -132,7 +131,7 @@ def trace_ranks(
                     rendezvous=str(build / "rendezvous"),
                     port=port,
                     parent=os.getpid(),
-                    preparation=preparation,
+                    preparation=prepared,
                     compat=compat.is_installed(),
                     threads=max(1, processors() // at_once),
                     timeout=timeout,
@@ -158,20 +157,7 @@ def trace_ranks(
     return [results[rank] for rank in range(degree)]
 
 
-def _preparation() -> dict[str, Any]:
-    """What a rank needs to import func: this program's script, unless there is no file of it, and where it runs."""
-    found = spawn.get_preparation_data("")
-    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
-    kept = {key: found[key] for key in wanted if key in found}
-    if not os.path.exists(kept.get("init_main_from_path", "/")):  # `<stdin>`
-        del kept["init_main_from_path"]
-    return kept
-
-
-# The caller's path, not a safe one, for the caller's code; `json` is imported before it, and so is Python's own.
 _RANK = """
-import json
-sys.path[:] = json.loads(sys.argv[2])
 from nxd_infer.trace.func_rank import main
 main(int(sys.argv[1]))
 """
@@ -181,7 +167,7 @@ def _start(settings: func_rank.RankSettings) -> _Rank:
     mine, theirs = Pipe()
     try:
         process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
-            python_code(_RANK, str(theirs.fileno()), json.dumps(sys.path)),
+            python_of_caller(_RANK, str(theirs.fileno())),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone

@@ -16,6 +16,8 @@ from nxd_infer.children import child_environment, python_code
 from nxd_infer.cli.demo.client import ServerError
 from nxd_infer.cli.demo.run import load_in_fresh_process
 from nxd_infer.errors import TraceError
+from nxd_infer.testing import assert_parallel_equivalent
+from tests.trainer.models import mlp, vectors
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +57,11 @@ def test_a_process_of_the_demo_imports_nothing_from_here(planted, monkeypatch):
     assert not planted.exists(), planted.read_text()
 
 
+def test_a_rank_that_is_compared_imports_nothing_from_here(planted):
+    assert_parallel_equivalent(mlp, vectors(), tp=2, steps=1)
+    assert not planted.exists(), planted.read_text()
+
+
 @pytest.mark.parametrize("entry", ["", "."])
 def test_a_child_of_an_interactive_session_imports_nothing_from_here(planted, monkeypatch, entry):
     """The session looks into the directory that it stands in, which may be another one than when it began."""
@@ -68,6 +75,7 @@ def test_a_child_of_an_interactive_session_imports_nothing_from_here(planted, mo
 
 def test_there_is_one_way_to_start_python():
     """`children.py` knows how; the process for texts is isolated altogether (`-I`), the doctor only prints the path."""
+    ways = r"\bsys\.executable\b|\bget_context\(|\bProcess\(|\bProcessPoolExecutor\b|\bmp\.spawn\b"
     files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
-    found = {file.name for file in files if re.search(r"\bsys\.executable\b", file.read_text())}
+    found = {file.name for file in files if re.search(ways, file.read_text())}
     assert found == {"children.py", "doctor.py", "process.py"}
