@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fnmatch
+import itertools
 import os
 import stat
 import time
@@ -31,6 +32,8 @@ MOST_VALUES = 1 << 19
 MOST_PARSED = 256 << 20
 """Bytes of all that is parsed below one name. A file counts as a page at least, so it bounds how many there are."""
 _PAGE = 4096
+MOST_ENTRIES = 100_000
+"""Files and folders of one that is named, all of which are looked at."""
 MOST_OPEN = 16
 """Files of one name that stay open."""
 _SPARSE = 1 << 20
@@ -174,9 +177,13 @@ class _Place:
         """What lies in a folder."""
         listed = _reopened(self.open(name), os.O_DIRECTORY)
         try:
-            return sorted(os.listdir(listed))
+            with os.scandir(listed) as entries:
+                found = [entry.name for entry in itertools.islice(entries, MOST_ENTRIES + 1)]
         finally:
             os.close(listed)
+        if len(found) > MOST_ENTRIES:
+            raise CheckpointError(f"{self.shown(name)} holds more than {MOST_ENTRIES} files; name a folder in it")
+        return sorted(found)
 
     def held(self, name: str) -> int:
         """A descriptor of the file, which stays open until MOST_OPEN others were asked for.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from nxd_infer.beneath import BeneathPath, opened_beneath
+from nxd_infer.beneath import MOST_ENTRIES, BeneathPath, opened_beneath
 from nxd_server.errors import ForbiddenPathError, RequestError
-
-MOST_ENTRIES = 100_000
-"""Files and folders of one that is named, all of which are looked at."""
 
 
 @contextlib.contextmanager
@@ -70,8 +68,10 @@ def path_under(root: Path | None, name: str, field: str = "path") -> Path:
 
 
 def _entries(folder: Path, field: str) -> list[Path]:
+    """What lies in a folder, one more than MOST_ENTRIES at most."""
     try:
-        return list(folder.iterdir())
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in itertools.islice(entries, MOST_ENTRIES + 1)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -19,6 +19,7 @@ from nxd_infer.layout import SafetensorsSource
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.peft import read_config
 from nxd_infer.trace.sources import weight_source
+from nxd_server import paths
 from nxd_server.errors import ForbiddenPathError, RequestError
 from nxd_server.http.errors import ApiError
 from nxd_server.http.weights import unchanged
@@ -206,6 +207,32 @@ def test_files_that_take_long_to_parse_are_refused_before_they_are(root, monkeyp
     monkeypatch.setattr(beneath, "MOST_PARSED", 7 * 4096)  # the length and the header of three files, and no more
     with opened_beneath(root, "step") as path, pytest.raises(CheckpointError, match="more than 28672 bytes of indexes"):
         SafetensorsSource(path)
+
+
+def test_a_folder_of_any_number_of_files_is_not_read_to_its_end(root, monkeypatch):
+    for number in range(50):
+        (root / "step" / str(number)).touch()
+    scan, looked = os.scandir, 0
+
+    @contextlib.contextmanager
+    def counted(folder):
+        def entries():
+            nonlocal looked
+            for entry in there:
+                looked += 1
+                yield entry
+
+        with scan(folder) as there:
+            yield entries()
+
+    monkeypatch.setattr(os, "scandir", counted)
+    for module in (beneath, paths):
+        monkeypatch.setattr(module, "MOST_ENTRIES", 3)
+    with pytest.raises(RequestError, match="more than 3 files lie under"), opened_under(root, "step"):
+        pass
+    with pytest.raises(CheckpointError, match="step holds more than 3 files"), opened_beneath(root, "step") as path:
+        list(path.iterdir())
+    assert looked == 8
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -27,7 +27,7 @@ def planted(tmp_path, monkeypatch):
     """Stands in a directory whose modules leave a file behind when they are imported; yields the file's path."""
     place, marker = tmp_path / "downloaded", tmp_path / "ran"
     place.mkdir()
-    for name in ("torch", "json", "runpy", "site", "nxd_infer", "typing", "pydantic"):
+    for name in ("torch", "json", "runpy", "site", "nxd_infer", "typing", "pydantic", "multiprocessing"):
         (place / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})\n")
     monkeypatch.chdir(place)
     return marker
