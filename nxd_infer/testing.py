@@ -312,7 +312,7 @@ def _in_processes(
         )
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="nxd-equivalence-") as folder:
-        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, folder, world, timeout, os.getpid())))
+        Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, world, timeout, os.getpid())))
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world):
@@ -356,12 +356,12 @@ _importing = False
 def _main(folder: str, rank: int) -> None:
     """Be the rank that the file in ``folder`` describes."""
     global _importing
-    wanted, *job, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
+    wanted, job, world, timeout, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
     die_with_parent(parent)
     _importing = True
     spawn.prepare(wanted)
     _importing = False
-    _rank(*job, rank)
+    _rank(job, folder, world, timeout, rank)
 
 
 def _rank(job: bytes, folder: str, world: int, timeout: float, rank: int) -> None:
