@@ -154,6 +154,8 @@ def _one_text(letter: bytes) -> Callable[[int], bytes]:
 
 
 MESSAGE = b'{"role":"user","content":"a"}'
+PART = b'{"type":"text","text":"a"}'
+VARIABLES = b'{"messages": [' + MESSAGE + b'], "chat_template_kwargs": {"a": ['
 
 
 def abandoned(target: Target) -> None:
@@ -250,18 +252,19 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'""', b"]}", 5_000_000)),
     "text": _again(COMPLETIONS, _one_text(b"a")),
     "escapes": _again(COMPLETIONS, _one_text(b"\\u4e2d\\n")),
-    # As many as are parsed:
-    "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**19 - 10)),
-    "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**16 - 10)),
-    "most stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**19 - 10)),
-    "most messages": _again(CHAT, _many(b'{"messages": [', MESSAGE, b"]}", 2**16 - 10)),
-    "most parts": _again(
-        CHAT,
-        _many(b'{"messages": [{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}", 2**16 - 10),
-    ),
-    "most variables": _again(
-        CHAT, _many(b'{"messages": [' + MESSAGE + b'], "chat_template_kwargs": {"a": [', b"12345", b"]}}", 2**19 - 20)
-    ),
+    # As many as are parsed, by a server whose model takes 4,096 tokens:
+    "parsed ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**18)),
+    "parsed lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**14 - 10)),
+    "parsed stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**18)),
+    "parsed variables": _again(CHAT, _many(VARIABLES, b"12345", b"]}}", 2**18)),
+    # As many as come to those who look at them:
+    "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**16)),
+    "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**10)),
+    "most stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**10)),
+    "most messages": _again(CHAT, _many(b'{"messages": [', MESSAGE, b"]}", 2**12)),
+    "most parts": _again(CHAT, _many(b'{"messages": [{"role":"user","content":[', PART, b"]}]}", 10_000)),
+    "most variables": _again(CHAT, _many(VARIABLES, b"12345", b"]}}", 4000)),
+    "most text": _again(COMPLETIONS, lambda size: _one_text(b"a")(min(size, MIB))),
     "abandoned texts": abandoned,
     "aborted streams": aborted,
     "keyless bodies": keyless,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.errors import ModelConfigError
 from nxd_server.config import ServerSettings
 from nxd_server.errors import GenerateOnlyError, RequestError
+from nxd_server.text.bounds import Bounds, body_bounds
 
 if TYPE_CHECKING:
     from nxd_infer.trace.artifact import LoadedArtifact
@@ -107,6 +108,13 @@ class Served:
 
         return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
 
+    @property
+    def body_bounds(self) -> Bounds:
+        """What a request's body may hold."""
+        tokenizer, max_len = self._tokenizer, self.max_len
+        characters = None if tokenizer is None else tokenizer.most_characters(max_len)
+        return body_bounds(self.task, max_len, self.settings.max_choices, characters)
+
     def texts_aside(self) -> dict[str, int]:
         """How many conversations, texts and large bodies are worked on in processes of their own, or wait for that."""
         template, tokenizer = self.chat_template, self._bounded_tokenizer
@@ -141,6 +149,8 @@ class Served:
             self._tokenizer = Tokenizer.from_dir(artifact)
         except ModelConfigError as error:
             logger.warning("no text routes, token ids only: %s", error)
+        else:
+            self._tokenizer.most_characters(self.max_len)  # looks through the vocabulary: now, and not in a request
         if task == "generate" and self._tokenizer is not None:
             self._use_template(TemplateSources.from_dir(artifact))
 

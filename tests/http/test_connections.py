@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from unittest.mock import Mock
 
 import pytest
 
+from nxd_server.config import ServerSettings
+from nxd_server.http.connections import Connections
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -114,6 +117,35 @@ def test_the_one_that_was_silent_for_longest_makes_room():
         first.sendall(b"\r\nConnection: close\r\n\r\n")
         assert read_all(first).startswith(b"HTTP/1.1 200 ")
         assert ended(server, "evicted") == 1
+
+
+@pytest.mark.check
+def test_to_find_it_only_those_are_asked_that_were_silent_for_longer():
+    """Where every new connection evicts one, a look at all of them kept /livez waiting behind each."""
+    asked: list[Silent] = []
+
+    class Silent:
+        address, heard, owing = "x", 0.0, True
+        loop = transport = Mock()
+
+        @property
+        def owes(self):
+            asked.append(self)
+            return self.owing
+
+        def crowd(self):
+            pytest.fail("there was room")
+
+    connections = Connections(ServerSettings(max_connections=100))
+    all = [Silent() for _ in range(100)]
+    for one in all:
+        assert connections.admit(one)  # pyright: ignore[reportArgumentType]
+    connections.heard(all[0])  # pyright: ignore[reportArgumentType]
+    all[1].owing = False
+    assert not asked
+    assert connections.admit(Silent())  # pyright: ignore[reportArgumentType]
+    assert asked == all[1:3] and len(connections) == 100
+    assert all[0] in connections._all and all[1] in connections._all and all[2] not in connections._all
 
 
 def test_one_address_has_no_more_than_its_share():

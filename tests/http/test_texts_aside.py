@@ -12,7 +12,7 @@ import pytest
 from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
 from tests.processes import descendants, gone
 
-CHAT = "/v1/chat/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -98,6 +98,23 @@ def test_abandoned_tokenisations_end_and_the_queue_of_them_is_bounded(impatient)
             is_error(impatient.post("/tokenize", TEXT), 429, code="queue_full")
         impatient.wait_metric("nxd_texts_aside", 0.0, kind="texts")
     wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (COMPLETIONS, {"prompt": "a" * 2**20}),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * (2**20 - 100)}]}),
+])  # fmt: skip
+def test_a_long_text_that_is_generated_from_ends_with_its_client(impatient, path, body):
+    """It was tokenised in a thread of the server, for as long and as much memory as that takes."""
+    large_body(impatient)
+    impatient.post(CHAT, chat())
+    before = descendants(impatient.process.pid)
+    with raw(impatient, http_request(path, json.dumps(body).encode())):
+        wait_for(lambda: impatient.metric("nxd_texts_aside", kind="texts") == 1, 20)
+    impatient.wait_metric("nxd_texts_aside", 0.0)
+    wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
+    error = is_error(impatient.post(path, body), 400, next(iter(body)), "context_length_exceeded")
+    assert "this model's maximum context length is 64 tokens" in error["message"]
 
 
 def test_what_a_long_text_took_is_given_back(toy):

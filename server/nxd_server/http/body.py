@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
+from nxd_server.text.bounds import Bounds
 from nxd_server.text.strict_json import parse_json
 from nxd_server.trim import trim_soon
 
@@ -27,6 +28,9 @@ DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
 TOKEN_BYTES = 6
 """An id with its comma, or the text of a token."""
+
+
+Parser = Callable[[bytes, Bounds], Awaitable[dict[str, Any]]]
 
 
 class ClientLeft(Exception):
@@ -58,15 +62,15 @@ class Bodies:
         self.held = 0
 
     async def read_json(
-        self, request: Request, limit: int, timeout: float, aside: Callable[[bytes], Awaitable[dict[str, Any]]]
+        self, request: Request, limit: int, timeout: float, bounds: Bounds, aside: Parser
     ) -> dict[str, Any]:
-        """The body as a JSON object; ``aside`` parses a large one.
+        """The body as a JSON object within ``bounds``; ``aside`` parses a large one.
 
         Raises:
             ApiError: 413 too large; 415 compressed; 504 not here within ``timeout`` seconds;
                 503 when there is no room for it beside the others.
             ClientLeft: the connection closed in the middle.
-            BodyError: as :func:`parse_json`.
+            RequestError: as :func:`parse_json`.
         """
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -78,7 +82,7 @@ class Bodies:
         try:
             await asyncio.wait_for(self._read(request, limit, chunks), timeout)
             data = b"".join(chunks)
-            return await aside(data) if len(data) > INLINE_PARSE_BYTES else parse_json(data)
+            return await aside(data, bounds) if len(data) > INLINE_PARSE_BYTES else parse_json(data, bounds)
         except asyncio.TimeoutError:
             raise ApiError(
                 504,

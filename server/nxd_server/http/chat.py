@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
 from nxd_server.engine.request import max_new_tokens
-from nxd_server.errors import PromptTooLongError
 from nxd_server.text.tokenizer import Tokenizer
 
 from .completions import check_choices
@@ -100,8 +99,6 @@ async def chat_prompt(context: Context, messages: list[dict[str, Any]], variable
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
-    if len(tokens) > context.service.max_len:
-        raise PromptTooLongError(len(tokens), context.service.max_len, "messages")
     return tokens
 
 

@@ -48,7 +48,8 @@ class Connections:
         self.silence = settings.connection_timeout
         self.most = most_connections(settings.max_connections)
         self._per_address = settings.max_connections_per_address
-        self._all: set[JsonErrorProtocol] = set()
+        self._all: dict[JsonErrorProtocol, None] = {}
+        """The one that has been silent for longest comes first."""
         self._by_address: Counter[str] = Counter()
         self.closed: Counter[str] = Counter(dict.fromkeys(("late", "silent", "evicted", "refused"), 0))
         """How many were ended, by why."""
@@ -67,24 +68,31 @@ class Connections:
                 self.closed["refused"] += 1
                 return False
             connection.crowd()
-        self._all.add(connection)
+        self._all[connection] = None
         self._by_address[address] += 1
         return True
+
+    def heard(self, connection: JsonErrorProtocol) -> None:
+        """The client has sent something, or has its answer."""
+        connection.heard = connection.loop.time()
+        if connection in self._all:
+            del self._all[connection]
+            self._all[connection] = None
 
     def leave(self, connection: JsonErrorProtocol) -> None:
         """The connection is closed, or was ended; harmless when it was never in."""
         if connection in self._all:
-            self._all.remove(connection)
+            del self._all[connection]
             self._by_address[connection.address] -= 1
             if not self._by_address[connection.address]:
                 del self._by_address[connection.address]
 
     def _evict(self) -> bool:
         """End the one that has owed something for the longest time; False when none does."""
-        owing = [connection for connection in self._all if connection.owes]
-        if not owing:
+        silent = next((connection for connection in self._all if connection.owes), None)
+        if silent is None:
             return False
-        self.end(min(owing, key=lambda connection: connection.heard), "evicted")
+        self.end(silent, "evicted")
         return True
 
     def end(self, connection: JsonErrorProtocol, reason: str) -> None:

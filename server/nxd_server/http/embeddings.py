@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.errors import QueueFullError, not_finished
+from nxd_server.text.bounds import MOST_INPUTS
 
 from .errors import bad_request, encode
 from .oneshot import wait_all
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from nxd_server.engine.encoder import Encoded
 
-MAX_INPUTS = 2048
-"""Texts of one request, as OpenAI's limit."""
 LARGEST_WAVE = 64
 RETRY_SECONDS = 0.05
 
@@ -88,8 +87,8 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
     context = context_of(request)
     encoder, settings = context.service.require_encoder(), context.settings
     texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
-    if len(texts) > MAX_INPUTS:
-        raise bad_request(f"`input` has {len(texts)} texts; one request may have {MAX_INPUTS}", "input")
+    if len(texts) > MOST_INPUTS:
+        raise bad_request(f"`input` has {len(texts)} texts; one request may have {MOST_INPUTS}", "input")
     several = len(texts) > 1
     for place, text in enumerate(texts):
         path = f"input[{place}]" if several else "input"

@@ -111,7 +111,7 @@ class JsonErrorProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come."""
-        self.heard = self.loop.time()
+        self.guard.heard(self)
         if self.head_due is None and self.conn.their_state is h11.IDLE:
             self.head_due = self.heard + self.guard.header_timeout
         super().data_received(data)
@@ -120,7 +120,7 @@ class JsonErrorProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """An answer is out; what the client sent meanwhile may be half of the next request."""
-        self.heard = self.loop.time()
+        self.guard.heard(self)
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self.head_due = self.heard + self.guard.header_timeout

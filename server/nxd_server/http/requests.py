@@ -14,9 +14,8 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.text.lanes import Lane
-from nxd_server.trim import trim_soon
 
-from .body import LARGE_BYTES, Bodies, ClientLeft, client_left, default_limit
+from .body import Bodies, ClientLeft, client_left, default_limit
 from .errors import ApiError, bad_request, clip
 from .middleware import WHOLE
 from .schemas import Body
@@ -32,6 +31,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
 INLINE_TEXT = 4096
 """A longer text is tokenised in a thread: the library frees the interpreter while it works."""
+THREAD_TEXT = 2**16
+"""A longer one in a process: it takes seconds and a hundred megabytes, and nothing could end the thread."""
 ENCODERS = 2
 """Threads that do; nothing ends the text that one is at, but no more than these go on after their clients left."""
 
@@ -69,9 +70,10 @@ def whole_of(request: Request) -> WholeRequest:
 async def json_body(request: Request) -> dict[str, Any]:
     """The body as a JSON object; raises as :meth:`Bodies.read_json`."""
     context = context_of(request)
-    settings = context.settings
-    limit = settings.max_body_bytes or default_limit(context.service)
-    return await context.bodies.read_json(request, limit, settings.request_timeout, context.service.bounded_json.parse)
+    service, settings = context.service, context.settings
+    limit = settings.max_body_bytes or default_limit(service)
+    aside = service.bounded_json.parse
+    return await context.bodies.read_json(request, limit, settings.request_timeout, service.body_bounds, aside)
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
@@ -128,18 +130,16 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:
-    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant."""
+    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant, PromptTooLongError for more
+    than the model takes."""
     service = context.service
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
-    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field)
-    if len(text) <= INLINE_TEXT:
-        return encode()
-    try:
-        return await context.encoders.run(encode)
-    finally:
-        if len(text) > LARGE_BYTES:
-            trim_soon()
+    most = service.max_len
+    if len(text) > THREAD_TEXT:
+        return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
+    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
+    return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
 
 
 async def encode_prompts(
@@ -155,6 +155,8 @@ async def encode_prompts(
             ids = await encode_text(context, prompt, path, special=special)
         else:
             ids = prompt
+        if several:
+            await asyncio.sleep(0)  # others have their turn between two of them
         if len(ids) > service.max_len:  # before every one is looked at
             raise PromptTooLongError(len(ids), service.max_len, path)
         tokens.append(check_token_ids(ids, service.vocab_size, path))

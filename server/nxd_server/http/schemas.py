@@ -24,9 +24,6 @@ BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
 """They are looked through at every token, in the one thread that serves everybody."""
 MOST_VARIABLES = 64
-MOST_MESSAGES = 4096
-MOST_STOPS = 1024
-"""Of what is looked at one by one; the engine takes fewer still."""
 MOST_BIASES = 4096
 """What a graph takes is the engine's to say; no graph takes this many, so more are not even read."""
 
@@ -40,8 +37,6 @@ class Body(BaseModel):
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
     INSTEAD: ClassVar[dict[str, str]] = {}
     """Names of other servers, and ours of the same thing."""
-    MOST: ClassVar[dict[str, int]] = {"messages": MOST_MESSAGES, "stop": MOST_STOPS}
-    """How long these lists may be, asked before their elements are looked at."""
 
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
@@ -61,8 +56,6 @@ class Body(BaseModel):
                 continue
             if name not in cls.model_fields:
                 raise unknown_field(clip(name), cls.model_fields)
-            if isinstance(value, list) and len(value) > cls.MOST.get(name, len(value)):
-                raise bad_request(f"`{name}` holds {len(value)} values; at most {cls.MOST[name]} are taken", name)
             given[name] = value
         try:
             return cls.model_validate(given)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.request import check_token_ids
+from nxd_server.text.bounds import MOST_IDS
 
 from .chat import chat_text
 from .errors import bad_request, encode
@@ -15,8 +16,6 @@ from .requests import INLINE_TEXT, Context, check_model, context_of, unless_left
 from .schemas import DetokenizeBody, TokenizeBody
 
 INLINE_TOKENS = 4096
-MOST_TOKENS = 2**16
-"""Token ids that ``/detokenize`` takes where the model's own maximum length is not more."""
 
 
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
@@ -60,7 +59,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     service.require_loaded()
     check_model(service, body.model)
     tokenizer = service.require_tokenizer()
-    most = max(MOST_TOKENS, service.max_len)
+    most = max(MOST_IDS, service.max_len)
     if len(body.tokens) > most:
         raise bad_request(f"`tokens` has {len(body.tokens)} ids; at most {most} are taken at once", "tokens")
     if body.tokens:

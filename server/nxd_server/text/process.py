@@ -22,11 +22,14 @@ from typing import Any
 from nxd_server.errors import BodyError, EngineUnavailableError, RequestError, TextTooLongError
 
 START_SECONDS = 30.0
+NICENESS = 5
+"""Streams come first: a text, a template or a large body may take its time."""
 SMALL = 2**16
 """Bytes that are copied rather than sent by themselves, which would wake the other side twice."""
 _HEAD = struct.Struct("<II")
 # Modules come from where this process finds them, and from nowhere that the environment or the directory names.
 _COMMAND = (
+    f"import os; os.nice({NICENESS}); "  # first: even to start takes a while
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from nxd_server.text.process_main import main; main()"
 )
 _ENVIRONMENT = {

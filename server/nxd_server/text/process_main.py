@@ -14,16 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import BodyError, RequestError, TextTooLongError
+from nxd_infer.memory import give_back
+from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.process import START_SECONDS, read_frame, write_frame
 
 TEMPLATE_MEMORY = 256 * 2**20
 TEXT_MEMORY = 1024 * 2**20
 """Bytes a job may take beyond what the process has when it is ready."""
-KEPT_MEMORY = 8 * 2**20
-"""A process that has grown by more ends: only so does the system get everything back."""
-NICENESS = 5
-"""Streams come first; a text of a megabyte may take its time."""
+KEPT_MEMORY = 2 * 2**20
+"""A process that keeps more than it had ends: only so does the system get everything back."""
+
+TOO_LONG = (TextTooLongError, PromptTooLongError)
 
 Answer = tuple[dict[str, Any], bytes]
 Job = Callable[[dict[str, Any], bytes], Answer]
@@ -50,7 +51,7 @@ def main() -> None:
         _end_in(header["seconds"])
         answer, data = _answered(job, header, blob)
         _end_in(None)
-        last = answer.get("last", False) or _bytes(1) - resident > KEPT_MEMORY
+        last = answer.get("last", False) or _has_grown(resident + len(blob) + len(data))
         write_frame(connection, {**answer, "last": last}, data)
         if last:
             return
@@ -75,7 +76,7 @@ def _answered(job: Job, header: dict[str, Any], blob: bytes) -> Answer:
         answer: dict[str, Any] = {"refused": [error.field, error.message]}
         if isinstance(error, BodyError):
             answer["code"] = error.code
-        return {**answer, "too_long": isinstance(error, TextTooLongError)}, b""
+        return {**answer, "too_long": isinstance(error, TOO_LONG)}, b""
     except MemoryError:
         return {"memory": True, "last": True}, b""
 
@@ -83,7 +84,6 @@ def _answered(job: Job, header: dict[str, Any], blob: bytes) -> Answer:
 def _prepare(header: dict[str, Any], blob: bytes) -> Job:
     if header["kind"] == "template":
         return _template_job(header)
-    os.nice(NICENESS)
     job = _json_job() if header["kind"] == "json" else _tokenizer_job(header, blob)
     _limit_memory(TEXT_MEMORY)
     return job
@@ -97,17 +97,19 @@ def _template_job(setup: dict[str, Any]) -> Job:
     template = ChatTemplate(setup["source"], setup["special_tokens"], setup["named"])
 
     def render(header: dict[str, Any], blob: bytes) -> Answer:
-        text = template.render(header["messages"], max_characters=header["most"], **header["variables"])
+        messages, variables = marshal.loads(blob)  # nosec B302  # of the server
+        text = template.render(messages, max_characters=header["most"], **variables)
         return {}, text.encode()
 
     return render
 
 
 def _json_job() -> Job:
+    from nxd_server.text.bounds import Bounds
     from nxd_server.text.strict_json import parse_json
 
     # Marshalled, a value is read back by the server in a fraction of the time that JSON takes.
-    return lambda header, blob: ({}, marshal.dumps(parse_json(blob)))
+    return lambda header, blob: ({}, marshal.dumps(parse_json(blob, Bounds(**header["bounds"]))))
 
 
 def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
@@ -122,13 +124,23 @@ def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
             ids = array("q", blob)
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             return {}, json.dumps({"prompt": text}, ensure_ascii=False, separators=(",", ":")).encode()
-        ids = tokenizer.encode(blob.decode(), add_special_tokens=header["special"], field=header["field"])
+        special, field, most = header["special"], header["field"], header.get("most")
+        ids = tokenizer.encode(blob.decode(), add_special_tokens=special, field=field, most=most)
+        if header["do"] == "encode":
+            return {}, array("q", ids).tobytes()
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": header["max_model_len"], "tokens": ids}
         if header["strings"]:
             answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
         return {"count": len(ids)}, json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
     return work
+
+
+def _has_grown(expected: int) -> bool:
+    """Whether this process holds much more memory than ``expected``, with what was freed given back."""
+    if _bytes(1) - expected > KEPT_MEMORY:
+        give_back()
+    return _bytes(1) - expected > KEPT_MEMORY
 
 
 def _bytes(field: int) -> int:

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from nxd_server.errors import BodyError
+from nxd_server.text.bounds import ANY, MOST_ELEMENTS, Bounds
 
-MOST_ELEMENTS = 2**19
-"""Values in all: with the longest lists of token ids that 64 prompts can be."""
 MOST_CONTAINERS = 2**14
 """Lists and objects among them; each costs as much as ten numbers, and more in what looks at them one by one later."""
 MOST_KEYS = 2**15
@@ -29,8 +28,9 @@ WINDOW = 2**16
 class Outline:
     """What a JSON text holds, by its punctuation outside of strings. Of a text that is no JSON it says little."""
 
-    def __init__(self, data: bytes):
-        """Raises BodyError as soon as it is more than is parsed."""
+    def __init__(self, data: bytes, most: int = MOST_ELEMENTS):
+        """Raises BodyError as soon as it is more than is parsed: ``most`` values, or another of the limits."""
+        self._most = most
         self.elements = 0
         self.containers = 0
         self.objects = 0
@@ -61,8 +61,8 @@ class Outline:
 
     def _check(self) -> None:
         count = self.elements + self.containers
-        if count > MOST_ELEMENTS:
-            raise _too_much(f"more than {MOST_ELEMENTS} values")
+        if count > self._most:
+            raise _too_much(f"more than {self._most} values")
         if self.containers > MOST_CONTAINERS:
             raise _too_much(f"more than {MOST_CONTAINERS} lists and objects")
         if self.keys > MOST_KEYS:
@@ -78,16 +78,17 @@ def _too_much(what: str) -> BodyError:
     )
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
-    """``data`` as a JSON object.
+def parse_json(data: bytes, bounds: Bounds = ANY) -> dict[str, Any]:
+    """``data`` as a JSON object within ``bounds``.
 
     Raises:
+        RequestError: a field holds more than ``bounds`` allow.
         BodyError: for what is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
             not), not an object, or has a key twice in one object: two readers would understand two requests.
     """
     if not data.strip():
         raise _invalid("is empty; a JSON object is expected")
-    outline = Outline(data)
+    outline = Outline(data, bounds.values)
     try:
         data.decode("utf-8", errors="strict")
     except UnicodeDecodeError as error:
@@ -101,6 +102,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise _invalid(f"must be a JSON object, not {kind}")
     if outline.keys != (len(value) if outline.objects == 1 else _keys(value)):
         json.loads(data, object_pairs_hook=_unique)
+    bounds.check(value)
     return value
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import RequestError, TextTooLongError
+from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
 from nxd_server.text.files import TextFiles
 
@@ -87,17 +87,28 @@ class Tokenizer:
     # --- in ---------------------------------------------------------------------------------------------
 
     def encode(
-        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of ``text`` (and ``pair``); RequestError naming ``field`` when it is not valid text."""
+        """Token ids of ``text`` (and ``pair``); RequestError naming ``field`` when it is not valid text,
+        PromptTooLongError when there are more than ``most``."""
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
         with _readable(field):
             if pair is None and len(text) > LONG_TEXT:
                 # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
-                return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return self.raw.encode(text, pair, add_special_tokens=add_special_tokens).ids
+                encoding = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            else:
+                encoding = self.raw.encode(text, pair, add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:  # before a list of them is made
+            raise PromptTooLongError(len(encoding), most, field)
+        return encoding.ids
 
     def encode_with_types(
         self, text: str, pair: str | None = None, *, field: str = "input", most: int | None = None
