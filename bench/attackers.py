@@ -155,7 +155,7 @@ def _one_text(letter: bytes) -> Callable[[int], bytes]:
 
 MESSAGE = b'{"role":"user","content":"a"}'
 PART = b'{"type":"text","text":"a"}'
-VARIABLES = b'{"messages": [' + MESSAGE + b'], "chat_template_kwargs": {"a": ['
+VARIABLES = b'{"max_tokens": 1, "messages": [' + MESSAGE + b'], "chat_template_kwargs": {"a": ['
 
 
 def abandoned(target: Target) -> None:
@@ -261,8 +261,10 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**16)),
     "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**10)),
     "most stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**10)),
-    "most messages": _again(CHAT, _many(b'{"messages": [', MESSAGE, b"]}", 2**12)),
-    "most parts": _again(CHAT, _many(b'{"messages": [{"role":"user","content":[', PART, b"]}]}", 10_000)),
+    "most messages": _again(CHAT, _many(b'{"max_tokens": 1, "messages": [', MESSAGE, b"]}", 2**12)),
+    "most parts": _again(
+        CHAT, _many(b'{"max_tokens": 1, "messages": [{"role":"user","content":[', PART, b"]}]}", 10_000)
+    ),
     "most variables": _again(CHAT, _many(VARIABLES, b"12345", b"]}}", 4000)),
     "most text": _again(COMPLETIONS, lambda size: _one_text(b"a")(min(size, MIB))),
     "abandoned texts": abandoned,

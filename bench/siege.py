@@ -138,9 +138,13 @@ class _Watch:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def end(self) -> dict[str, Any]:
+        """What it has seen since the last time until its end, with nothing that it sent left out."""
+        try:
+            return json.loads(self._process.communicate(timeout=PATIENCE)[0])
+        finally:
+            self._process.kill()
+            self._process.wait()
 
 
 class Siege:
@@ -165,9 +169,8 @@ class Siege:
             yield livez, stream
         finally:
             for watch, route in ((livez, "/livez"), (stream, "/v1/completions")):
-                with contextlib.suppress(OSError, ValueError):
-                    self._count(route, watch.ask())
-                watch.end()
+                with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+                    self._count(route, watch.end())
 
     def _count(self, route: str, seen: Mapping[str, Any]) -> None:
         self.tally.sent[route] += seen["sent"]

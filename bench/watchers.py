@@ -1,7 +1,7 @@
 """Who looks how a server does while others attack it: ``python -m bench.watchers livez|stream --port N``.
 
 A process each, so that none waits for another; with a line on standard input it begins to keep what it sees, with
-the next one it prints that as a line of JSON, and so on until its input ends.
+the next one it prints that as a line of JSON, and so on; at the end of its input it prints the rest, and ends.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Watcher:
         """Print what was seen since the last time, where that is asked for; SystemExit at the end of the input."""
         while select.select([0], [], [], 0.0)[0]:
             data = os.read(0, 1000)
-            if not data:
-                raise SystemExit
-            for _ in range(data.count(b"\n")):
+            for _ in range(data.count(b"\n") or not data):
                 print(json.dumps(asdict(self.seen)), flush=True)
                 self.seen = Seen()
+            if not data:
+                raise SystemExit
 
     def livez(self) -> None:
         """A look every 20 ms, on a connection of its own, as a kubelet's."""

@@ -74,6 +74,8 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
 
 def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
     """As :func:`serve`, for a service that ``make_service`` builds around the callback for its failure."""
+    # Each text is tokenised by itself; the library would start threads for it, as many as there are cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         settings.keys()
         listener = bind(settings.host, settings.port)

@@ -39,6 +39,15 @@ def test_those_who_watch_an_attack_see_looks_gaps_and_what_is_held(server):
     assert len(reading.row()) == 9
 
 
+def test_all_that_those_who_watch_have_sent_is_counted(server):
+    """Looks between their last word and their end were not, and the books of the soak did not agree."""
+    before = server.metric("nxd_http_requests_total", route="/livez")
+    siege = Siege(server.port, server.process.pid, tokens=50, body_bytes=2**20)
+    reading = siege.attack("nothing", seconds=0.2, calm=0.2)
+    assert not reading.tally["sent"]
+    server.wait_metric("nxd_http_requests_total", before + siege.tally.sent["/livez"], 20, route="/livez")
+
+
 @pytest.mark.check
 def test_what_does_not_hold_is_told_with_its_bound():
     held = Held(memory=100 * 2**20, descriptors=40, threads=10)

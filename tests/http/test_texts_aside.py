@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import signal
 
 import httpx
@@ -115,6 +116,16 @@ def test_a_long_text_that_is_generated_from_ends_with_its_client(impatient, path
     wait_for(lambda: descendants(impatient.process.pid) <= before, 10, "a process for texts is left")
     error = is_error(impatient.post(path, body), 400, next(iter(body)), "context_length_exceeded")
     assert "this model's maximum context length is 64 tokens" in error["message"]
+
+
+def test_no_threads_are_left_of_texts_that_are_tokenised_in_one():
+    """The library started one for every core, for good."""
+    with toy_server(access_log=False) as server:
+        tasks = f"/proc/{server.process.pid}/task"
+        server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+        before = len(os.listdir(tasks))
+        is_error(server.post(COMPLETIONS, {"prompt": "a" * 10_000}), 400, "prompt", "context_length_exceeded")
+        wait_for(lambda: len(os.listdir(tasks)) <= before, 60, "threads are left")
 
 
 def test_what_a_long_text_took_is_given_back(toy):

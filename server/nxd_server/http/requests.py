@@ -14,6 +14,7 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
 from nxd_server.text.lanes import Lane
+from nxd_server.trim import trim_soon
 
 from .body import Bodies, ClientLeft, client_left, default_limit
 from .errors import ApiError, bad_request, clip
@@ -33,6 +34,8 @@ INLINE_TEXT = 4096
 """A longer text is tokenised in a thread: the library frees the interpreter while it works."""
 THREAD_TEXT = 2**16
 """A longer one in a process: it takes seconds and a hundred megabytes, and nothing could end the thread."""
+TRIM_TEXT = 2**14
+"""What a longer one took, some megabytes, is given back."""
 ENCODERS = 2
 """Threads that do; nothing ends the text that one is at, but no more than these go on after their clients left."""
 
@@ -139,7 +142,13 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
     if len(text) > THREAD_TEXT:
         return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
     encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
-    return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
+    if len(text) <= INLINE_TEXT:
+        return encode()
+    try:
+        return await context.encoders.run(encode)
+    finally:
+        if len(text) > TRIM_TEXT:
+            trim_soon()
 
 
 async def encode_prompts(
