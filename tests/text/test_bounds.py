@@ -31,6 +31,8 @@ TOO_MUCH = [
     ({"chat_template_kwargs": {"a": [[[1] * 3000], {"b": [1] * 3000}]}}, "chat_template_kwargs", "at most 4096"),
     ({"chat_template_kwargs": {"a": "a" * 1001}}, "chat_template_kwargs", "1001 characters"),
     ({"user": [1] * 8193}, "user", "8193 values; at most 8192"),
+    ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, "logit_bias", "4097 values; at most 4096"),
+    ({"stream_options": dict.fromkeys(map(str, range(65)), 1)}, "stream_options", "65 values; at most 64"),
     ({"n" * 200: [[1] * 5000] * 2}, "n" * 100, "at most 8192"),
 ]
 BOUNDS = body_bounds("generate", 64, 64, 1000)
@@ -44,6 +46,17 @@ def test_a_field_that_holds_more_is_named(body, field, says):
     assert caught.value.field == field
     long = "characters" in says or "65537" in says
     assert isinstance(caught.value, TextTooLongError) == long
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", ["outputs", "stop", "stop_token_ids", "logit_bias", "tokens", "messages", "user"])
+def test_where_tensors_are_taken_nothing_else_is_as_large(name):
+    """400,000 names of outputs were looked at one by one, in the event loop."""
+    with pytest.raises(RequestError, match=f"at most {MOST_IDS if name == 'tokens' else ''}") as caught:
+        parse_json(
+            json.dumps({"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}).encode(), body_bounds("", 0, 64, None)
+        )
+    assert caught.value.field == name
 
 
 @pytest.mark.check

@@ -23,6 +23,8 @@ MOST_MESSAGES, MOST_MESSAGE_VALUES = 4096, 2**15
 MOST_STOPS = 1024
 MOST_VARIABLE_VALUES = 4096
 """In all of a template's variables."""
+MOST_BIASES, MOST_STREAM_OPTIONS = 4096, 64
+"""What a graph takes of biases is the engine's to say; no graph takes this many."""
 MOST_OTHER_VALUES = 2**13
 """In any other field: adapters' names, biases, what is passed over."""
 SPARE_VALUES = 2**14
@@ -98,21 +100,24 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         choices: prompts of one request.
         characters: of the longest text that its tokenizer is given; None without one.
     """
-    if task != "generate":  # tensors may be of any size
-        return Bounds(entries={"input": MOST_INPUTS})
     ids = max(MOST_IDS, max_len)
+    within = {
+        "tokens": ids,
+        "messages": MOST_MESSAGE_VALUES,
+        "stop": MOST_STOPS,
+        "chat_template_kwargs": MOST_VARIABLE_VALUES,
+        "logit_bias": MOST_BIASES,
+        "stream_options": MOST_STREAM_OPTIONS,
+    }
+    if task != "generate":  # tensors may be of any size
+        within |= {"input": MOST_ELEMENTS, "inputs": MOST_ELEMENTS}
+        return Bounds(entries={"input": MOST_INPUTS}, within=within, others=MOST_OTHER_VALUES)
     values = min(MOST_ELEMENTS, max(ids, choices * max_len) + SPARE_VALUES)
     return Bounds(
         values=values,
         ids=ids,
         characters=characters,
         entries={"prompt": max(MOST_PROMPTS, choices), "messages": MOST_MESSAGES},
-        within={
-            "prompt": values,
-            "tokens": ids,
-            "messages": MOST_MESSAGE_VALUES,
-            "stop": MOST_STOPS,
-            "chat_template_kwargs": MOST_VARIABLE_VALUES,
-        },
+        within={**within, "prompt": values},
         others=MOST_OTHER_VALUES,
     )
