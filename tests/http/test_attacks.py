@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -11,12 +13,13 @@ from starlette.requests import Request
 
 from nxd_server.config import ServerSettings
 from nxd_server.http.body import Bodies, ClientLeft, default_limit
+from nxd_server.http.embeddings import tokens_of
 from nxd_server.http.errors import ApiError
 from nxd_server.http.requests import encode_prompts
 from nxd_server.http.schemas import Body, SamplingBody
 from nxd_server.served import Served
 from nxd_server.text.bounds import ANY
-from nxd_server.text.lanes import BoundedJson
+from nxd_server.text.lanes import BoundedJson, Lane
 from tests.http.http_servers import http_request, is_error, raw, toy_server
 from tests.processes import descendants
 
@@ -197,3 +200,31 @@ def test_others_have_their_turn_between_the_prompts_of_a_request():
 
     asyncio.run(main())
     assert turns >= 60
+
+
+@pytest.mark.check
+def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
+    """A list of 2,048 was worked off to its end, and so were the lists of a hundred clients that had left."""
+    began: list[str] = []
+    first, left = threading.Event(), threading.Event()
+
+    class Encoder:
+        def tokens(self, text, **_):
+            began.append(text)
+            first.set()
+            assert left.wait(20)
+
+    async def main():
+        context = SimpleNamespace(encoders=Lane("prompts", 1, 1))
+        texts = ["a" * 3000] * 64
+        work = asyncio.create_task(tokens_of(context, Encoder(), texts, lambda place: "input"))  # pyright: ignore
+        assert await asyncio.to_thread(first.wait, 20)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        left.set()
+        while context.encoders.inside:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert len(began) == 1

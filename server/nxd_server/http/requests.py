@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,13 +111,15 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
         )
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """The result of ``work``, which is cancelled when the client leaves or the request's time is over.
+
+    ``timeout``: what is left of that time, in seconds; all of it by default.
 
     Raises ClientLeft, and what ``work`` raises; the request's body must have been read.
     """
     context = context_of(request)
-    timeout = context.settings.request_timeout
+    timeout = context.settings.request_timeout if timeout is None else timeout
     task, watcher = asyncio.ensure_future(work), asyncio.create_task(client_left(request.receive))
     try:
         await asyncio.wait({task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +128,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         if watcher.done():
             context.metrics.disconnected()
             raise ClientLeft
-        raise not_finished(timeout)
+        raise not_finished(context.settings.request_timeout)
     finally:
         task.cancel()
         watcher.cancel()
@@ -142,12 +144,17 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
     if len(text) > THREAD_TEXT:
         return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
     encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
-    if len(text) <= INLINE_TEXT:
-        return encode()
+    return encode() if len(text) <= INLINE_TEXT else await in_thread(context, encode, len(text))
+
+
+async def in_thread(
+    context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
+) -> T:
+    """``work``, which tokenises so many ``characters``; as :meth:`~nxd_server.text.lanes.Lane.run`."""
     try:
-        return await context.encoders.run(encode)
+        return await context.encoders.run(work, cancel)
     finally:
-        if len(text) > TRIM_TEXT:
+        if characters > TRIM_TEXT:
             trim_soon()
 
 
