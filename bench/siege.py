@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from bench.attackers import CHAT, COMPLETIONS, HELLO, TOKENIZE, Tally, Target
 from bench.processes import memory_to_hold, tree
+from nxd_infer.cli.demo.run import ready
 
 LIVEZ_SECONDS = 0.1
 GAP_STEPS = 5.0
@@ -187,6 +188,12 @@ class Siege:
         self.tally.tokens += 2
         return Held.of(self.pid)
 
+    def _ready(self) -> None:
+        """Until its ranks run again, where the attack ended them."""
+        end = time.monotonic() + PATIENCE
+        while not ready(self.port) and time.monotonic() < end:
+            time.sleep(0.1)
+
     def attack(self, name: str, seconds: float, calm: float = 1.5) -> Reading:
         """``calm`` seconds of peace, in which the stream's step is learnt, then the attack, then what is left of it.
 
@@ -203,6 +210,7 @@ class Siege:
             self._count("/livez", alive)
             self._count("/v1/completions", gaps)
         step = statistics.median(peace["seconds"] or [float("nan")])
+        self._ready()
         end = time.monotonic() + BACK_SECONDS
         while (left := before.grown(after := self._held())) and time.monotonic() < end:
             time.sleep(0.3)

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from nxd_infer.errors import NxdError
+from nxd_server.errors import forget_frames
+
 T = TypeVar("T")
 IDLE_SECONDS = 5.0
 """How long a thread waits for more work before it ends."""
@@ -90,6 +93,8 @@ def _job(work: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
             result.append(work())
         except BaseException as error:
             failure = error
+            if isinstance(error, NxdError):  # a refusal: its frames hold the work, and the future would hold them
+                forget_frames(error)
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

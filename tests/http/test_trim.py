@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from nxd_infer.errors import CheckpointError
 from nxd_server import trim
+from nxd_server.http.errors import ApiError
+from nxd_server.http.weights import unchanged
 
 
 def test_several_requests_in_a_row_are_one_trim_after_the_last(monkeypatch):
@@ -32,3 +37,18 @@ def test_several_requests_in_a_row_are_one_trim_after_the_last(monkeypatch):
     asyncio.run(run())
     assert calls == [3] and not problems
     assert not trim._waiting
+
+
+def test_what_new_weights_took_is_given_back_whether_or_not_they_are_used():
+    """The pieces of a model that was not swapped in after all stayed with the server."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with unchanged("nothing happened", "weights"):
+            pass
+        trim._waiting.pop(loop).cancel()
+        with pytest.raises(ApiError), unchanged("nothing happened", "weights"):
+            raise CheckpointError("no such file")
+        trim._waiting.pop(loop).cancel()
+
+    asyncio.run(run())

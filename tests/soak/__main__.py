@@ -23,7 +23,10 @@ def main() -> int:
         "--grace", type=float, default=GRACE, help="%(default)g s beyond its deadline an answer may take"
     )
     parser.add_argument(
-        "--sieges", action="store_true", help="attack the server as well after every round (not all bounds hold yet)"
+        "--sieges",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="attack the server as well after every round, default: %(default)s",
     )
     given = parser.parse_args()
     limit = round(given.minutes * 120) + OVERHEAD_SECONDS

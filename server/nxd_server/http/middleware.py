@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nxd_server.engine.weights import WholeRequest
+from nxd_server.errors import forget_frames
 
 from .body import ClientLeft, DrainingReceive
 from .errors import REFUSAL, ApiError, as_api_error
@@ -104,6 +105,7 @@ class RequestMiddleware:
                     logger.exception("request %s failed", request_id)
                 if started:
                     raise  # the connection is closed without an end: the client sees that it is incomplete
+                forget_frames(error)  # the scope keeps it, and its frames the scope and a body of megabytes
                 await body.drain()
                 await refusal.response()(scope, receive, count)
         except ClientLeft:

@@ -20,6 +20,7 @@ from nxd_infer.errors import (
 )
 from nxd_server.paths import opened_under
 from nxd_server.threads import in_thread
+from nxd_server.trim import trim_soon
 
 from .errors import ApiError
 from .requests import context_of
@@ -54,7 +55,7 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 def unchanged(what: str, code: str) -> Iterator[None]:
     """The refusals of a change: 400 for what does not fit, 503 where files can be neither read nor written.
 
-    ``what`` did not happen; ``code`` begins the refusals' codes.
+    ``what`` did not happen; ``code`` begins the refusals' codes. What the change took is given back, made or not.
     """
     try:
         yield
@@ -66,3 +67,5 @@ def unchanged(what: str, code: str) -> Iterator[None]:
         if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
             raise  # a path that may not be named, ranks that are late
         raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
+    finally:
+        trim_soon()
