@@ -37,7 +37,8 @@ THREAD_TEXT = 2**16
 TRIM_TEXT = 2**14
 """What a longer one took, some megabytes, is given back."""
 ENCODERS = 2
-"""Threads that do; nothing ends the text that one is at, but no more than these go on after their clients left."""
+"""Threads that do, and as many that make tensors; nothing ends the text that one is at, but no more than these go on
+after their clients left."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Context:
     metrics: Metrics
     keys: Keys
     encoders: Lane
+    tensors: Lane
     bodies: Bodies
 
 
