@@ -76,31 +76,77 @@ def test_the_limit_of_a_body_follows_from_the_models_length(toy, tmp_path):
 
 def body_of(*chunks: bytes | None) -> Request:
     """A request whose body comes in ``chunks``; None is a client that leaves."""
-    left = iter(chunks)
+    left = list(chunks)
 
     async def receive():
         await asyncio.sleep(0)
-        chunk = next(left)
+        chunk = left.pop(0)
         return (
-            {"type": "http.disconnect"} if chunk is None else {"type": "http.request", "body": chunk, "more_body": True}
+            {"type": "http.disconnect"}
+            if chunk is None
+            else {"type": "http.request", "body": chunk, "more_body": bool(left)}
         )
 
     return Request({"type": "http", "headers": []}, receive)
 
 
+PARTS = [b"x" * 30, b"x" * 30, None]
+
+
+def reading(bodies, request):
+    return asyncio.create_task(bodies.read_json(request, 1000, 600, ANY, BoundedJson(5, 1).parse))
+
+
 @pytest.mark.check
 def test_all_bodies_together_have_a_limit_and_what_they_held_is_free_again():
     async def main():
-        bodies, more = Bodies(most=100), (5, ANY, BoundedJson(5, 1).parse)
-        parts = [b"x" * 30, b"x" * 30, None]
-        several = [bodies.read_json(body_of(*parts), 1000, *more) for _ in range(3)]
+        bodies = Bodies(most=100, free=10)
+        several = [reading(bodies, body_of(*PARTS)) for _ in range(3)]
         ends = await asyncio.gather(*several, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, ApiError)]
         assert refused and all((end.status, end.code) == (503, "busy") for end in refused)
         assert bodies.held == 0
         with pytest.raises(ClientLeft):
-            await bodies.read_json(body_of(*parts), 1000, *more)
+            await reading(bodies, body_of(*PARTS))
         assert bodies.held == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.check
+def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_needs_none():
+    """Two megabytes of each of 129 that then went silent had every other body refused, of twenty bytes too."""
+    now = 0.0
+
+    async def main():
+        asyncio.get_running_loop().time = lambda: now
+        bodies, pieces = Bodies(most=100, free=10), [asyncio.Queue() for _ in range(3)]
+        silent, trickling, steady = [
+            reading(bodies, Request({"type": "http", "headers": []}, queue.get)) for queue in pieces
+        ]
+
+        async def send(queue, data, more=True):
+            nonlocal now
+            now += 1
+            queue.put_nowait({"type": "http.request", "body": data, "more_body": more})
+            for _ in range(9):
+                await asyncio.sleep(0)
+
+        await send(pieces[0], b" " * 40)
+        await send(pieces[1], b" " * 40)
+        for _ in range(4):
+            await send(pieces[1], b" ")
+        await send(pieces[2], b" " * 11)
+        assert bodies.held == 95 and not silent.done()
+        assert await reading(bodies, body_of(b"  {}      ")) == {}
+        await send(pieces[2], b" " * 11)
+        assert isinstance(silent.exception(), ApiError) and silent.exception().code == "busy"
+        assert bodies.held == 66 and not trickling.done()
+        await send(pieces[2], b" " * 35)
+        assert isinstance(trickling.exception(), ApiError)
+        assert bodies.held == 57
+        await send(pieces[2], b"{}", more=False)
+        assert await steady == {} and bodies.held == 0
 
     asyncio.run(main())
 
