@@ -14,7 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .connections import Connections
+from .connections import BODY_PIECE, Connections
 from .errors import ApiError, encode
 from .middleware import CROWDED
 
@@ -80,8 +80,10 @@ class JsonErrorProtocol(H11Protocol):
 
     guard: Connections
     address = ""
-    heard = 0.0
-    """When the client last sent something, on the loop's clock."""
+    since = 0.0
+    """Since when the client owes what it owes, on the loop's clock."""
+    _piece = 0
+    """Bytes of the piece of a body that have come."""
     head_due: float | None = None
     """When the head of a request must be complete; None while none has begun."""
     closing: tuple[int, float] | None = None
@@ -104,26 +106,36 @@ class JsonErrorProtocol(H11Protocol):
         """A new connection: it has until a deadline to say what it wants."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self.heard = self.loop.time()
-        self.head_due = self.heard + self.guard.header_timeout
+        self.since = self.loop.time()
+        self.head_due = self.since + self.guard.header_timeout
         if not self.guard.admit(self):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come."""
-        self.guard.heard(self)
+        inside = self.conn.their_state is h11.SEND_BODY
         if self.head_due is None and self.conn.their_state is h11.IDLE:
-            self.head_due = self.heard + self.guard.header_timeout
+            self._owe_head()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self.head_due = None
+        if self.conn.their_state is h11.SEND_BODY:
+            self._piece += len(data)
+            if not inside or self._piece >= BODY_PIECE:
+                self.guard.due(self)
+                self._piece = 0
 
     def on_response_complete(self) -> None:
         """An answer is out; what the client sent meanwhile may be half of the next request."""
-        self.guard.heard(self)
+        self.guard.due(self)
+        self._piece = 0
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self.head_due = self.heard + self.guard.header_timeout
+            self._owe_head()
+
+    def _owe_head(self) -> None:
+        self.guard.due(self)
+        self.head_due = self.since + self.guard.header_timeout
 
     # --- clients that do not read -----------------------------------------------------------------------
 
