@@ -45,7 +45,7 @@ check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 lint: $(STAMP) security ## ruff, the type checker and bandit
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
 
-security: $(STAMP) ## bandit; what it finds is mended, or has a `# nosec` that says why not
+security: $(STAMP) ## bandit; what it finds is fixed, or has a `# nosec` that says why not
 	@$(BIN)/python -m bandit -q -r -c pyproject.toml nxd_infer server models
 
 bench: $(STAMP) ## the benchmarks, against their peers (under 40 minutes; see docs/benchmarks.md)

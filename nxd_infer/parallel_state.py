@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit
 from nxd_infer.comm.launched import join_launched_world, launched_world
@@ -32,6 +31,7 @@ from nxd_infer.context import (
     set_default_context,
 )
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
+from nxd_infer.layout.moving import move_model_to_device
 
 if TYPE_CHECKING:
     from nxd_infer.native import NativeLibrary
@@ -120,7 +120,8 @@ def initialize_model_parallel(
     ``expert_model_parallel_size``: 1; experts are not split over ranks yet.
     ``lnc_size``: 1; physical cores are not joined to logical ones yet.
     ``skip_collective_init``: the reference's, whose groups are tried out once. Here none is, so it changes nothing.
-    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError.
+    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError, and that the process
+    group of a launcher's ranks is waited for before NotInitializedError.
     ``mesh_only``: return the groups as lists of ranks and initialise nothing.
     ``shared_memory``: groups over gloo whose ranks are all on one host exchange through shared memory, in a fraction of
     the time, where the native operators are built: ``nxd_infer.native.load()`` builds them, as a trace does.
@@ -145,7 +146,7 @@ def initialize_model_parallel(
             )
         return None
     if not mesh_only and given is None:
-        join_launched_world()
+        join_launched_world(timeout)
     world, rank = (dist.get_world_size(), dist.get_rank()) if _distributed() else (launched_world(), 0)
     if world == 1 and not _distributed() and any(isinstance(size, int) and size > 1 for size in sizes):
         raise ParallelConfigError(
@@ -391,26 +392,3 @@ def get_world_group(as_list: bool = False) -> Any:
     if not _distributed():
         raise NotInitializedError("the world group needs torch.distributed.init_process_group(); as_list=True does not")
     return dist.group.WORLD
-
-
-def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """Move ``model`` in place and return it, keeping what parallel layers attached to their parameters.
-
-    ``Module.to`` makes new parameters on some devices, without the attributes (``tensor_model_parallel``,
-    ``partition_dim``, ``nxd_layout``, ...) and untied; both are restored.
-    """
-    found: dict[int, tuple[nn.Parameter, dict[str, Any], list[tuple[nn.Module, str]]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                entry = found.setdefault(id(parameter), (parameter, dict(vars(parameter)), []))
-                entry[2].append((module, name))
-    model.to(device)
-    for _, attributes, places in found.values():
-        first, name = places[0]
-        moved = first._parameters[name]
-        for module, other in places[1:]:
-            module._parameters[other] = moved
-        for key, value in attributes.items():
-            setattr(moved, key, value)
-    return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nxd_infer.errors import TraceConfigError
@@ -13,15 +13,21 @@ _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 """Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
 _NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
 """``--model-type=transformer``, ``--auto-cast``, ``-O1``. None of its names holds a dot or an underscore."""
+_VALUED = {
+    *("-O", "-o", "--auto-cast", "--auto-cast-type", "--distribution-strategy", "--framework", "--lnc"),
+    *("--logical-nc-config", "--model-type", "--optlevel", "--output", "--target", "--tensorizer-options", "--verbose"),
+}
+"""Those of its words that the next word may be the value of."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-def split_arguments(compiler_args: Any) -> tuple[dict[str, Any], list[str]]:
+def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
     """Options of the backend by name, and the words that are the Neuron compiler's.
 
-    A dictionary holds options of the backend only. In text and in lists, ``key=value`` is one, too; a word in the form
-    of a neuronx-cc argument is that compiler's, with the word after it where that can only be its value (``-O 1``).
-    Raises TraceConfigError for a word that is neither.
+    A dictionary holds options of the backend only. In text and in lists, ``key=value`` is one, and ``--key=value``
+    where the backend ``has_option(key)`` (``--max-autotune=true`` is ``max_autotune``). Another word in the form of a
+    neuronx-cc argument is that compiler's, with the value after it (``-O 1``). Raises TraceConfigError for a word that
+    is neither.
     """
     if compiler_args is None or isinstance(compiler_args, Mapping):
         return {str(key): value for key, value in (compiler_args or {}).items()}, []
@@ -29,19 +35,22 @@ def split_arguments(compiler_args: Any) -> tuple[dict[str, Any], list[str]]:
     neuron: list[str] = []
     takes_value = False
     for word in _words(compiler_args):
-        if _NEURON.fullmatch(word):
-            neuron.append(word)
-            takes_value = "=" not in word
-            continue
         key, equals, value = word.removeprefix("--").partition("=")
-        if takes_value and not equals and not word.startswith("-"):
+        if value and has_option(key.replace("-", "_")):
+            options[key.replace("-", "_")] = _value(value)
+        elif _NEURON.fullmatch(word):
+            neuron.append(word)
+            takes_value = word in _VALUED
+            continue
+        elif takes_value and not equals and not word.startswith("-"):
             neuron.append(word)
         elif key and value and not key.startswith("-"):
-            options[key] = _value(value)
+            options[key] = _value(value)  # for the backend to refuse
         else:
             raise TraceConfigError(
                 f"compiler_args: {word!r} is neither key=value, an option of the backend such as cpp.threads=2, nor "
-                "an argument of neuronx-cc such as --model-type=transformer or -O1: correct it or leave it out"
+                "an argument of neuronx-cc such as --model-type=transformer or -O1, nor the value of the one before "
+                "it: correct it or leave it out"
             )
         takes_value = False
     return options, neuron

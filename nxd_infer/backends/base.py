@@ -158,6 +158,10 @@ class Backend(Protocol):
         """Whether models can be traced for it here; loading may need less."""
         ...
 
+    def has_option(self, name: str) -> bool:
+        """Whether :meth:`options` takes one of this name."""
+        ...
+
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The user's options (``compiler_args``), checked and completed. Raises TraceConfigError by name."""
         ...

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,34 +73,58 @@ def compile_graphs(
     """
     if not graph_dirs:
         return
-    place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
-    pool: list[_Worker] = []
-    try:
-        pending = list(graph_dirs)
-        for _ in range(worker_count(len(pending), tensors, workers)):
-            pool.append(_start(backend, place))
-        active = 0
-        while pending or active:
+    with workplace(workdir) as place:
+        pool: list[_Worker] = []
+        try:
+            pending = list(graph_dirs)
+            for _ in range(worker_count(len(pending), tensors, workers)):
+                pool.append(_start(backend, place))
+            active = 0
+            while pending or active:
+                for worker in pool:
+                    if worker.graph is None and pending:
+                        _assign(worker, pending.pop(0), options)
+                        active += 1
+                for worker, answer in _answers(pool, timeout):
+                    if answer["error"]:
+                        raise TraceError(
+                            f"compiling graph {worker.graph and worker.graph.name} failed: {answer['error']}",
+                            remote_traceback=answer.get("traceback", ""),
+                        )
+                    if report is not None and worker.graph is not None:
+                        report(worker.graph, answer["seconds"])
+                    worker.graph = None
+                    active -= 1
+        finally:
             for worker in pool:
-                if worker.graph is None and pending:
-                    _assign(worker, pending.pop(0), options)
-                    active += 1
-            for worker, answer in _answers(pool, timeout):
-                if answer["error"]:
-                    raise TraceError(
-                        f"compiling graph {worker.graph and worker.graph.name} failed: {answer['error']}",
-                        remote_traceback=answer.get("traceback", ""),
-                    )
-                if report is not None and worker.graph is not None:
-                    report(worker.graph, answer["seconds"])
-                worker.graph = None
-                active -= 1
+                _end(worker)
+
+
+@contextlib.contextmanager
+def workplace(workdir: Path | None) -> Iterator[Path]:
+    """A directory that nobody else can write to or foresee, moved below ``workdir`` at the end, or removed.
+
+    Raises TraceError when it cannot be moved, unless the block raises what matters more.
+    """
+    place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
+    done = False
+    try:
+        yield place
+        done = True
     finally:
-        for worker in pool:
-            _end(worker)
-        if workdir is not None:
-            shutil.move(place, workdir / place.name)
-        shutil.rmtree(place, ignore_errors=True)
+        try:
+            if workdir is not None:
+                shutil.move(place, workdir / place.name)
+        except OSError as error:
+            if workdir is not None:
+                shutil.rmtree(workdir / place.name, ignore_errors=True)  # the part that had room
+            if done:
+                raise TraceError(
+                    f"compiler_workdir: what the compiler wrote cannot be moved to {workdir}: {error}; make room "
+                    "there, choose another directory, or leave it out"
+                ) from error
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _start(backend: str, place: Path) -> _Worker:
@@ -111,6 +135,8 @@ def _start(backend: str, place: Path) -> _Worker:
         TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
         TRITON_CACHE_DIR=str(place / "triton"),
         TORCHINDUCTOR_COMPILE_THREADS="1",
+        # What the target needs is known, and the compiler is given its flags: trying them out first takes seconds.
+        TORCHINDUCTOR_VEC_ISA_OK="1",
         TMPDIR=str(temporary),
         PYTHONWARNINGS="ignore",
     )

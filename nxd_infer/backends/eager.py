@@ -31,6 +31,9 @@ class EagerBackend:
         """There is none to look for."""
         return self.probe()
 
+    def has_option(self, name: str) -> bool:
+        return name == OPTION
+
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.keys() - {OPTION}:
             raise TraceConfigError(

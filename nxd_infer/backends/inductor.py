@@ -70,6 +70,9 @@ class InductorBackend:
             )
         return self.probe()
 
+    def has_option(self, name: str) -> bool:
+        return name in _known_options()
+
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The user's options checked and completed.
 
@@ -161,16 +164,21 @@ def _loader_class() -> Any:
     return getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
 
 
-def _check_options(given: Mapping[str, Any]) -> None:
+def _known_options() -> set[str]:
     import torch._inductor
+
+    return {*torch._inductor.list_options(), CPU_TARGET, PACKED_OPTION}
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
     from torch._inductor import config
 
-    known = set(torch._inductor.list_options())
+    known = _known_options()
     for key, value in given.items():
         if key in _FIXED:
             raise TraceConfigError(f"compiler_args: {key!r} is set to {_FIXED[key]!r} by this package; leave it out")
         if key not in known:
-            hint = did_you_mean(key, [*known, CPU_TARGET, PACKED_OPTION], most=3)
+            hint = did_you_mean(key, known, most=3)
             raise TraceConfigError(f"compiler_args: the inductor backend has no option {key!r}{hint}")
         default = config.get_config_copy().get(key)
         if default is not None and value is not None and not _same_type(default, value):

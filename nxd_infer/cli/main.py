@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import DType, ckpt
 from nxd_infer.errors import NxdError
 
@@ -120,7 +121,7 @@ def trace(
         Path,
         typer.Option("--out", help="Where to write the artifact; one that is there is replaced.", show_default=False),
     ],
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process a rank.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process per rank.")] = 1,
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16.")] = "1,4",
     prompt_buckets: Annotated[
         str, typer.Option(help="Prompt (or text) lengths to compile, as 32,128,512.")
@@ -217,7 +218,7 @@ def recompile(
     run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
 
 
-@app.command(epilog="Example:  nxd-infer serve ./artifact --port 8000 --api-key secret")
+@app.command(epilog="Example:  NXD_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
 def serve(
     artifact: ArtifactDir,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
@@ -339,7 +340,7 @@ def verify(
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
     no_kernel: NoKernel = False,
 ) -> None:
-    """Compare the traced artifact with the unsharded eager model: a row a bucket; exits 1 past the tolerance."""
+    """Compare the traced artifact with the unsharded eager model: one row per bucket; exits 1 past the tolerance."""
     from nxd_infer.cli.verify import run
 
     if tag is not None and checkpoint is None:
@@ -379,8 +380,7 @@ def demo(
 
 def main() -> None:
     """Entry point of the ``nxd-infer`` script."""
-    # As Ctrl-C does: what is half done is undone, temporary files and processes end. `serve` has a handler of its own.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stop.install()  # `serve` has handlers of its own
     try:
         app()
     except (NxdError, OSError) as error:  # a path that is no directory, that is not ours, on a full disk

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
 from nxd_infer.memory import available_memory, total_memory
@@ -35,6 +36,7 @@ class Progress:
         self.printed: dict[str, tuple[float, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        stop.check()
         if stage not in self.tasks:
             self.tasks[stage] = self.display.add_task(stage, total=total or None, note=note)
         self.display.update(self.tasks[stage], completed=done, total=total or None, note=note)
@@ -90,8 +92,7 @@ def run(
     from nxd_models import hf, tasks
     from nxd_server.text.files import has_tokenizer
 
-    if not plan_only:
-        check_writable(out)
+    check_writable(out)
     plan = tasks.plan(
         model_dir,
         task=task,

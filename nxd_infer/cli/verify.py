@@ -169,7 +169,7 @@ def run(
     tag: str | None = None,
     allow_kernel: bool = True,
 ) -> int:
-    """Print a row a bucket; 0 when all are within the tolerance. The weights are those of ``checkpoint``, if given."""
+    """Print one row per bucket; 0 when all are within the tolerance. ``checkpoint``, if given, has the weights."""
     from nxd_infer import trace
     from nxd_infer.trace.sources import weight_source
     from nxd_models import hf, registry

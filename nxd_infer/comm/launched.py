@@ -7,6 +7,7 @@ would write the same files.
 
 from __future__ import annotations
 
+import datetime
 import os
 
 import torch
@@ -21,17 +22,25 @@ PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def launched_world() -> int:
     """How many processes the launcher has started, by ``WORLD_SIZE``; 1 without a launcher."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ParallelConfigError(f"WORLD_SIZE must be a whole number of at least 1, got {text!r} in the environment")
+    return _number("WORLD_SIZE", least=1) if "WORLD_SIZE" in os.environ else 1
+
+
+def _number(name: str, least: int = 0) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ParallelConfigError(
+            f"{name} must be a whole number of at least {least}, got {text!r} in the environment: start the processes "
+            "with torchrun, or correct it"
+        )
     return int(text)
 
 
-def join_launched_world() -> None:
+def join_launched_world(timeout: float) -> None:
     """Start the process group of a launched world that has none: gloo's on the CPU, NCCL's with one GPU per rank.
 
-    Does nothing where there is a group already, or no launcher. Raises NotInitializedError when the environment does
-    not say where the others are, and ParallelConfigError when the devices do not fit the ranks.
+    Does nothing where there is a group already, or no launcher. ``timeout``: seconds to wait for the other ranks, here
+    and in collectives of the group. Raises NotInitializedError when the environment does not say where they are, or
+    they do not come, and ParallelConfigError when the devices do not fit the ranks.
     """
     world = launched_world()
     if world == 1 or (dist.is_available() and dist.is_initialized()):
@@ -43,7 +52,15 @@ def join_launched_world() -> None:
             f"{', '.join(missing)}: start the processes with torchrun, call "
             "torch.distributed.init_process_group() yourself, or unset WORLD_SIZE to run in this process alone"
         )
-    dist.init_process_group(_backend_of_the_devices())
+    rank, port, backend = _number("RANK"), _number("MASTER_PORT"), _backend_of_the_devices()
+    try:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    except dist.DistError as error:
+        raise NotInitializedError(
+            f"rank {rank} did not meet the other ranks of {world} at {os.environ['MASTER_ADDR']}:{port} within "
+            f"{timeout:g} s ({error}): start every rank, with the same MASTER_ADDR and MASTER_PORT, or pass a longer "
+            "timeout to initialize_model_parallel()"
+        ) from error
 
 
 def _backend_of_the_devices() -> str:
@@ -56,7 +73,7 @@ def _backend_of_the_devices() -> str:
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
     name = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK"
-    place, here = int(os.environ[name]), torch.cuda.device_count()
+    place, here = _number(name), torch.cuda.device_count()
     if place >= here:
         raise ParallelConfigError(
             f"{name}={place}, but this machine has {here} GPU(s), and each rank needs one: start at most {here} "

@@ -1,4 +1,5 @@
-"""Is that process still there? Asked when a peer is late, so that an error can say why. And: end with one's parent."""
+"""Is that process still there? Asked when a peer is late, so that an error can say why. And: end with one's parent,
+and have a name."""
 
 from __future__ import annotations
 
@@ -37,6 +38,12 @@ def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "en
     if fields[0] in "ZX" or (start and int(fields[19]) != start):
         return "ended"
     return "stopped" if fields[0] in "Tt" else "running"
+
+
+def name_process(name: str) -> None:
+    """What `ps -e` and `top` call this process: up to 15 bytes."""
+    pr_set_name = 15
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_name, name.encode(), 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:

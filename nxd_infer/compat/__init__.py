@@ -20,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from nxd_infer.errors import NxdError
@@ -81,13 +82,14 @@ def install(*, force: bool = False) -> None:
     """Make ``neuronx_distributed`` and its submodules names of this package, in this process. Twice is once.
 
     ``torch_neuronx`` becomes a name of :mod:`nxd_infer.compat.torch_neuronx` unless that package is installed: it is
-    never hidden, and its own BucketModelConfig is understood here.
+    never hidden, and its own BucketModelConfig is understood here. Rank processes of ``parallel_model_trace`` import
+    the script again, and have the names where their caller has them.
 
     Raises AliasError when a package ``neuronx_distributed`` is installed or has been imported; ``force=True`` hides it.
     """
-    if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+    if is_installed():
         return
-    there = _installed()
+    there = _found()
     if there is not None and not force:
         raise AliasError(
             f"a package {ALIAS} is here ({there}); uninstall it, or pass force=True to hide it in this process"
@@ -96,6 +98,11 @@ def install(*, force: bool = False) -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _AliasFinder(ALIAS))
     sys.meta_path.append(_AliasFinder(HELPER))  # asked when no other finder knows one
+
+
+def is_installed() -> bool:
+    """Whether the names are this package's in this process."""
+    return any(isinstance(finder, _AliasFinder) for finder in sys.meta_path)
 
 
 def uninstall() -> None:
@@ -107,7 +114,7 @@ def uninstall() -> None:
         del sys.modules[HELPER]
 
 
-def _installed() -> str | None:
+def _found() -> str | None:
     """Where a real package of that name is, None when there is none."""
     loaded = sys.modules.get(ALIAS)
     if loaded is not None:
@@ -120,8 +127,14 @@ def main() -> None:
     """Run a script with the names installed."""
     import runpy
 
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m nxd_infer.compat script.py [arguments...]")
+    usage = "usage: python -m nxd_infer.compat script.py [arguments...]"
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(usage)
+    if not Path(sys.argv[1]).exists():
+        raise SystemExit(f"there is no {sys.argv[1]!r}; {usage}")
     install()
     sys.argv = sys.argv[1:]
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        # Python has put the current directory first, as for any `-m`; for a script it is the script's own.
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

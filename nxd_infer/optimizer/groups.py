@@ -36,6 +36,13 @@ def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelCon
         )
 
 
+def checked_norm(name: str, norm: Any) -> float:
+    """What gradients are clipped to. Raises ParallelConfigError for what is no number above 0."""
+    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
+        raise ParallelConfigError(f"{name} must be a number above 0, got {norm!r}")
+    return float(norm)
+
+
 def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:
     """Parameter groups with lists of tensors, and their names under ``param_names`` where they were given.
 

@@ -23,6 +23,7 @@ from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
     Parameters,
+    checked_norm,
     parameter_groups,
     parameter_names,
     require_elementwise,
@@ -84,9 +85,7 @@ class NxDOptimizer(OptimizerWrapper):
     ):
         if on_nonfinite not in ON_NONFINITE:
             raise ParallelConfigError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
-        if grad_clipping and not max_grad_norm > 0:
-            raise ParallelConfigError(f"max_grad_norm must be above 0, got {max_grad_norm!r}")
-        self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, float(max_grad_norm)
+        self.zero1, self.grad_clipping, self.max_grad_norm = zero1, grad_clipping, max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.master_weights = master_weights
         self.optimizer_class, self._options = optimizer_class, dict(defaults or {})
@@ -156,8 +155,8 @@ class NxDOptimizer(OptimizerWrapper):
         super().pieces_changed()
         self._publisher = Publisher(self._reducer, self.pieces)
 
-    def weights_changed(self) -> None:
-        self._publisher.publish()
+    def publish_changes(self, changed: bool) -> None:
+        self._publisher.publish_changes(changed)
 
     def _require_inited(self, what: str) -> None:
         if not self.inited:
@@ -193,6 +192,15 @@ class NxDOptimizer(OptimizerWrapper):
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of the model's gradients at the last step, before clipping; None without a step or clipping."""
         return self._grad_norm
+
+    @property
+    def max_grad_norm(self) -> float:
+        """What the norm of the gradients is clipped to. Setting it raises ParallelConfigError unless it is above 0."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float) -> None:
+        self._max_grad_norm = checked_norm("max_grad_norm", norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_infer import comm
 from nxd_infer.comm.overlapped import Pending, start_all_gather
 from nxd_infer.context import ParallelContext
 from nxd_infer.optimizer.buckets import Bucket, GradReducer, Slot, wide_type
@@ -150,6 +151,14 @@ class Publisher:
                 self._write_back(slot, flat, shard_of(bucket, self._reducer.context))
         for piece in self._pieces:
             piece.settled()
+
+    def publish_changes(self, changed: bool) -> None:
+        """:meth:`publish`, where this rank or, of those that gather from each other, another one has ``changed``."""
+        if self._reducer.scatter and self._reducer.communicates:
+            flag = torch.tensor([int(changed)], dtype=torch.int32, device=self._reducer.buckets[0].device)
+            changed = bool(comm.all_reduce(flag, self._reducer.context, "dp", "max"))
+        if changed:
+            self.publish()
 
     def _write_back(self, slot: Slot, flat: Tensor, own: tuple[int, int]) -> None:
         """Copy a parameter out of its bucket, but for what was stepped in the parameter's own memory: ``own``."""

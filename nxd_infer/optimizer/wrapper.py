@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -45,8 +46,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """``pieces`` is another list, or a longer one."""
         self._stepped = {id(piece.param): piece.tensor for piece in self.pieces}
 
-    def weights_changed(self) -> None:
-        """The wrapped optimizer has changed the tensors of ``pieces``: bring them into the parameters."""
+    def publish_changes(self, changed: bool) -> None:
+        """Bring the tensors of ``pieces`` into the parameters, where they have ``changed`` here or on another rank."""
 
     # --- attributes and methods -----------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def _forwarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the wrapped optimizer, called with the hyperparameters and on the weights in force.
 
-        Where it changes weights that are sharded, bringing them together is a collective: every rank must call it.
+        With ZeRO-1 it is a collective, whatever the method does, for it may change weights of one rank only.
         """
 
         @functools.wraps(method)
@@ -83,8 +84,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             before = [piece.tensor._version for piece in self.pieces]
             result = method(*args, **kwargs)
             self.take_back_hyperparameters()
-            if before != [piece.tensor._version for piece in self.pieces]:
-                self.weights_changed()
+            self.publish_changes(before != [piece.tensor._version for piece in self.pieces])
             return result
 
         return call
@@ -165,7 +165,7 @@ class StateByParameter(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         inner = self._inner_key(key)
-        return {} if inner is None else self._inner[inner]
+        return _SteppedElsewhere(key) if inner is None else self._inner[inner]
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self:  # the wrapped optimizer's dictionary would make what it is asked for
@@ -175,7 +175,7 @@ class StateByParameter(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         inner = self._inner_key(key)
         if inner is None:
-            raise KeyError(f"other ranks step this parameter of shape {tuple(key.shape)}: it has no state here")
+            raise _elsewhere(key)
         self._inner[inner] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -194,6 +194,24 @@ class StateByParameter(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+class _SteppedElsewhere(UserDict[Any, Any]):
+    """The state here of a parameter that other ranks step: empty, and nothing that is written to it would be kept."""
+
+    def __init__(self, param: Tensor):
+        super().__init__()
+        self._param = param
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        raise _elsewhere(self._param)
+
+
+def _elsewhere(param: Tensor) -> KeyError:
+    return KeyError(
+        f"other ranks step this parameter of shape {tuple(param.shape)}: it has no state here; ask "
+        "`parameter in optimizer.state` first"
+    )
 
 
 def _hand_on(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.optimizer.groups import checked_norm, require_elementwise
 from nxd_infer.optimizer.parallel import NxDOptimizer, Parameters
 from nxd_infer.optimizer.sharded_files import load_sharded, save_sharded
 
@@ -96,7 +97,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
             optimizer_class,
             zero1=True,
             grad_clipping=grad_clipping,
-            max_grad_norm=1.0 if max_norm is None else max_norm,
+            max_grad_norm=_norm(max_norm),
             on_nonfinite=on_nonfinite,
             master_weights=master_weights and (optimizer_dtype or True),
             fp32_grad_acc=use_grad_acc_hook,
@@ -111,6 +112,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
         Raises ParallelConfigError for ``sharding_groups`` and ``grad_norm_groups`` of other axes.
         """
+        require_elementwise(self.optimizer_class, True, current_context())  # no groups fit an axis that is refused
         _require_groups("sharding_groups", self._sharding_groups, "dp")
         _require_groups("grad_norm_groups", self.grad_norm_groups, "tp")
         super().init_zero()
@@ -133,18 +135,18 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     @property
     def max_norm(self) -> float:
-        """What the norm of the gradients is clipped to."""
+        """What the norm of the gradients is clipped to; None is 1. Raises ParallelConfigError unless it is above 0."""
         return self.max_grad_norm
 
     @max_norm.setter
-    def max_norm(self, norm: float) -> None:
-        self.max_grad_norm = float(norm)
+    def max_norm(self, norm: float | None) -> None:
+        self.max_grad_norm = _norm(norm)
 
     def allgather_weights_and_update_full_parameter(self, sharding_scheme: None = None) -> None:
         """Bring what ``base_optimizer``'s tensors are now into the parameters of all ranks. A collective."""
         if sharding_scheme is not None:
             raise ParallelConfigError("sharding_scheme is the data-parallel groups, in one step: leave it out")
-        self.weights_changed()
+        self._publisher.publish()
 
     def get_shape_info(self) -> dict[int, torch.Size]:
         """The shape of each parameter, by its place in ``param_groups``."""
@@ -167,6 +169,10 @@ class NeuronZero1Optimizer(NxDOptimizer):
         Raises CheckpointError when a file is missing or belongs to another model or to other degrees.
         """
         load_sharded(self, output_dir, at_a_time=num_workers_per_step)
+
+
+def _norm(given: float | None) -> float:
+    return checked_norm("max_norm", 1.0 if given is None else given)
 
 
 def _require_groups(name: str, groups: Groups | None, axis: str) -> None:

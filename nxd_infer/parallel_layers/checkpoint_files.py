@@ -7,7 +7,6 @@ are safetensors. Nothing here is ever unpickled with the right to run code.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -24,6 +23,7 @@ from torch import Tensor
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.sources import DTYPES, open_safetensors
 from nxd_infer.parallel_layers.checkpoint_values import unpack
+from nxd_infer.reading import MOST_LEVELS, sha256_and_size, unique_keys
 
 FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
@@ -78,27 +78,14 @@ def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | 
 
     ``progress`` is called with the bytes of each part.
     """
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            if progress is not None:
-                progress(count)
-    return digest.hexdigest()
+        return sha256_and_size(file, progress)[0]
 
 
 def parse_json(text: bytes | str) -> Any:
     """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-        return dict(pairs)
-
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError("it is nested too deeply to be one of ours") from None
 
@@ -243,10 +230,6 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
             f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
             f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
         ) from error
-
-
-MOST_LEVELS = 100
-"""Lists and dictionaries of a reference's checkpoint within each other; one that holds itself has no end."""
 
 
 def read_reference_xser(path: Path, mapped: bool = False) -> Any:

@@ -78,6 +78,9 @@ class Record(types.SimpleNamespace):
     def __hash__(self) -> int:  # type: ignore[override]  # may have been a key
         return hash(tuple(vars(self).items()))
 
+    def __reduce__(self) -> Any:  # a namespace's own knows no slots
+        return Record, (), (vars(self), {"class_name": self.class_name})
+
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -117,12 +120,15 @@ class _Packer:
     def __init__(self, down_cast_bf16: bool):
         self.tensors: list[Tensor] = []
         self._numbers: dict[tuple, int] = {}
+        self._sources: list[Tensor] = []
+        """What was numbered, if only for this: as long as it lives, nothing else has its address."""
         self._down_cast = down_cast_bf16
 
     def number_of(self, tensor: Tensor) -> int:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if not tensor.numel() or key not in self._numbers:
             self._numbers[key] = len(self.tensors)
+            self._sources.append(tensor)
             wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 2
             self.tensors.append(tensor.to(torch.bfloat16) if self._down_cast and wide else tensor)
         return self._numbers[key]
@@ -148,6 +154,15 @@ class _Packer:
 
     def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:
         return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
+
+    def start(self, value: Any, what: str) -> Any:
+        """:meth:`visit` of a whole value."""
+        try:
+            return self.visit(value, what)
+        except RecursionError:
+            raise CheckpointError(
+                f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+            ) from None
 
     def visit(self, item: Any, path: str) -> Any:
         kind = type(item)
@@ -226,25 +241,13 @@ def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> 
     what messages call it. Raises CheckpointError for a value of another kind, with the path to it.
     """
     packer = _Packer(down_cast_bf16)
-    try:
-        return packer.visit(value, what), packer.tensors
-    except RecursionError:
-        raise CheckpointError(
-            f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
-        ) from None
+    return packer.start(value, what), packer.tensors
 
 
 def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
     """:func:`pack` of a dictionary whose values are what messages call by its keys."""
-    packer, pairs = _Packer(False), []
-    for name, value in values.items():
-        try:
-            pairs.append([name, packer.visit(value, name)])
-        except RecursionError:
-            raise CheckpointError(
-                f"{name} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
-            ) from None
-    return {"dict": pairs}, packer.tensors
+    packer = _Packer(False)
+    return {"dict": [[name, packer.start(value, name)] for name, value in values.items()]}, packer.tensors
 
 
 # --- back ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer import comm
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
@@ -53,8 +54,10 @@ def save(
 
     A rank's part is replaced in one step: an interrupted save leaves the old one, and :func:`load` refuses parts of two
     different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored, with the
-    path to it (``state_dict['a'][3]``), or a file not be written, and on the other ranks when one of them failed.
+    path to it (``state_dict['a'][3]``), or a file not be written, and on the other ranks when one of them failed;
+    NotInitializedError in one of several processes before ``initialize_model_parallel()``: all would write one file.
     """
+    require_no_lonely_rank("save")
     context = current_context()
     root = Path(save_dir)
     facts = {"degrees": {"tp": context.tp.degree, "pp": context.pp.degree}, "save": _new_save(context)}

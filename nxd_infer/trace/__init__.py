@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("ModelBuilder", "BaseModelInstance"):  # an AttributeError's text would not reach who imports it
+        raise ImportError(f"{__name__} has no {name}: parallel_model_trace does its work (docs/migration.md)")
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_NAMES[name]), name)

@@ -29,6 +29,7 @@ from nxd_infer.errors import (
     ArtifactVersionError,
     NxdError,
 )
+from nxd_infer.reading import unique_keys
 from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
 from nxd_infer.trace.storage import (
     CHECKSUM_KEY,
@@ -37,7 +38,6 @@ from nxd_infer.trace.storage import (
     checked_name,
     manifest_checksum,
     no_constant,
-    unique_keys,
 )
 from nxd_infer.trace.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
 from nxd_infer.trace.verified import Stamp, changed_files, verify_files

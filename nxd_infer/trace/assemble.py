@@ -148,7 +148,6 @@ def compile_directories(
     result = Compiled(directories)
     total = len(directories)
     if backend.compiles:
-        progress("compile graphs", 0, total, "")
         missing = []
         for digest, path in directories.items():
             if compile_cache.fetch(digest, path):
@@ -156,6 +155,9 @@ def compile_directories(
                 progress("compile graphs", result.cached, total, f"{buckets[digest]} (cached)")
             else:
                 missing.append(path)
+        if missing:
+            names = ", ".join(buckets[path.name] for path in missing[: workers or 2])
+            progress("compile graphs", result.cached, total, f"begins with {names}")
 
         def report(path: Path, seconds: float) -> None:
             result.compiled += 1

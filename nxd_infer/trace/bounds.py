@@ -21,6 +21,8 @@ MARGIN = 6.0
 """What the ranks did in some seconds may take so many times as long on a machine that is busy."""
 STEP_MARGIN = 10.0
 """The same for one step, which is short: something else may have the cores for all of it."""
+KEPT = 0.9
+"""How much of what the slowest step took is left after another step of its bucket: ten times less after 22."""
 LEAST_SECONDS = 30.0
 """What starts processes and reads files may always take."""
 
@@ -49,9 +51,15 @@ class Bounds:
             check_seconds("start_timeout", start_timeout)
         self.nbytes = nbytes
         self.call_timeout = call_timeout
-        self.start = START_SECONDS + nbytes / SLOW_READ if start_timeout is None else start_timeout
+        first_start = START_SECONDS + nbytes / SLOW_READ
+        self.start = first_start if start_timeout is None else start_timeout
+        self.longest_call = max(self.start, first_start, STEP_MARGIN * call_timeout)
+        """What :meth:`call` never exceeds: a step that hangs must not be waited for as many times as long as a slow one
+        took."""
         self.load_seconds: float | None = None
         """What the ranks took to start and load, the last time; None before the first."""
+        self.least_load = math.inf
+        """The fewest seconds in which the ranks have loaded, their files verified just before, and so in memory."""
         self._derives = start_timeout is None
         self.patient = False
         """Whether a call may take as long as a start while none was measured."""
@@ -68,8 +76,7 @@ class Bounds:
     def called(self, bucket: int, seconds: float) -> None:
         """A step of bucket number ``bucket`` took ``seconds``."""
         self._warm.add(bucket)
-        if seconds > self._slowest.get(bucket, 0.0):
-            self._slowest[bucket] = seconds
+        self._slowest[bucket] = max(seconds, KEPT * self._slowest.get(bucket, 0.0))
 
     @property
     def load(self) -> float:
@@ -80,12 +87,11 @@ class Bounds:
 
     def call(self, bucket: int) -> float:
         """Seconds that a step of bucket number ``bucket`` may take. Its first one may read weights from disk."""
-        if bucket in self._warm:
-            return max(self.call_timeout, STEP_MARGIN * self._slowest[bucket])
         expected = self._expected(bucket)
         if expected is None:
             return max(self.call_timeout, self.start) if self.patient else self.call_timeout
-        return max(self.call_timeout, STEP_MARGIN * expected + MARGIN * (self.load_seconds or 0.0))
+        first = 0.0 if bucket in self._warm else MARGIN * (self.load_seconds or 0.0)
+        return max(self.call_timeout, min(self.longest_call, STEP_MARGIN * expected + first))
 
     def _expected(self, bucket: int) -> float | None:
         """What a step takes, as measured; else as much as another one, more by as much as it has more input."""

@@ -26,7 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from nxd_infer import errors
+from nxd_infer import compat, errors
 from nxd_infer.children import python_code
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.processors import processors
@@ -133,6 +133,7 @@ def trace_ranks(
                     port=port,
                     parent=os.getpid(),
                     preparation=preparation,
+                    compat=compat.is_installed(),
                     threads=max(1, processors() // at_once),
                     timeout=timeout,
                 )

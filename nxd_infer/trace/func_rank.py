@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nxd_infer import compat
 from nxd_infer.errors import CollectiveError, NotInitializedError
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 
@@ -45,6 +46,8 @@ class RankSettings:
     parent: int
     preparation: dict[str, Any]
     """What ``multiprocessing.spawn.prepare`` takes: the caller's script, arguments and directory."""
+    compat: bool
+    """Whether the caller's script imports this package as ``neuronx_distributed``."""
     threads: int
     timeout: float
 
@@ -58,6 +61,8 @@ def main(descriptor: int) -> None:
     settings: RankSettings = connection.recv()
     die_with_parent(settings.parent)
     try:
+        if settings.compat:
+            compat.install(force=True)  # the caller has decided already whom to hide
         importing_script = True
         spawn.prepare(settings.preparation)
         importing_script = False

@@ -91,9 +91,8 @@ class TracePlan:
         lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows), "buckets"]
         name_width = max((len(bucket.name) for bucket in self.buckets), default=0)
         for bucket in self.buckets:
-            shown = ", ".join(bucket.inputs[:4]) + (
-                f", and {len(bucket.inputs) - 4} more" if len(bucket.inputs) > 4 else ""
-            )
+            first, *others = bucket.inputs if len(bucket.inputs) > 4 else [", ".join(bucket.inputs)]
+            shown = f"{first}, and {len(others)} more" if others else first
             lines.append(f"  {bucket.name:<{name_width}}  {shown}")
         return "\n".join([*lines, *self.notes])
 

@@ -64,7 +64,7 @@ def parallel_model_recompile(
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
-    own, ignored = split_arguments(compiler_args)
+    own, ignored = split_arguments(compiler_args, found.has_option)
     options = found.options(own)
     ArtifactWriter(save_dir, replace=replace).check_target()
     workdir = Path(compiler_workdir) if compiler_workdir is not None else None

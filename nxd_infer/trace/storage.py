@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
 from nxd_infer.processors import processors
+from nxd_infer.reading import sha256_and_size
 from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, Manifest
 from nxd_infer.units import size
 
@@ -41,7 +42,6 @@ R = TypeVar("R")
 CHECKSUM_KEY = "manifest_sha256"
 """Checksum of the manifest's other fields, so that a damaged byte of the manifest itself is noticed."""
 
-_CHUNK = 1 << 20
 _YOUNG = 5.0
 """Seconds during which an unlocked temporary directory is taken to be in use."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -56,13 +56,8 @@ def hash_file(path: Path) -> FileSpec:
 
 def hash_open_file(file: io.FileIO) -> FileSpec:
     """:func:`hash_file` of what is left to read of an open one."""
-    digest = hashlib.sha256()
-    size = 0
-    buffer = memoryview(bytearray(_CHUNK))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-        size += count
-    return FileSpec(size=size, sha256=digest.hexdigest())
+    sha256, nbytes = sha256_and_size(file)
+    return FileSpec(size=nbytes, sha256=sha256)
 
 
 def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
@@ -81,15 +76,6 @@ def manifest_checksum(fields: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in fields.items() if key != CHECKSUM_KEY}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Two values of one key are a ValueError: readers differ in which of them they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return found
 
 
 def no_constant(name: str) -> Any:

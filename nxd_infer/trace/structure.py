@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.reading import MOST_LEVELS
 from nxd_infer.trace.manifest import Manifest
 
 BUCKET_KERNEL_NAME = "bucket_kernel.pt"
@@ -14,8 +15,6 @@ BUCKET_KERNEL_NAME = "bucket_kernel.pt"
 Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save`` to
 a path aborts the whole process.
 """
-MOST_LEVELS = 100
-"""Lists and objects of JSON within each other: who looks through them calls itself at each."""
 
 
 def require_flat(value: Any, what: Path) -> None:

@@ -71,8 +71,8 @@ class Supervisor:
         self._processes = RankProcesses(
             artifact,
             threads=threads,
-            # The caller's deadline comes first; this one frees ranks whose caller cannot end them.
-            collective_timeout=1.5 * max(bounds.start, bounds.load, bounds.call_timeout),
+            # The deadlines of `bounds` come first; this one frees ranks whose caller cannot end them.
+            collective_timeout=1.5 * max(bounds.longest_call, bounds.load),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
@@ -109,7 +109,9 @@ class Supervisor:
             if self._before_load is not None:
                 self._before_load()
             with stamps_file(self._processes.artifact.stamps) as fd:
-                self.exchange(Kind.START, timeout=self.bounds.load, fds=[fd] * self.degree)
+                load = self.begin(Kind.START, fds=[fd] * self.degree)
+                self.finish(load, self.bounds.load)
+            self.bounds.least_load = min(self.bounds.least_load, load.seconds)
         except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
             self.close()
             raise self.failure or error from None

@@ -115,8 +115,8 @@ def parallel_model_trace(
             there. Default: it is removed. Graphs that the compile cache holds are not compiled again, and leave nothing
             there (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
         compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
-            dictionary, a list or text of ``key=value``. Arguments of the Neuron compiler in its own words
-            (``"--model-type=transformer -O1"``, or a list of such) mean nothing on a CPU: they are ignored, and
+            dictionary, a list or text of ``key=value`` or ``--key=value``. Arguments of the Neuron compiler in its own
+            words (``"--model-type=transformer -O1"``, or a list of such) mean nothing on a CPU: they are ignored, and
             ``trace_report["ignored_compiler_args"]`` names them.
         inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They
             are stored once, beside the graphs, in both cases.
@@ -276,7 +276,7 @@ def _check(
     if not isinstance(trace_timeout, (int, float)) or not 0 < trace_timeout < math.inf:
         raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
     found = tracing_backend(backend)
-    own, ignored = split_arguments(compiler_args)
+    own, ignored = split_arguments(compiler_args, found.has_option)
     options = found.options(own)
     buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
     files = {str(name): Path(path) for name, path in (extra_files or {}).items()}

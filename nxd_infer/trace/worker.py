@@ -62,10 +62,11 @@ class WorkerConfig:
 
 
 def main(arguments: list[str]) -> int:
-    from nxd_infer.comm.process import die_with_parent
+    from nxd_infer.comm.process import die_with_parent, name_process
 
     config = WorkerConfig.from_json(arguments[arguments.index("--config") + 1])
     die_with_parent(config.parent)
+    name_process(f"nxd rank {config.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     # Without cores: where the caller's process may be, though the thread that has started this one may keep to fewer.

@@ -168,10 +168,7 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
         raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
     listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
     what = "no complete checkpoint" if tag is None else f"no complete checkpoint with the tag {tag!r}"
-    raise CheckpointError(
-        f"{storage.where()} holds {what}; complete are: {listed}. trainer.checkpoint.has_checkpoint(path) says whether "
-        "there is one to resume from"
-    )
+    raise CheckpointError(f"{storage.where()} holds {what}; complete are: {listed}")
 
 
 def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:

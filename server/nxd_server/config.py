@@ -128,8 +128,8 @@ class ServerSettings(BaseSettings):
     call_timeout: float = Field(
         10.0,
         gt=0,
-        description="Seconds one step may take before its rank counts as stuck; ten times what its graph has taken, "
-        "where that is more.",
+        description="Seconds one step may take before its rank counts as stuck; ten times what its graph's "
+        "last steps have taken, where that is more, up to what a first start may take.",
     )
     start_timeout: float | None = Field(
         None,
@@ -200,7 +200,7 @@ class ServerSettings(BaseSettings):
     @classmethod
     def _existing_root(cls, root: Path | None) -> Path | None:
         if root is not None and not root.is_dir():
-            raise ValueError(f"{str(root)!r} is no directory")
+            raise ValueError(f"{str(root)!r} is not a directory")
         return root
 
     @field_validator("admin_key")
@@ -284,7 +284,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     for name in sorted(environment):
         read_as = name.upper()  # pydantic-settings takes any case of letters
         if read_as.startswith(ENV_PREFIX) and not read_as.startswith(others) and read_as not in known:
-            lines.append(f"{name} is no setting of the server{did_you_mean(read_as, known)}")
+            lines.append(f"{name} is not a setting of the server{did_you_mean(read_as, known)}")
     return lines
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 
-from nxd_infer.errors import ModelConfigError, NxdError, RankError
+from nxd_infer.errors import ModelClosedError, ModelConfigError, NxdError, RankError
 
 
 def summary(error: BaseException) -> str:
-    """What a client is told of ``error``: the output of a rank is for the log alone."""
+    """What a client is told of ``error``: the output of a rank is for the log alone, and so is what the holder of a
+    model might do about ranks that are gone."""
+    if isinstance(error, ModelClosedError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     return error.summary if isinstance(error, RankError) else str(error)
 
 
@@ -21,7 +24,7 @@ def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
     if isinstance(error, RankError) and error.foreseen:
         log.error("%s: %s", what, error.summary)
     elif isinstance(error, (NxdError, ConnectionError)):
-        log.error("%s: %s", what, error)
+        log.error("%s: %s", what, summary(error))
     else:
         log.error("%s", what, exc_info=error)
 
@@ -132,7 +135,9 @@ class EngineFailedError(EngineUnavailableError):
 
 def ranks_failed(error: BaseException) -> EngineFailedError:
     """The error of a request that was in the ranks when ``error`` ended them."""
-    failure = EngineFailedError(f"the ranks failed while this request was in progress: {summary(error)}", "failed", 5.0)
+    failure = EngineFailedError(
+        f"the ranks were lost while this request was in progress: {summary(error)}", "failed", 5.0
+    )
     failure.__cause__ = error
     return failure
 

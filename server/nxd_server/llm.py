@@ -27,7 +27,7 @@ from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.outputs import ClassificationOutput, CompletionOutput, RequestOutput, TokenLogprob
-from nxd_server.scores import probabilities, scores_of
+from nxd_server.scores import likeliest, probabilities
 from nxd_server.text.chat import ChatTemplate
 from nxd_server.text.files import TextFiles
 from nxd_server.text.tokenizer import Tokenizer
@@ -315,29 +315,33 @@ class LLM:
 
         ``truncate_prompt_tokens`` as for :meth:`embed`; of a pair the longer text is cut first.
         """
+        results = self._encoded(texts, "classify", progress, truncate_prompt_tokens=truncate_prompt_tokens)
+        encoder = self._encoder_for("classify")
         outputs = []
-        for result in self._encoded(texts, "classify", progress, truncate_prompt_tokens=truncate_prompt_tokens):
-            best = int(result.values.argmax())
-            labels = self.encoder.labels if self.encoder is not None else []
-            label = labels[best] if best < len(labels) else str(best)
-            probs = probabilities(result.values, scores_of(self.metadata))
+        for result in results:
+            probs = probabilities(result.values, encoder.scores)
+            label = likeliest(result.values, encoder.labels)
             outputs.append(ClassificationOutput(label, result.values.tolist(), [] if probs is None else probs.tolist()))
         return outputs
 
     def _encoded(
         self, texts: str | Sequence[Prompt | tuple[str, str]], task: str, progress: bool, **options: Any
     ) -> list[Encoded]:
+        encoder = self._encoder_for(task)
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        with WholeRequest() as whole:
+            futures = [
+                encoder.submit(text, field=f"texts[{i}]", whole=whole, **options) for i, text in enumerate(listed)
+            ]
+        return [future.result() for future in _track(futures, "encoding", progress)]
+
+    def _encoder_for(self, task: str) -> TextEncoder:
         if self.task != task:
             raise ModelConfigError(f"the artifact's task is {self.task or 'unknown'!r}, not {task!r}")
         if self.encoder is None:
             self._require_tokenizer()
             raise ModelConfigError("the artifact has no encoder")
-        listed = [texts] if isinstance(texts, str) else list(texts)
-        with WholeRequest() as whole:
-            futures = [
-                self.encoder.submit(text, field=f"texts[{i}]", whole=whole, **options) for i, text in enumerate(listed)
-            ]
-        return [future.result() for future in _track(futures, "encoding", progress)]
+        return self.encoder
 
 
 class _Collector:

@@ -36,12 +36,12 @@ class Recovery:
         return STARTS * again(self._slowest, self.nbytes) if self._setting is None else self._setting
 
     def hopeless(self, fastest: float) -> str:
-        """Why no recovery would be in time, where the ranks cannot start in less than ``fastest`` seconds, and the way
-        out; empty where one may be."""
+        """Why no recovery would be in time, where the ranks cannot load in less than ``fastest`` seconds, and the way
+        out; empty where one may be. What a first start took is no such bound: the next finds its files in memory."""
         if self.limit >= fastest:
             return ""
         return (
-            f"recovery_timeout is {self.limit:g} s, and on this machine the ranks take {fastest:.1f} s to start; set "
+            f"recovery_timeout is {self.limit:g} s, and on this machine the ranks take {fastest:.1f} s to load; set "
             "it higher, or leave it out to have it derived"
         )
 

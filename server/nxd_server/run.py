@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from nxd_infer.errors import NxdError
+from nxd_infer.memory import keep_little
+from nxd_infer.trace.artifact import artifact_digest
 from nxd_server.config import ServerSettings, SettingsError, unknown_variables
 from nxd_server.http import logs
 from nxd_server.service import Service
@@ -62,8 +64,10 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables(os.environ):
         logger.warning("%s", line)
-    if not (Path(artifact) / "manifest.json").is_file():
-        logger.error("%r is no artifact: it has no manifest.json (nxd-infer trace writes one)", str(artifact))
+    try:
+        artifact_digest(artifact)
+    except NxdError as error:
+        logger.error("%s", error)
         return 1
     gc.disable()  # what is imported stays; looking through it again and again takes time of the start
     try:
@@ -74,6 +78,7 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
 
 def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
     """As :func:`serve`, for a service that ``make_service`` builds around the callback for its failure."""
+    keep_little()
     # Each text is tokenised by itself; the library would start threads for it, as many as there are cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nxd_infer.errors import ArtifactVersionError
+
+SCORES = ("sigmoid", "softmax", "none")
+
 
 def scores_of(metadata: Mapping[str, Any]) -> str:
-    """``sigmoid`` (each label for itself), ``softmax`` (one of them) or ``none`` (the logits are the scores)."""
+    """``sigmoid`` (each label for itself), ``softmax`` (one of them) or ``none`` (the logits are the scores).
+
+    Raises ArtifactVersionError for a meaning that is not known here.
+    """
     if "scores" in metadata:
-        return str(metadata["scores"])
+        scores = metadata["scores"]
+        if scores not in SCORES:
+            raise ArtifactVersionError(
+                f"the artifact's scores = {scores!r}: this version knows {SCORES[0]}, {SCORES[1]} and {SCORES[2]}; "
+                "trace the model again with it, or serve it with the version that traced it"
+            )
+        return scores
     if metadata.get("regression"):  # an artifact from before it was written down
         return "none"
     return "sigmoid" if len(metadata.get("labels") or ()) == 1 else "softmax"
@@ -22,3 +35,9 @@ def probabilities(logits: torch.Tensor, scores: str) -> torch.Tensor | None:
     if scores == "none":
         return None
     return logits.sigmoid() if scores == "sigmoid" else logits.softmax(-1)
+
+
+def likeliest(logits: torch.Tensor, labels: Sequence[str]) -> str:
+    """The label of the largest of ``logits`` [labels]; its number where it has no name."""
+    best = int(logits.argmax())
+    return labels[best] if best < len(labels) else str(best)

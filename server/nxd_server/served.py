@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.config import ServerSettings
+from nxd_server.config import ServerSettings, SettingsError
 from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.text.bounds import Bounds, body_bounds
 
@@ -133,7 +133,12 @@ class Served:
             for name in ("lora", "speculate"):
                 if getattr(settings, name):
                     raise GenerateOnlyError(name, self.task)
-        elif settings.speculate:
+            return
+        if settings.lora and self._manifest is not None and not self._manifest.layout.get("adapters"):
+            raise SettingsError(
+                "lora: this artifact has no slots for adapters; trace the model again with --lora-slots"
+            )
+        if settings.speculate:
             from nxd_server.engine.speculation import check_speculate
 
             check_speculate(self.metadata, settings.speculate)

@@ -14,6 +14,12 @@ from nxd_infer.context import current_context
 from tests.ranks import run_ranks
 
 ROUNDS = 3000
+QUICK: dict[str, Any] = {
+    "cpp.vec_isa_ok": True,
+    "aot_inductor.precompile_headers": False,
+    "cpp_cache_precompile_headers": False,
+}
+"""The compiler tries out no instruction set and precompiles no header: both take longer than a graph."""
 
 
 class Step(torch.nn.Module):
@@ -41,7 +47,7 @@ def package(request, tmp_path_factory):
     module = Step(getattr(torch.ops, library.namespace))
     exported = torch.export.export(module, (torch.randn(4, 16),))
     path = str(tmp_path_factory.mktemp("step") / "step.pt2")
-    options: dict[str, Any] = {}
+    options = dict(QUICK)
     if request.param:
         options["aot_inductor.custom_ops_to_c_shims"] = native.shims([library])
         options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
@@ -110,7 +116,7 @@ class Views(torch.nn.Module):
 @pytest.mark.parametrize("direct", [False, True])
 def test_the_collectives_of_compiled_code_are_read_from_its_calls(direct):
     library = native.load()
-    options: dict[str, Any] = {"aot_inductor.package": True}
+    options = {**QUICK, "aot_inductor.package": True}
     if direct:
         options["aot_inductor.custom_ops_to_c_shims"] = native.shims([library])
         options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]

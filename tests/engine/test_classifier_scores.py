@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any, cast
 
 import pytest
 import torch
 
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.errors import ArtifactVersionError, ModelConfigError
 from nxd_models.config import parse_config
 from nxd_server import LLM
+from nxd_server.engine import OneShotEngine, TextEncoder
+from nxd_server.http.embeddings import verdict_on
+from nxd_server.scores import scores_of
 from tests.e2e.command import nxd_infer_here
 from tests.engine.real_artifacts import trace_encoder
+from tests.engine.toy_oneshot import ToyOneShot
 from tests.tiny_models import FAMILIES, write_tiny
 
 TEXTS = ["A raise statement", "x", "for loops iterate over items"]
@@ -30,7 +35,7 @@ CASES = {
         {"activation_fn": torch.nn.Sigmoid()},
     ),
     "regression": ({**ONE, "problem_type": "regression"}, "none", {"activation_fn": torch.nn.Identity()}),
-    "a named activation": ({**ONE, **IDENTITY}, "none", {}),
+    "a named activation": (IDENTITY, "none", {}),
 }
 
 
@@ -59,12 +64,37 @@ def test_scores_equal_those_of_both_libraries(tmp_path, case):
         torch.testing.assert_close(torch.tensor(found), row, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(("scores", "field"), [("none", "scores"), ("sigmoid", "probs"), ("softmax", "probs")])
+def test_what_http_answers_has_its_label_whatever_the_scores_mean(scores, field):
+    answer = verdict_on(torch.tensor([0.5, 2.0, -1.0]), ["bad", "fair"], scores)
+    assert answer["label"] == "fair" and answer["num_classes"] == len(answer[field]) == 3
+    assert {"probs", "scores"} & set(answer) == {field}
+    assert verdict_on(torch.tensor([0.5, 2.0, 3.0]), ["bad", "fair"], scores)["label"] == "2"  # it has no name
+
+
 def test_verify_compares_what_is_answered(tmp_path, capsys, monkeypatch):
     model_dir, artifact = trace_encoder(tmp_path, "bert_classifier", "classify", **ONE)
     assert nxd_infer_here(capsys, monkeypatch, "verify", artifact, model_dir).status == 0
     other = write_tiny("bert_classifier", tmp_path / "other", **ONE, problem_type="regression")
     done = nxd_infer_here(capsys, monkeypatch, "verify", artifact, other)  # the same weights, another meaning
     assert done.status == 1 and "differs" in done.out
+
+
+@pytest.mark.check
+def test_an_artifact_whose_scores_mean_what_is_not_known_is_not_served():
+    model = ToyOneShot()
+    model.manifest.metadata |= {"task": "classify", "scores": "tanh"}
+    engine: Any = OneShotEngine(model)
+    with pytest.raises(ArtifactVersionError, match=r"scores = 'tanh': .* knows sigmoid, softmax and none"):
+        TextEncoder(engine, cast("Any", None))
+
+
+@pytest.mark.check
+def test_what_an_older_artifact_meant():
+    assert [scores_of(meta) for meta in ({}, {"labels": ["one"]}, {"labels": ["one"], "regression": True})] == [
+        *("softmax", "sigmoid", "none"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nxd_server.engine import warmup
@@ -11,6 +13,7 @@ from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
 from tests.engine.toy_model import ToyModel
 from tests.processes import wait_until
 
+GUIDE = Path(__file__).parents[2] / "docs/deployment.md"
 GRAPHS = [Graph(f"decode_b{b}", b, 1) for b in (1, 4, 16)] + [Graph(f"prefill_s{s}", 1, s) for s in (512, 128)]
 NAMES = [graph.name for graph in GRAPHS]
 LARGE = {"decode_b1": 0.35, "decode_b4": 0.4, "decode_b16": 0.6, "prefill_s128": 1.5, "prefill_s512": 6.0}
@@ -67,6 +70,7 @@ def test_large_graphs_wait_for_somebody_who_needs_them(machine):
     warm(steps, costs, lambda *words: told.append(words))
     first = 2 * seconds["decode_b1"]  # cold, and once more
     assert ranks.now <= first + WARM_UP_SECONDS
+    assert f"as they fit into {WARM_UP_SECONDS:g} seconds," in GUIDE.read_text()
     assert "decode_b4" in ranks.ran and "prefill_s512" not in ranks.ran
     assert told[-1][0] == told[-1][1] == len(set(ranks.ran))
     # What never ran is taken to be dear: streams are not held up by a prompt of 512 that seems to cost nothing.

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from nxd_infer.errors import RankDiedError
 from nxd_server.config import ServerSettings
@@ -67,11 +68,12 @@ class ToyService(Service):
         fail_file: str | None,
         ranks_seconds: float,
     ):
-        """``ranks_seconds``: what its ranks are taken to have needed for their start, where it matters."""
+        """``ranks_seconds``: what its ranks are taken to have worked on their load, of a first start that took a
+        minute, from disk."""
         super().__init__("toy", settings, on_failure)
         self._toy = kind(**toy)
         self._start_file = start_file
-        self._ranks_seconds = ranks_seconds
+        self._toy.bounds = SimpleNamespace(load_seconds=60.0, least_load=ranks_seconds)
         if fail_file:
             self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file))
 

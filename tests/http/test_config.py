@@ -34,8 +34,8 @@ def test_variables_that_are_no_setting():
     }
     assert unknown_variables(fine) == []
     assert unknown_variables({**fine, "NXD_APIKEYS": "secret", "NXD_ZZZ": "1"}) == [
-        "NXD_APIKEYS is no setting of the server; did you mean NXD_API_KEYS?",
-        "NXD_ZZZ is no setting of the server",
+        "NXD_APIKEYS is not a setting of the server; did you mean NXD_API_KEYS?",
+        "NXD_ZZZ is not a setting of the server",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import json
 import logging
 import signal
@@ -15,14 +16,30 @@ import time
 import httpx
 import pytest
 
+from nxd_server.config import ServerSettings
 from nxd_server.http.logs import TextFormatter
+from tests.engine.toy_model import ToyModel
 from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
+from tests.http.http_toy import ToyService
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 36, "temperature": 0, "ignore_eos": True}
 SLOW = {"delay": 0.1, "max_len": 4000}
 ENDLESS = {**LONG, "max_tokens": 3900}
 """It does not end by itself while a test looks at it: a step of SLOW takes 0.1 s."""
+
+
+def test_the_collector_does_not_look_through_what_was_loaded():
+    """With torch it held everybody up for 0.2 s and more, now and then."""
+    gc.unfreeze()
+    service = ToyService(ServerSettings(), None, ToyModel, {"ahead": True}, None, None, 0.0)  # pyright: ignore
+    try:
+        service.start()
+        wait_for(lambda: service.ready)
+        assert gc.get_freeze_count() > 1000
+    finally:
+        service.close()
+        gc.unfreeze()
 
 
 def test_it_lives_at_once_and_is_ready_when_warm(tmp_path):

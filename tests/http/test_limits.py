@@ -226,21 +226,6 @@ def test_a_giant_is_refused_before_it_is_looked_through(toy, path, body, param, 
     assert len(message) < 400
 
 
-@pytest.mark.parametrize("messages", [False, True])
-def test_a_long_tokenisation_does_not_hold_up_others(toy, messages):
-    """Counted in answers, not in seconds: on a busy machine one of them may well be late."""
-    text = "hello, you there. " * 12_000
-    body = {"messages": [{"role": "user", "content": text[:144]}] * 4_000} if messages else {"prompt": text}
-    data, others = json.dumps(body).encode(), 0
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(toy.post, "/tokenize", content=data, headers={"Content-Type": "application/json"})
-        while not answer.done():
-            assert toy.get("/livez").status_code == 200
-            others += 1
-    assert answer.result().json()["count"] > 100_000
-    assert others > 10, "only those before and after the tokenisation were answered"
-
-
 def test_a_body_that_never_ends_is_504(hasty):
     begin = time.monotonic()
     with raw(hasty, f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{{".encode()) as connection:

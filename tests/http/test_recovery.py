@@ -43,7 +43,7 @@ def test_a_bound_that_must_fail_is_told_with_the_way_out():
     subject = Recovery(5.0, 6 * GIB)
     subject.took(9.0)
     told = subject.hopeless(8.0)
-    assert "recovery_timeout is 5 s" in told and "take 8.0 s to start" in told and "leave it out" in told
+    assert "recovery_timeout is 5 s" in told and "take 8.0 s to load" in told and "leave it out" in told
 
 
 @pytest.mark.check

@@ -285,7 +285,8 @@ NOTHING = {
     "repeat_penalty": 1.0, "encoder_repetition_penalty": 1, "typical_p": 1.0, "typical": 1.0, "tfs_z": 1.0, "top_a": 0,
     "mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "no_repeat_ngram_size": 0,
     "length_penalty": 1.0, "spaces_between_special_tokens": True, "return_token_ids": False, "prompt_logprobs": None,
-    "structured_outputs": {}, "best_of": 1,
+    "structured_outputs": {}, "best_of": 1, "cache_prompt": True, "cache_salt": "", "n_probs": 0, "min_keep": 0,
+    "separate_reasoning": True, "no_stop_trim": False, "vllm_xargs": {},
 }  # fmt: skip
 
 
@@ -297,12 +298,12 @@ def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
     answer = toy.post(route, {**asked, "max_tokens": 2, "stream": True, "stream_options": options})
     assert answer.status_code == 200 and "usage" not in answer.text and "obfuscation" not in answer.text
     for name, value in NOTHING.items():
-        if name in ("request_id", "prompt_logprobs"):
+        if name in ("request_id", "prompt_logprobs", "cache_prompt", "cache_salt"):
             continue
         other = [{"x": 1}] if isinstance(value, list) else {"x": 1} if isinstance(value, dict) else not value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             other = value + 2
-        is_error(toy.post(route, {**asked, name: other}), 400, name)
+        is_error(toy.post(route, {**asked, name: other}), 400, name, "unsupported_parameter")
 
 
 def test_harmless_and_neutral_fields_pass(toy, expect):
@@ -310,7 +311,7 @@ def test_harmless_and_neutral_fields_pass(toy, expect):
         "user": "me", "metadata": {"a": "b"}, "n": 1, "seed": None, "stop": None, "stream": False, "temperature": 0,
         "max_tokens": 5, "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0.0, "top_p": 1,
         "stream_options": None, "response_format": {"type": "text"}, "service_tier": "auto",
-        "safety_identifier": "s", "model": "toy",
+        "safety_identifier": "s", "model": "toy", "cache_prompt": False, "cache_salt": "mine",
     }  # fmt: skip
     body = {**common, "prompt": "hello", "best_of": 1, "suffix": None, "echo": False, "logprobs": None}
     answer = toy.post(COMPLETIONS, body)

@@ -28,16 +28,34 @@ def impatient():
         yield server
 
 
-def test_a_template_without_an_end_holds_up_nobody_and_is_400(impatient):
-    others = 0
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("texts", {"prompt": "hello, you there. " * 3_500}),
+        ("conversations", {"messages": [{"role": "user", "content": "hello, you there. " * 8}] * 300}),
+    ],
+)
+def test_a_long_text_holds_up_nobody(toy, kind, body):
+    """What works on it is stopped, until others were answered. (A body of more than 64 KiB is parsed aside before.)"""
+    assert toy.post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] == 6000  # which starts the process
+    children = descendants(toy.process.pid)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(impatient.post, CHAT, chat(spin=1), timeout=30)
-        while not answer.done():
-            assert impatient.get("/livez", timeout=30).status_code == 200
-            others += 1
-    error = is_error(answer.result(), 400, "messages")
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
+        try:
+            answer = pool.submit(toy.post, "/tokenize", body)
+            toy.wait_metric("nxd_texts_aside", 1.0, kind=kind)
+            assert toy.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}).status_code == 200
+            assert not answer.done()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGCONT)
+        assert answer.result().json()["count"] > 40_000
+
+
+def test_a_template_without_an_end_is_400(impatient):
+    error = is_error(impatient.post(CHAT, chat(spin=1)), 400, "messages")
     assert "did not come to an end within 1 s (render_timeout)" in error["message"]
-    assert others > 10, "only those before and after it were answered"
     assert impatient.post(CHAT, chat()).status_code == 200
 
 

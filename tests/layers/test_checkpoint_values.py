@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -12,6 +13,7 @@ import fractions
 import json
 import math
 import pathlib
+import pickle
 import random
 import re
 import subprocess
@@ -236,6 +238,14 @@ def test_in_a_checkpoint(tmp_path: Path, async_save: bool):
         assert same(load_checkpoint(tmp_path, "a"), SAMPLE)
 
 
+@pytest.mark.parametrize("down_cast", [False, True])
+def test_views_that_negate_are_stored_each_by_itself(down_cast: bool):
+    """What they stand for is made to be stored, and nothing else may be taken for it once its memory is free again."""
+    views = [torch.full((64,), complex(0, i)).conj().imag for i in range(8)]
+    structure, tensors = pack(views, down_cast)
+    assert [float(found[0]) for found in unpack(structure, tensors.__getitem__)] == [-i for i in range(8)]
+
+
 def test_generators_go_on():
     generators = np.random.default_rng(1), np.random.Generator(np.random.Philox(2)), np.random.RandomState(3)
     found = through(generators)
@@ -259,9 +269,10 @@ def test_classes_come_back_where_they_are_allowed():
     assert type(key) is Record and key.name == "a" and key.class_name.endswith("test_checkpoint_values.Key")
     assert type(settings_) is Record and settings_.inner == (1, "red") and settings_.inner._fields == ("x", "y")
     assert level == 1
-    with torch.serialization.safe_globals(CLASSES):  # what was read and saved again is still the same
-        again = unpack(pack(found)[0], torch.empty)
-    assert next(iter(again)) == Key("a") and again[Key("a")].inner == Point(1, "red")
+    for read in (found, copy.deepcopy(found), {pickle.loads(pickle.dumps(key)): settings_}):
+        with torch.serialization.safe_globals(CLASSES):  # what was read and saved again is still the same
+            again = unpack(pack(read)[0], torch.empty)
+        assert next(iter(again)) == Key("a") and again[Key("a")].inner == Point(1, "red")
 
 
 def test_nothing_that_a_file_names_is_imported_or_run(tmp_path: Path):

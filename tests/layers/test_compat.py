@@ -17,6 +17,7 @@ import sys
 import torch
 import neuronx_distributed as nxd
 import neuronx_distributed.parallel_layers.layers as layers_module
+import sibling  # which lies beside the script, and that is not where it is started
 from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_distributed.parallel_layers import layers, mappings, parallel_state, utils as neuronx_dist_utils
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -66,8 +67,10 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unchanged_script_runs(tmp_path: Path):
-    script = tmp_path / "train.py"
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
     script.write_text(SCRIPT)
+    (script.parent / "sibling.py").touch()
     done = run("-m", "nxd_infer.compat", str(script), str(tmp_path / "out"), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ran __main__ 2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def assert_greedy(found: list[int], expected: list[int], gaps: list[float]) -> N
         if gap < GAP:
             return
         assert a == b, f"token {at}: {a} instead of {b} (gap {gap:.3g}): {found} / {expected}"
+
+
+def without_mixed(plan):
+    """A decoder's plan without the graph that takes prompts beside streams: ``traced_run`` never chooses it."""
+    kept = [place for place, name in enumerate(plan.bucket_names) if not name.startswith("mixed")]
+    parts = {name: [getattr(plan, name)[place] for place in kept] for name in ("bucket_names", "example_inputs")}
+    return dataclasses.replace(plan, **parts)
 
 
 def traced_run(model, step):

@@ -17,7 +17,15 @@ from nxd_infer.trace import parallel_model_load, parallel_model_save, parallel_m
 from nxd_models import hf, registry, tasks
 from nxd_models.generation import generate_eager
 from tests.adapter_files import ALL, PREFIX, merge, write_adapter
-from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference, traced_run
+from tests.models.helpers import (
+    assert_greedy,
+    greedy_reference,
+    prompts_of,
+    reference,
+    relative_difference,
+    traced_run,
+    without_mixed,
+)
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW, RANK = 8, 40, 5, 4
@@ -66,7 +74,7 @@ class Case:
     def plan(self, slots=2, **more):
         lora = {"lora_slots": slots, "lora_rank": RANK} if slots else {}
         sizes = {"batch_sizes": [len(ROWS)], "length_buckets": [BUCKET], "max_len": MAX_LEN, "dtype": torch.float32}
-        return tasks.plan(self.base, **{**sizes, **lora, **more})
+        return without_mixed(tasks.plan(self.base, **{**sizes, **lora, **more}))
 
     def trace(self, degree, slots=2, backend="eager", **more):
         plan = self.plan(slots, **more)

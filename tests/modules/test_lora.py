@@ -18,6 +18,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import load_weights
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, save_adapter
+from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tests.layers.compare import error
@@ -247,6 +248,13 @@ def test_the_configuration_may_lie_in_the_state_dict():
     assert LoraConfig.of(state["lora_config"]) == model.lora_config
     lora(filled=False).load_state_dict(state)
     assert json.loads(json.dumps(state["lora_config"]))["lora_rank"] == 3
+
+
+def test_the_configuration_lies_where_it_was_written_last(tmp_path: Path):
+    for apart, rank in ((True, 2), (False, 3), (True, 4)):
+        tensors, config = collect_adapter(lora(lora_rank=rank))
+        write_adapter(tmp_path, tensors, config, apart)
+        assert read_config(tmp_path, LoraConfig()).lora_rank == rank
 
 
 def test_a_state_dict_that_does_not_fit_is_refused():

@@ -6,17 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from nxd_infer import compat
-
-compat.install()
-
 from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_distributed.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 from neuronx_distributed.parallel_layers.utils import divide
+from torch import Tensor, nn
 
 
 @dataclass

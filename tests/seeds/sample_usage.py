@@ -8,10 +8,9 @@ The degree is the argument; ``for`` stands where the documents say "(training lo
 import sys
 
 import torch
+from model import get_model, tokens
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
-
-from tests.seeds.model import get_model, tokens
 
 total_steps = 0
 torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,19 +38,18 @@ from tests.seeds.model import (
     tokens,
 )
 
-ROOT = Path(__file__).parents[2]
+SEEDS = Path(__file__).parent
 
 
 # --- "Sample usage" -----------------------------------------------------------------------------------------
 
 
 def sample_usage(folder: Path, *launcher: str, tp: int) -> list[str]:
-    """What every process of one start of the job printed."""
-    script = Path(__file__).with_name("sample_usage.py")
+    """What every process of one start of the job printed; ``folder`` holds the script, and its model beside it."""
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "nxd_infer.compat", str(script), str(tp)],
+        [sys.executable, *launcher, "-m", "nxd_infer.compat", "sample_usage.py", str(tp)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=140,
@@ -65,6 +65,8 @@ def test_sample_usage(tmp_path: Path):
     for name, launcher, tp in (("one", (), 1), ("tp", torchrun, 2), ("dp", torchrun, 1)):
         folder = tmp_path / name
         folder.mkdir()
+        for file in ("sample_usage.py", "model.py"):
+            shutil.copy(SEEDS / file, folder)
         first, second = (sample_usage(folder, *launcher, tp=tp) for _ in range(2))
         size = 1 if not launcher else 2
         degrees = f"dp {size // tp} tp {tp}"

@@ -1,4 +1,4 @@
-"""A toy artifact that is written once a module, and copies of it to change."""
+"""Toy artifacts: one that is written once a module and copies of it to change, and one of each degree to load."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def original(tmp_path_factory) -> Path:
 def artifact(original, tmp_path) -> Path:
     """A copy."""
     return Path(shutil.copytree(original, tmp_path / "artifact"))
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory) -> dict[int, Path]:
+    """By degree; nobody changes them."""
+    root = tmp_path_factory.mktemp("models")
+    return {degree: toy.build(root / f"tp{degree}", degree=degree) for degree in (1, 2, 4)}

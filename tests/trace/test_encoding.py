@@ -213,7 +213,8 @@ TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
 @pytest.mark.parametrize(("backend", "tp_degree"), [("eager", 1), ("eager", 2), ("inductor", 1), ("inductor", 2)])
 def test_a_traced_model_is_the_same_packed_and_plain(backend: str, tp_degree: int) -> None:
     results = []
-    for option in (1, False):
+    # Compiled without packing at degree 1, as test_inductor.py has it, is left out: each graph takes long to compile.
+    for option in (1,) if (backend, tp_degree) == ("inductor", 1) else (1, False):
         with trace(
             packed_models.tied,
             TOKENS,

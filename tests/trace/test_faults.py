@@ -295,6 +295,14 @@ def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_too
     model.close()
 
 
+@pytest.mark.check
+def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
+    """Whatever the settings: the caller is the one to find out who hangs."""
+    for settings in ({}, {"start_timeout": 20.0}, {"call_timeout": 500.0}):
+        model = parallel_model_load(path, **settings)
+        assert model._new_ranks()._processes._collective_timeout > model.bounds.longest_call
+
+
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
     from nxd_infer.trace import processes
 

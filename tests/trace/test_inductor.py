@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import backends
-from nxd_infer.backends import compile_cache
+from nxd_infer.backends import compile_cache, compile_pool
 from nxd_infer.backends.compile_pool import compile_graphs
 from nxd_infer.backends.machine import cpu_features
 from nxd_infer.errors import (
@@ -136,6 +136,19 @@ def test_more_open_files_than_select_knows(tmp_path, monkeypatch):
             stack.enter_context(open(os.devnull))
         with pytest.raises(TraceError, match="cannot be read"):
             compile_graphs("inductor", [tmp_path / "nothing"], {}, timeout=600)
+
+
+def test_a_workdir_that_takes_nothing_hides_no_error_and_leaves_nothing(tmp_path, monkeypatch):
+    temporary, workdir = tmp_path / "tmp", tmp_path / "work"
+    temporary.mkdir()
+    workdir.touch()  # what is moved there fails, as on a full disk
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(TraceError, match="cannot be read"):
+        compile_graphs("inductor", [tmp_path / "nothing"], {}, workdir=workdir, timeout=600)
+    said = "compiler_workdir: what the compiler wrote cannot be moved to"
+    with pytest.raises(TraceError, match=said), compile_pool.workplace(workdir):
+        pass
+    assert not list(temporary.glob("nxd-compile-*"))
 
 
 def test_a_stray_file_among_the_code_is_refused(traced, tmp_path):

@@ -1,4 +1,8 @@
-"""The memory that a plan announces is what the trace then holds: its processes together, without pages of files."""
+"""The memory that a plan announces is what the trace then holds: its processes together, without pages of files.
+
+Of a trace that compiles nothing. What compilers hold depends on the graphs, and shows at real sizes: `bench trace` and
+`bench sizes` trace them, and fail where a plan is off by more than a tenth.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ HEAP_BYTES = 48 << 20
 model this small it is more than a tenth."""
 
 
-def test_a_plan_is_within_a_tenth_of_what_its_trace_held(tmp_path, monkeypatch):
+def test_a_plan_without_a_compiler_is_within_a_tenth_or_48_mib_of_what_its_trace_held(tmp_path, monkeypatch):
     """The caches, 128 MiB a rank, are no part of it: a trace reads none of them."""
     monkeypatch.setenv("NXD_INFER_BENCH", str(tmp_path / "bench"))
     sizes: dict[str, Any] = {

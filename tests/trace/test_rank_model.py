@@ -48,11 +48,18 @@ def test_arrays_give_what_tensors_give_in_a_process_without_torch(tmp_path):
     np.savez(tmp_path / "in.npz", x=x.numpy(), ids=ids.numpy())
     code = f"""
 import sys
+import time
 import numpy as np
 from nxd_infer.trace.artifact import load_artifact
 from nxd_infer.trace.rank_model import RankModel
-artifact = load_artifact({str(path)!r}, later=True)
-with RankModel(artifact, start_timeout=600, before_load=artifact.verify) as model:
+artifact, verified = load_artifact({str(path)!r}, later=True), []
+
+def verify():
+    artifact.verify()
+    verified.append(time.monotonic())
+
+with RankModel(artifact, start_timeout=600, before_load=verify) as model:
+    assert 0 < model.bounds.least_load <= time.monotonic() - verified[0], "not the start of processes, nor the disk"
     given = dict(np.load({str(tmp_path / "in.npz")!r}))
     model.run_bucket("b4_s8", {{"x": given["x"]}})
     model.restart()

@@ -66,6 +66,11 @@ def expected(weights: dict[str, Tensor], x: Tensor, ids: Tensor | None = None) -
     return x @ weights["up"] @ weights["down"] + weights["table"][ids][:, None, :]
 
 
+def close_to(y: Tensor, want: Tensor) -> bool:
+    """Whether it is what was expected, but for rounding."""
+    return y.shape == want.shape and bool((y - want).abs().max() <= 1e-5 * want.abs().max())
+
+
 def _graph(degree: int, bucket: Bucket) -> Callable[..., tuple[Tensor, ...]]:
     def step(
         count: Tensor, memory: Tensor, x: Tensor, ids: Tensor, up: Tensor, down: Tensor, table: Tensor, shift: Tensor

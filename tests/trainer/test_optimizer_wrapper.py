@@ -125,6 +125,11 @@ def state_of_a_share() -> list[float]:
     for param in model.parameters():
         state = optimizer.state[param]
         found.append(state["speed"].numel() / param.numel() if param in optimizer.state else float(len(state)))
+        if param not in optimizer.state:
+            with pytest.raises(KeyError, match="other ranks step this parameter"):
+                state["speed"] = param
+            with pytest.raises(KeyError, match="other ranks step this parameter"):
+                state.setdefault("speed", param)
     before = model.state_dict()["lm_head.weight"].clone()
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state)
     optimizer.stop(also_weights=True)  # what it does to its share reaches the parameters of all
@@ -136,6 +141,33 @@ def test_state_with_zero1_is_this_ranks_share():
     first, second = run_ranks(state_of_a_share, 2, tp=1)
     assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([1.0] * len(first))
     assert 0.0 in first and 0.0 in second
+
+
+class Decaying(Momentum):
+    @torch.no_grad()
+    def shrink(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["shrink"] != 1:
+                    param.mul_(group["shrink"])
+
+
+def shrunk() -> tuple[int, list[list[float]]]:
+    """How much of the weights that shrink this rank steps, and what has become of all."""
+    some, others = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [{"params": [some], "shrink": 0.5}, {"params": [others], "shrink": 1.0}]
+    optimizer = NxDOptimizer(groups, Decaying, zero1=True, defaults={"lr": 1.0})
+    optimizer.shrink()
+    ours = sum(piece.tensor.numel() for piece in optimizer.pieces if piece.param is some)
+    (some.sum() * 0 + others.sum() * 0).backward()
+    optimizer.step()
+    return ours, [some.tolist(), others.tolist()]
+
+
+def test_a_method_that_changes_weights_of_one_rank_reaches_all():
+    (first, ours), (second, theirs) = run_ranks(shrunk, 2, tp=1)
+    assert {first, second} == {0, 4}
+    assert ours == theirs == [[0.5] * 4, [1.0] * 4]
 
 
 # --- copies -------------------------------------------------------------------------------------------------

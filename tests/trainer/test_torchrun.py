@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.errors import NotInitializedError, NxdError
+from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.optimizer import NxDOptimizer
 from nxd_infer.trainer import save_checkpoint
 from nxd_models import registry
@@ -107,14 +109,25 @@ def test_the_document_traces_checkpoints(tmp_path: Path):
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1", "PJRT_DEVICE": "NEURON"},
             "PJRT_DEVICE=NEURON: training over XLA devices is not supported yet",
         ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "first", "MASTER_ADDR": "::1", "MASTER_PORT": "1"},
+            "RANK must be a whole number of at least 0, got 'first'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
+            "LOCAL_RANK must be a whole number of at least 0, got 'x'",
+        ),
     ],
 )
 def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], said: str, monkeypatch, tmp_path: Path):
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE"):
         monkeypatch.delenv(name, raising=False)
     config = nxd.neuronx_distributed_config()
+    adapted = LoRAModel(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "LOCAL_RANK" in environment)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     param = nn.Parameter(torch.ones(2))
     for action in (
         nxd.neuronx_distributed_config,
@@ -127,7 +140,20 @@ def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], sai
         for what, action in (
             ("NxDOptimizer", lambda: NxDOptimizer([param], torch.optim.SGD)),
             ("save_checkpoint", lambda: nxd.save_checkpoint(tmp_path, "first", nn.Linear(2, 2))),
+            ("save", lambda: nxd.parallel_layers.save({"step": 1}, tmp_path / "one")),
+            ("save_adapter", lambda: adapted.save_adapter(tmp_path / "adapter")),
         ):
             with pytest.raises(NotInitializedError, match=f"{what}: this process is one of 2, and model parallelism"):
                 action()
     assert not list(tmp_path.iterdir()) and not torch.distributed.is_initialized()
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotInitializedError, match=f"rank 0 did not meet .* of 2 at 127.0.0.1:{port} within 0.5 s"):
+        nxd.parallel_state.initialize_model_parallel(timeout=0.5)
+    assert not torch.distributed.is_initialized()

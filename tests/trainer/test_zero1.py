@@ -14,7 +14,7 @@ import torch
 
 import nxd_infer as nxd
 from nxd_infer import comm, parallel_state
-from nxd_infer.context import current_context
+from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import CheckpointError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer import NeuronZero1Optimizer
 from tests.ranks import run_ranks
@@ -128,12 +128,34 @@ def test_every_floating_type_to_step_in(given: torch.dtype, param_dtype: torch.d
         ({"optimizer_dtype": "fp32"}, "or None; got 'fp32'"),
         ({"bucket_cap_mb_all_gather": -1}, "bucket_cap_mb_all_gather must be a number of megabytes"),
         ({"bucket_cap_mb_reduce_scatter": True}, "got True"),
-        ({"max_norm": 0}, "max_grad_norm must be above 0"),
+        ({"max_norm": 0}, "max_norm must be a number above 0, got 0"),
+        ({"max_norm": -5.0}, "max_norm must be a number above 0, got -5.0"),
+        ({"max_norm": "1"}, "max_norm must be a number above 0, got '1'"),
     ],
 )
 def test_arguments_out_of_range(options: dict, said: str):
+    """Given to the constructor, or set later where that is possible."""
+    weight = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ParallelConfigError, match=said):
-        NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(1))], AdamW, **options)
+        NeuronZero1Optimizer([weight], AdamW, **options)
+    if (norm := options.get("max_norm")) is not None:
+        optimizer = NeuronZero1Optimizer([weight], AdamW, max_norm=0.5)
+        with pytest.raises(ParallelConfigError, match=said):
+            optimizer.max_norm = norm
+        assert optimizer.max_norm == 0.5
+        optimizer.max_norm = None
+        assert optimizer.max_norm == 1.0
+
+
+@pytest.mark.check
+def test_an_axis_that_is_not_for_training_is_refused_by_its_name():
+    """And not because of the groups that are right for it."""
+    with (
+        use_context(make_context(4, 0, cp=2)),
+        pytest.raises(ParallelConfigError, match="training over the axis 'cp' is not supported yet"),
+    ):
+        groups = parallel_state.get_zero1_sharding_groups()
+        NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(1))], AdamW, sharding_groups=groups)
 
 
 def sharded_later() -> list[Any]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nxd_infer import comm
 from nxd_infer.beneath import AnyPath
+from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
@@ -104,8 +105,10 @@ def _base_name(logical: str, adapted: set[str]) -> str:
 def save_adapter(model: LoRAModel, folder: Folder) -> None:
     """Write the adapter and what is trained beside it. Every rank must call it; global rank 0 writes.
 
-    Files are replaced one by one, the weights first. Raises CheckpointError when they cannot be written.
+    Files are replaced one by one, the weights first. Raises CheckpointError when they cannot be written, and
+    NotInitializedError in one of several processes before ``initialize_model_parallel()``: all would write them.
     """
+    require_no_lonely_rank("save_adapter")
     tensors, config = collect_adapter(model)
     context = current_context()
     try:
@@ -137,6 +140,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
         if apart:
             with replacing(folder / CONFIG) as temporary:
                 temporary.write_text(json.dumps(config, indent=2) + "\n")
+        else:
+            (folder / CONFIG).unlink(missing_ok=True)  # one that is there is read before that of the weights
     except OSError as error:
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 

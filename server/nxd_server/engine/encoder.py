@@ -14,6 +14,7 @@ from nxd_server.engine.oneshot import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
+from nxd_server.scores import scores_of
 from nxd_server.text.tokenizer import Tokenizer
 
 Tokens = tuple[list[int], list[int]]
@@ -40,7 +41,8 @@ class TextEncoder:
     """Tokenize, check and submit texts to a :class:`OneShotEngine`; long waits are the engine's."""
 
     def __init__(self, engine: OneShotEngine, tokenizer: Tokenizer):
-        """Raises ModelConfigError when the artifact is neither an embedder nor a classifier."""
+        """Raises ModelConfigError when the artifact is neither an embedder nor a classifier, ArtifactVersionError for a
+        classifier whose scores mean what is not known here."""
         metadata = engine.model.manifest.metadata
         task = metadata.get("task")
         if task not in OUTPUT_OF_TASK:
@@ -49,6 +51,8 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.task: str = task
         self.labels: list[str] = [str(label) for label in metadata.get("labels") or []]
+        self.scores = scores_of(metadata)
+        """What a classifier's logits mean."""
         self.prompts: dict[str, str] = metadata.get("prompts") or {}
         """By name, what sentence-transformers' files say to put in front of a text."""
         self._default_prompt: str | None = metadata.get("default_prompt")

@@ -64,33 +64,27 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
 
 
 async def classify(request: Request, body: ClassifyBody) -> Response:
-    """The likeliest label of each text, and the probabilities of all; the bare scores where there are none."""
+    """The likeliest label of each text, and the probabilities of all, or the bare scores where there are none."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/classify", "classify")
     results = await _encode(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    labels = service.require_encoder().labels
-    from nxd_server.scores import probabilities, scores_of  # torch, which a server that generates never loads
-
-    scores = scores_of(service.metadata)
-    data = []
-    for index, result in enumerate(results):
-        logits = result.values
-        probs = probabilities(logits, scores)
-        if probs is None:
-            data.append({"index": index, "scores": logits.tolist()})
-            continue
-        best = int(logits.argmax())
-        data.append(
-            {
-                "index": index,
-                "label": labels[best] if best < len(labels) else str(best),
-                "probs": probs.tolist(),
-                "num_classes": logits.numel(),
-            }
-        )
+    encoder = service.require_encoder()
+    data = [
+        {"index": index, **verdict_on(result.values, encoder.labels, encoder.scores)}
+        for index, result in enumerate(results)
+    ]
     head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
     return _answer({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+
+
+def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
+    """What is answered for one text's ``logits`` [labels]."""
+    from nxd_server.scores import likeliest, probabilities  # torch, which a server that generates never loads
+
+    probs = probabilities(logits, scores)
+    numbers = {"scores": logits.tolist()} if probs is None else {"probs": probs.tolist()}
+    return {"label": likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
 
 
 async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:

@@ -33,7 +33,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
     service.require_ready()
     if service.task == "generate":
         raise bad_request(
-            f"{service.model_name!r} was traced for generation, its graphs have a cache: use /v1/completions",
+            f"{service.model_name!r} was traced for generation, and its graphs keep a cache: use /v1/completions",
             code="task_not_supported",
         )
     specs = service.input_specs()

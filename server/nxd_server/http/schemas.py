@@ -106,13 +106,15 @@ def _equals(number: float) -> Callable[[Any], bool]:
 
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), _empty),
-    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params"), _empty),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "include_reasoning"), _is(True)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs", "watermark"), _is(False)),
+    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), _empty),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), _is(True)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), _is(True)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), _is(False)),
+    **dict.fromkeys(("watermark", "no_stop_trim"), _is(False)),
     **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), _equals(1)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _equals(0)),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), _equals(0)),
-    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority"), _equals(0)),
+    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), _equals(0)),
 }
 """What clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that ask for nothing."""
 
@@ -134,6 +136,8 @@ _OWN = "Default: the model's own"
 class SamplingBody(Body):
     """What completions and chat share."""
 
+    # Whether, and with whom, a prompt's cache may be shared: requests share none here.
+    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_prompt", "cache_salt"}
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **OTHER_SERVERS,
         "store": _is(False),
@@ -222,7 +226,7 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {
+    HARMLESS: ClassVar[frozenset[str]] = SamplingBody.HARMLESS | {
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

@@ -1,0 +1,37 @@
+"""What is the same wherever files are read that others may have written: checksums, JSON, how deep it may be nested."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+MOST_LEVELS = 100
+"""Lists and objects of one file within each other: who looks through them calls itself at each, and one that holds
+itself has no end."""
+_CHUNK = 1 << 20
+
+
+def sha256_and_size(file: io.FileIO, progress: Callable[[int], object] | None = None) -> tuple[str, int]:
+    """The checksum of what is left to read of a file, and how many bytes that is; without the GIL, beside other work.
+
+    ``progress`` is called with the bytes of each part.
+    """
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_CHUNK))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        size += count
+        if progress is not None:
+            progress(count)
+    return digest.hexdigest(), size
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Two values of one key are a ValueError: readers differ in which of them they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
