@@ -6,16 +6,18 @@ import asyncio
 import json
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
 from nxd_server.config import ServerSettings
+from nxd_server.errors import DeadlineExceededError
 from nxd_server.http.body import Bodies, ClientLeft, default_limit
 from nxd_server.http.embeddings import tokens_of
 from nxd_server.http.errors import ApiError
-from nxd_server.http.requests import encode_prompts
+from nxd_server.http.requests import encode_prompts, json_body
 from nxd_server.http.schemas import Body, SamplingBody
 from nxd_server.served import Served
 from nxd_server.text.bounds import ANY
@@ -221,6 +223,35 @@ def test_the_parser_of_large_bodies_is_a_process_that_a_small_body_does_not_need
         assert descendants(server.process.pid) == before
         is_error(server.post("/tokenize", {"prompt": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
         assert len(descendants(server.process.pid) - before) == 1
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("left", [True, False], ids=["its client has left", "its time is over"])
+def test_a_large_body_whose_request_is_over_is_not_parsed(left):
+    """Twenty of two megabytes, whose clients had all left, held up the next one for three seconds."""
+    ends: list[str] = []
+
+    async def parse(data, bounds):
+        try:
+            await asyncio.Event().wait()  # as in a lane behind others
+        finally:
+            ends.append("ended")
+
+    async def main():
+        service = SimpleNamespace(bounded_json=SimpleNamespace(parse=parse), body_bounds=ANY)
+        settings = ServerSettings(max_body_bytes=2**20, request_timeout=60 if left else 0.05)
+        context = SimpleNamespace(service=service, settings=settings, bodies=Bodies(), metrics=Mock())
+        messages = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": b" " * 2**17})
+        if left:
+            messages.put_nowait({"type": "http.disconnect"})
+        scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=SimpleNamespace(context=context))}
+        with pytest.raises(ClientLeft if left else DeadlineExceededError):
+            await asyncio.wait_for(json_body(Request(scope, messages.get)), 20)
+        assert context.bodies.held == 0
+
+    asyncio.run(main())
+    assert ends == ["ended"]
 
 
 @pytest.mark.check

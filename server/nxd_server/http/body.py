@@ -100,7 +100,7 @@ class Bodies:
             ApiError: 413 too large; 415 compressed; 504 not here within ``timeout`` seconds;
                 503 when there is no room for it beside the others.
             ClientLeft: the connection closed in the middle.
-            RequestError: as :func:`parse_json`.
+            RequestError: as :func:`parse_json`; and what ``aside`` raises.
         """
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -111,15 +111,17 @@ class Bodies:
         body = _Arriving()
         try:
             body.reader = asyncio.ensure_future(self._read(request, limit, body))
-            await asyncio.wait_for(body.reader, timeout)
+            try:
+                await asyncio.wait_for(body.reader, timeout)
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    504,
+                    f"the request body was not complete after {timeout:g} s (request_timeout)",
+                    headers={"connection": "close"},
+                ) from None
             data = b"".join(body.chunks)
+            body.chunks.clear()
             return await aside(data, bounds) if len(data) > INLINE_PARSE_BYTES else parse_json(data, bounds)
-        except asyncio.TimeoutError:
-            raise ApiError(
-                504,
-                f"the request body was not complete after {timeout:g} s (request_timeout)",
-                headers={"connection": "close"},
-            ) from None
         finally:
             if body.size > LARGE_BYTES:
                 trim_soon()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.text.bounds import Bounds
 from nxd_server.text.lanes import Lane
 from nxd_server.trim import trim_soon
 
@@ -73,11 +74,14 @@ def whole_of(request: Request) -> WholeRequest:
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; raises as :meth:`Bodies.read_json`."""
+    """The body as a JSON object; raises as :meth:`Bodies.read_json`, and as :func:`unless_left` for a large one."""
     context = context_of(request)
     service, settings = context.service, context.settings
     limit = settings.max_body_bytes or default_limit(service)
-    aside = service.bounded_json.parse
+
+    def aside(data: bytes, bounds: Bounds) -> Awaitable[dict[str, Any]]:
+        return unless_left(request, service.bounded_json.parse(data, bounds))
+
     return await context.bodies.read_json(request, limit, settings.request_timeout, service.body_bounds, aside)
 
 
