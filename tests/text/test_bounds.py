@@ -25,6 +25,8 @@ TOO_MUCH = [
     ({"messages": [{}] * 4097}, "messages", "4097 values; at most 4096"),
     ({"messages": [{"content": ["a"] * 33_000}]}, "messages", "at most 32768"),
     ({"messages": [{"content": "a" * 1001}]}, "messages", "1001 characters"),
+    ({"messages": [{"content": "a" * 600}, {"content": [{"text": "a" * 401}]}]}, "messages", "1001 characters"),
+    ({"chat_template_kwargs": {"a": "a" * 600, "b": ["a" * 401]}}, "chat_template_kwargs", "1001 characters"),
     ({"stop": ["a"] * 1025}, "stop", "1025 values; at most 1024"),
     ({"stop": [["a"] * 600, ["a"] * 600]}, "stop", "at most 1024"),
     ({"chat_template_kwargs": {"a": [1] * 4096}}, "chat_template_kwargs", "4097 values; at most 4096"),
@@ -65,7 +67,8 @@ def test_as_much_as_is_taken():
         {"prompt": [5] * 65_536},
         {"prompt": [[5] * 60] * 1024},
         {"prompt": ["a" * 1000] * 1024},
-        {"messages": [{"role": "user", "content": "a"}] * 4096},
+        {"messages": [{"content": "a" * 500}] * 2, "chat_template_kwargs": {"a": "a" * 1000}},
+        {"messages": [{"role": "", "content": ""}] * 4096},
         {"stop": ["a"] * 1024, "chat_template_kwargs": {"a": [1] * 4095}, "user": [1] * 8192},
         {"prompt": None, "stop": [], "messages": {}, "n": 10**30},
     ):

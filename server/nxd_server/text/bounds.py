@@ -7,7 +7,7 @@ sends. The second time holds up everybody, and so does whoever looks at it; so w
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,8 @@ class Bounds:
     ids: int | None = None
     """Numbers in one list."""
     characters: int | None = None
-    """Of one text."""
+    """Of one text, or of all texts of a field of ``together``."""
+    together: Sequence[str] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
     """By field, how long it is itself. A list of numbers is one entry."""
     within: Mapping[str, int] = field(default_factory=dict)
@@ -58,14 +59,15 @@ class Bounds:
         shown, most = name[:100], self.within.get(name, self.others)
         if name in self.entries and len(value) > self.entries[name] and not (isinstance(value, str) or _numbers(value)):
             raise _too_many(shown, len(value), self.entries[name])
-        count, rest = 0, [value]
+        count, characters, rest = 0, 0, [value]
         while rest:
             one = rest.pop()
             if isinstance(one, str):
-                if self.characters is not None and len(one) > self.characters:
+                characters = len(one) + (characters if name in self.together else 0)
+                if self.characters is not None and characters > self.characters:
                     raise TextTooLongError(
                         shown,
-                        f"the text has {len(one)} characters, which are more than fit: at most {self.characters} "
+                        f"the text has {characters} characters, which are more than fit: at most {self.characters} "
                         "characters are read for a model of this maximum context length",
                     )
                 continue
@@ -117,6 +119,7 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         values=values,
         ids=ids,
         characters=characters,
+        together=("messages", "chat_template_kwargs"),  # of which the template makes one text
         entries={"prompt": max(MOST_PROMPTS, choices), "messages": MOST_MESSAGES},
         within={**within, "prompt": values},
         others=MOST_OTHER_VALUES,
