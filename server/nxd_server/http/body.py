@@ -102,8 +102,8 @@ class Bodies:
             ClientLeft: the connection closed in the middle.
             RequestError: as :func:`parse_json`; and what ``aside`` raises.
         """
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
+        encoding = ",".join(request.headers.getlist("content-encoding"))
+        if encoding and not {one.strip().lower() for one in encoding.split(",")} <= {"", "identity"}:
             raise ApiError(415, f"the request body is compressed ({encoding[:40]!r}); send it as it is")
         declared = declared_length(request)
         if declared is not None and declared > limit:

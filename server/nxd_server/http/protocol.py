@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .connections import BODY_PIECE, Connections
@@ -29,10 +30,24 @@ def guarded(connections: Connections) -> type[JsonErrorProtocol]:
     return type("GuardedProtocol", (JsonErrorProtocol,), {"guard": connections})
 
 
+class _StrictBuffer(ReceiveBuffer):
+    """As its base, but a chunk's size ends its line: the library takes spaces there, which others take for an error."""
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        line = super().maybe_extract_next_line()
+        if line is not None and line[-3:-2].isspace():
+            raise h11.RemoteProtocolError("a space behind the size of a chunk")
+        return line
+
+
 class _StrictConnection(h11.Connection):
     """As its base, but a large head is an error even if all of it is here, as is a body in very many tiny chunks."""
 
     _chunks = _bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEAD_BYTES)
+        self._receive_buffer = _StrictBuffer()
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -91,7 +106,7 @@ class JsonErrorProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.conn = _StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+        self.conn = _StrictConnection()
 
     @property
     def owes(self) -> bool:
