@@ -6,6 +6,7 @@ to standard error. Ends with its input, or with its parent.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -31,11 +32,15 @@ def main(arguments: list[str]) -> int:
 
     die_with_parent(int(arguments[2]))
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
+    gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the import
+
     from nxd_infer.backends import inductor
     from nxd_infer.backends.machine import cpu_features
     from nxd_infer.backends.serial_loops import keep_small_loops_serial
     from nxd_infer.backends.target import cpu_target
 
+    gc.freeze()
+    gc.enable()
     prepared = False
     for line in sys.stdin:
         job = json.loads(line)

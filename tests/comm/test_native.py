@@ -29,10 +29,10 @@ def in_fresh_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def quick_compiler(tmp_path) -> str:
+@pytest.fixture(scope="module")
+def quick_compiler(tmp_path_factory) -> str:
     """The compiler without its optimiser, for tests of how libraries are built rather than of what they do."""
-    script = tmp_path / "quick-g++"
+    script = tmp_path_factory.mktemp("compiler") / "quick-g++"
     script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
     script.chmod(0o755)
     return str(script)
@@ -132,41 +132,24 @@ def test_misuse_is_an_error_that_says_so(call, said):
         call(native.load().op)
 
 
-def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, quick_compiler):
-    """As two artifacts of different releases do; a second copy of the same one is the same library."""
-    changed = tmp_path / "csrc"
+@pytest.fixture(scope="module")
+def other_release(tmp_path_factory, quick_compiler):
+    """Sources that differ from ours, and the cache that holds what three builders at once made of them, after one that
+    was killed."""
+    root = tmp_path_factory.mktemp("release")
+    changed = root / "csrc"
     shutil.copytree(native.SOURCES, changed)
     with (changed / "reduce.cpp").open("a") as file:
         file.write("\n// another release\n")
-    code = f"""
-import shutil, torch
-from pathlib import Path
-from nxd_infer import native
-from nxd_infer.comm.shm import create_segment
-first = native.load_file({str(native.load().path)!r})
-copy = Path({str(tmp_path)!r}) / "copy.so"
-shutil.copy(first.path, copy)
-assert native.load_file(copy) is first
-native.SOURCES = Path({str(changed)!r})
-second = native.load()
-assert second.hash != first.hash and second.namespace != first.namespace
-assert second.build_seconds > 0
-for library, rank in ((first, 0), (second, 1)):
-    library.op("comm_init")("tp", create_segment(2), rank, 2, 0, 1.0)
-print([library.op("axis_rank")("tp").item() for library in (first, second)], second.build_seconds)
-"""
-    printed = in_fresh_process(code, NXD_INFER_CACHE=str(tmp_path / "cache"), CXX=quick_compiler)
-    assert printed.startswith("[0, 1]")
-
-
-def test_after_a_killed_builder_several_make_one_library(tmp_path, quick_compiler):
-    """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
-    slow = tmp_path / "slow-g++"
+    slow = root / "slow-g++"
     slow.write_text("#!/bin/sh\nsleep 600\n")
     slow.chmod(0o755)
-    folder = tmp_path / "cache" / "native"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(tmp_path / "cache")}
-    code = "from nxd_infer import native; print(native.load().build_seconds)"
+    folder = root / "cache" / "native"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NXD_INFER_CACHE": str(root / "cache")}
+    code = (
+        "from pathlib import Path; from nxd_infer import native\n"
+        f"native.SOURCES = Path({str(changed)!r}); print(native.load().build_seconds)"
+    )
     builder = subprocess.Popen([sys.executable, "-c", code], env={**env, "CXX": str(slow)}, start_new_session=True)
     wait_until(lambda: list(folder.glob(".build-*")))
     os.killpg(builder.pid, 9)
@@ -181,12 +164,40 @@ def test_after_a_killed_builder_several_make_one_library(tmp_path, quick_compile
         for _ in range(3)
     ]
     printed = [process.communicate(timeout=600)[0].strip() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    return changed, root / "cache", [process.returncode for process in processes], printed
+
+
+def test_after_a_killed_builder_several_make_one_library(other_release):
+    """The lock goes with its holder, a half-made library is never found, and of several builders one builds."""
+    _, cache, statuses, printed = other_release
+    assert statuses == [0, 0, 0]
     assert sorted(text == "None" for text in printed) == [False, True, True], printed
-    assert not list(folder.glob(".build-*")), "no scratch folder is left, the killed builder's neither"
-    (made,) = folder.glob("*/libnxd.so")
+    assert not list((cache / "native").glob(".build-*")), "no scratch folder is left, the killed builder's neither"
+    (made,) = (cache / "native").glob("*/libnxd.so")
     record = json.loads((made.parent / "build.json").read_text())
     assert record["hash"] == made.parent.name and 0 < record["seconds"] < 200
+
+
+def test_two_libraries_of_different_contents_live_in_one_process(tmp_path, other_release):
+    """As two artifacts of different releases do; a second copy of the same one is the same library."""
+    changed, cache, _, _ = other_release
+    code = f"""
+import shutil, torch
+from pathlib import Path
+from nxd_infer import native
+from nxd_infer.comm.shm import create_segment
+first = native.load_file({str(native.load().path)!r})
+copy = Path({str(tmp_path)!r}) / "copy.so"
+shutil.copy(first.path, copy)
+assert native.load_file(copy) is first
+native.SOURCES = Path({str(changed)!r})
+second = native.load()
+assert second.hash != first.hash and second.namespace != first.namespace
+for library, rank in ((first, 0), (second, 1)):
+    library.op("comm_init")("tp", create_segment(2), rank, 2, 0, 1.0)
+print([library.op("axis_rank")("tp").item() for library in (first, second)])
+"""
+    assert in_fresh_process(code, NXD_INFER_CACHE=str(cache)).strip() == "[0, 1]"
 
 
 def test_without_a_compiler_the_reason_is_given(tmp_path):

@@ -135,7 +135,7 @@ def test_verify_feeds_no_position_behind_the_last():
 
 
 def test_recompile_writes_an_artifact_that_verifies(artifact, model_dir, tmp_path, capsys, monkeypatch):
-    done = nxd_infer("recompile", artifact, "--out", tmp_path / "again")
+    done = nxd_infer_here(capsys, monkeypatch, "recompile", artifact, "--out", tmp_path / "again")
     assert done.status == 0, done.err
     assert "5 graphs (0 compiled now) for eager" in done.out
     done = nxd_infer_here(capsys, monkeypatch, "verify", tmp_path / "again", model_dir)
@@ -176,18 +176,20 @@ def test_verify_takes_the_checkpoint_that_was_traced(model_dir, tmp_path, capsys
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "verify"])
-def test_code_that_chooses_buckets_can_be_refused(command, model_dir, tmp_path):
+def test_code_that_chooses_buckets_can_be_refused(command, model_dir, tmp_path, capsys, monkeypatch):
     def kernel(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         return tensors, torch.tensor([0])
 
     path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
     more = {"serve": ["--port", 0], "generate": ["--prompt", "x"], "verify": [model_dir]}[command]
-    done = nxd_infer(command, path, *more, "--no-kernel")
+    arguments = (command, path, *more, "--no-kernel")
+    # One that serves sets up logging: in a process of its own.
+    done = nxd_infer(*arguments) if command == "serve" else nxd_infer_here(capsys, monkeypatch, *arguments)
     assert done.status == 1 and "bucket_kernel.pt, which is code, and" in done.err, done
 
 
-def test_doctor_names_the_backends_and_the_compiler():
-    done = nxd_infer("doctor")
+def test_doctor_names_the_backends_and_the_compiler(capsys, monkeypatch):
+    done = nxd_infer_here(capsys, monkeypatch, "doctor")
     assert done.status == 0, done.out
     for word in ("inductor", "eager", "C++ compiler", "memory"):
         assert word in done.out

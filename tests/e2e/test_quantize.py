@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import nxd_infer, nxd_infer_here
+from tests.e2e.command import nxd_infer_here
 from tests.tiny_models import write_tiny
 
 
@@ -17,11 +17,11 @@ def model_dir(tmp_path_factory) -> Path:
     return write_tiny("llama", tmp_path_factory.mktemp("quantize") / "model", num_hidden_layers=1)
 
 
-def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_path):
+def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_path, capsys, monkeypatch):
     out = tmp_path / "artifact"
     # The model's weights are small: all of them are to be packed.
-    done = nxd_infer(
-        *("trace", model_dir, "--tp", 2, "--out", out, "--quantize", "int8", "--batch-sizes", "1"),
+    done = nxd_infer_here(
+        *(capsys, monkeypatch, "trace", model_dir, "--tp", 2, "--out", out, "--quantize", "int8", "--batch-sizes", "1"),
         *("--prompt-buckets", "16", "--max-len", 64, "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
         *("--lora-slots", 1),
     )
@@ -31,23 +31,24 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
         r"int8: a rank holds (\d+) of its (\d+) weights in eight bits, ([0-9.]+) KiB instead of ([0-9.]+)", done.out
     )
     assert count and 0 < int(count[1]) < int(count[2]) and float(count[3]) < float(count[4]), done.out
-    done = nxd_infer("verify", out, model_dir)  # to 1e-4, with the weights that the ranks round to
+    # To 1e-4, with the weights that the ranks round to.
+    done = nxd_infer_here(capsys, monkeypatch, "verify", out, model_dir)
     assert done.status == 0, done.out + done.err
     assert "weights rounded to eight bits" in done.out
     assert re.search(r"logits +differ by [0-9.e-]+ at most", done.out), done.out
     assert re.search(r"next tokens +\d+ of 64 are the same", done.out), done.out
-    done = nxd_infer("generate", out, "--prompt", "def f", "--max-tokens", 8)
+    done = nxd_infer_here(capsys, monkeypatch, "generate", out, "--prompt", "def f", "--max-tokens", 8)
     assert done.status == 0, done.err
 
 
-def test_an_encoder_in_eight_bits_is_verified(tmp_path):
+def test_an_encoder_in_eight_bits_is_verified(tmp_path, capsys, monkeypatch):
     model_dir = write_tiny("bert", tmp_path / "model", num_hidden_layers=1)
-    done = nxd_infer(
-        *("trace", model_dir, "--out", tmp_path / "artifact", "--quantize", "int8", "--batch-sizes", "2"),
-        *("--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
+    done = nxd_infer_here(
+        *(capsys, monkeypatch, "trace", model_dir, "--out", tmp_path / "artifact", "--quantize", "int8"),
+        *("--batch-sizes", "2", "--prompt-buckets", "16", "--dtype", "float32", "--compiler-args", "nxd_packed=1"),
     )
     assert done.status == 0, done.err
-    done = nxd_infer("verify", tmp_path / "artifact", model_dir)
+    done = nxd_infer_here(capsys, monkeypatch, "verify", tmp_path / "artifact", model_dir)
     assert done.status == 0, done.out + done.err
     assert re.search(r"outputs differ by [0-9.e-]+ at most", done.out), done.out
 

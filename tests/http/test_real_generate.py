@@ -144,7 +144,7 @@ def test_a_rank_lost_under_load(llama, texts, number, rank):
         assert server.stop() == 0
 
 
-def test_the_log_names_the_rank_that_died_and_says_when_it_serves_again(llama):
+def test_the_log_names_the_rank_that_died_and_ranks_die_with_the_server(llama):
     with real_server(llama[1], *PATIENT) as server:
         os.kill(rank_pids(server)[1], signal.SIGKILL)  # the server ends rank 0 for it
         wait_for(lambda: "ready again" in server.log)
@@ -152,6 +152,11 @@ def test_the_log_names_the_rank_that_died_and_says_when_it_serves_again(llama):
         assert "starting the ranks again (1 of 3 times in 600 s)" in server.log
         assert "rank 0 of 2" not in server.log and "Traceback" not in server.log
         assert sum(word in line for line in server.lines for word in ("ERROR", "CRITICAL")) == 1
+        pids = rank_pids(server)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(60)
+        for pid in pids:
+            wait_for(lambda pid=pid: gone(pid), message=f"rank process {pid} outlived the server")
 
 
 def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
@@ -161,15 +166,6 @@ def test_a_stopped_rank_is_noticed_while_nobody_asks(llama):
         wait_for(lambda: server.get("/readyz").status_code == 503)
         wait_for(lambda: "ready again" in server.log)
         assert gone(pids[1])
-
-
-def test_ranks_die_with_the_server(llama):
-    with real_server(llama[1]) as server:
-        pids = rank_pids(server)
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait(60)
-        for pid in pids:
-            wait_for(lambda pid=pid: gone(pid), message=f"rank process {pid} outlived the server")
 
 
 def test_a_signal_while_the_ranks_start_leaves_nothing_behind(llama):
