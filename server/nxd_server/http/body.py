@@ -23,6 +23,8 @@ INLINE_PARSE_BYTES = 64 * 1024
 ALL_BODIES_BYTES = 256 * 2**20
 """What all requests that are being read may hold."""
 LARGE_BYTES = 2**18
+PLAIN = {b"", b"identity"}
+"""What a body's encodings may be."""
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -57,19 +59,18 @@ def declared_length(request: Request) -> int | None:
 class _Arriving:
     """One body on its way."""
 
+    __slots__ = ("_last", "_pace", "chunks", "reader", "refused", "size")
+
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
-        self.size = 0
-        """What it holds; 0 once it has made room for others."""
+        self.size = 0  # what it holds; 0 once it has made room for others
         self.reader: asyncio.Future[None] | None = None
         self.refused = False
         self._pace = self._last = 0.0
 
-    def add(self, chunk: bytes, now: float) -> None:
-        self._pace = self.pace(now) + len(chunk)
+    def came(self, count: int, now: float) -> None:
+        self._pace = self.pace(now) + count
         self._last = now
-        self.chunks.append(chunk)
-        self.size += len(chunk)
 
     def pace(self, now: float) -> float:
         """Bytes that came lately: after a second without any, half as many."""
@@ -102,9 +103,11 @@ class Bodies:
             ClientLeft: the connection closed in the middle.
             RequestError: as :func:`parse_json`; and what ``aside`` raises.
         """
-        encoding = ",".join(request.headers.getlist("content-encoding"))
-        if encoding and not {one.strip().lower() for one in encoding.split(",")} <= {"", "identity"}:
-            raise ApiError(415, f"the request body is compressed ({encoding[:40]!r}); send it as it is")
+        for name, value in request.headers.raw:  # which may come in several lines
+            if name == b"content-encoding" and not set(value.lower().translate(None, b" \t").split(b",")) <= PLAIN:
+                raise ApiError(
+                    415, f"the request body is compressed ({value[:40].decode('latin-1')!r}); send it as it is"
+                )
         declared = declared_length(request)
         if declared is not None and declared > limit:
             raise too_large(limit)
@@ -129,19 +132,20 @@ class Bodies:
 
     async def _read(self, request: Request, limit: int, body: _Arriving) -> None:
         """Read the body; ApiError 413 as soon as it is known to exceed ``limit``."""
-        loop, more = asyncio.get_running_loop(), True
+        more = True
         try:
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                body.add(chunk, loop.time())
+                body.chunks.append(chunk)
+                body.size += len(chunk)
                 self.held += len(chunk)
                 if body.size > limit:
                     raise too_large(limit)
                 if body.size > self._free:
-                    self._make_room(body, loop.time())
+                    self._make_room(body, len(chunk))
         except asyncio.CancelledError:
             if body.refused:
                 raise _busy() from None
@@ -149,8 +153,10 @@ class Bodies:
         finally:
             self._large.pop(body, None)
 
-    def _make_room(self, body: _Arriving, now: float) -> None:
-        """Refuse the slowest until all others have room; raises where ``body`` is that."""
+    def _make_room(self, body: _Arriving, more: int) -> None:
+        """For ``more`` bytes of ``body``: refuse the slowest until all others have room; raises where it is that."""
+        now = asyncio.get_running_loop().time()
+        body.came(more, now)
         self._large[body] = None
         while self.held > self._most:
             slowest = min(self._large, key=lambda one: one.pace(now))
