@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save
 
 from nxd_server.errors import RequestError
 from nxd_server.http.errors import ApiError
-from nxd_server.http.predict import _read as read_tensors
+from nxd_server.http.predict import read_tensors, unpack
 from nxd_server.http.schemas import (
     AdapterBody,
     ChatBody,
@@ -26,7 +27,7 @@ from nxd_server.http.schemas import (
     texts_or_pairs,
     token_lists,
 )
-from nxd_server.http.tensors import tensor_from_json, tensor_to_json, tensors_from_safetensors
+from nxd_server.http.tensors import tensor_from_json, tensor_to_json
 from nxd_server.text.chat import normalise_messages
 from nxd_server.text.strict_json import parse_json
 from tests.fuzz.target import Target
@@ -73,8 +74,8 @@ def _use(found: Any) -> None:
         texts_or_pairs(found.input, "input")
 
 
-class _Spec:
-    torch_dtype = torch.int64
+SPECS = {name: SimpleNamespace(torch_dtype=None, default=0) for name in ("x", "n", "m", "none", "s")}
+SPECS["ids"] = SimpleNamespace(torch_dtype=torch.int64, default=0)
 
 
 def predict(place: Path) -> Target:
@@ -84,9 +85,9 @@ def predict(place: Path) -> Target:
 
     def read(data: bytes) -> None:
         found = PredictBody.parse(parse_json(data))
-        tensors = read_tensors(found.inputs or {}, {"ids": _Spec})
+        tensors = read_tensors(found.inputs or {}, SPECS)
         if found.safetensors is not None:
-            tensors |= tensors_from_safetensors(found.safetensors, "safetensors")
+            tensors |= unpack(found.safetensors, SPECS)
         for tensor in tensors.values():
             if tensor.numel() and torch.isfinite(tensor.double() if not tensor.is_complex() else tensor.abs()).all():
                 written = json.loads(json.dumps(tensor_to_json(tensor)))

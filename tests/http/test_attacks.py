@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from nxd_server.config import ServerSettings
+from nxd_server.errors import DeadlineExceededError
 from nxd_server.http.body import Bodies, ClientLeft, default_limit
+from nxd_server.http.embeddings import tokens_of
 from nxd_server.http.errors import ApiError
-from nxd_server.http.requests import encode_prompts
+from nxd_server.http.requests import encode_prompts, json_body
+from nxd_server.http.schemas import Body, SamplingBody
 from nxd_server.served import Served
 from nxd_server.text.bounds import ANY
-from nxd_server.text.lanes import BoundedJson
+from nxd_server.text.lanes import BoundedJson, Lane
 from tests.http.http_servers import http_request, is_error, raw, toy_server
 from tests.processes import descendants
 
@@ -71,35 +78,82 @@ def test_the_limit_of_a_body_follows_from_the_models_length(toy, tmp_path):
 
 def body_of(*chunks: bytes | None) -> Request:
     """A request whose body comes in ``chunks``; None is a client that leaves."""
-    left = iter(chunks)
+    left = list(chunks)
 
     async def receive():
         await asyncio.sleep(0)
-        chunk = next(left)
+        chunk = left.pop(0)
         return (
-            {"type": "http.disconnect"} if chunk is None else {"type": "http.request", "body": chunk, "more_body": True}
+            {"type": "http.disconnect"}
+            if chunk is None
+            else {"type": "http.request", "body": chunk, "more_body": bool(left)}
         )
 
     return Request({"type": "http", "headers": []}, receive)
 
 
+PARTS = [b"x" * 30, b"x" * 30, None]
+
+
+def reading(bodies, request):
+    return asyncio.create_task(bodies.read_json(request, 1000, 600, ANY, BoundedJson(5, 1).parse))
+
+
 @pytest.mark.check
 def test_all_bodies_together_have_a_limit_and_what_they_held_is_free_again():
     async def main():
-        bodies, more = Bodies(most=100), (5, ANY, BoundedJson(5, 1).parse)
-        parts = [b"x" * 30, b"x" * 30, None]
-        several = [bodies.read_json(body_of(*parts), 1000, *more) for _ in range(3)]
+        bodies = Bodies(most=100, free=10)
+        several = [reading(bodies, body_of(*PARTS)) for _ in range(3)]
         ends = await asyncio.gather(*several, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, ApiError)]
         assert refused and all((end.status, end.code) == (503, "busy") for end in refused)
         assert bodies.held == 0
         with pytest.raises(ClientLeft):
-            await bodies.read_json(body_of(*parts), 1000, *more)
+            await reading(bodies, body_of(*PARTS))
         assert bodies.held == 0
 
     asyncio.run(main())
 
 
+@pytest.mark.check
+def test_where_bodies_have_no_more_room_the_slowest_makes_it_and_a_small_one_needs_none():
+    """Two megabytes of each of 129 that then went silent had every other body refused, of twenty bytes too."""
+    now = 0.0
+
+    async def main():
+        asyncio.get_running_loop().time = lambda: now
+        bodies, pieces = Bodies(most=100, free=10), [asyncio.Queue() for _ in range(3)]
+        silent, trickling, steady = [
+            reading(bodies, Request({"type": "http", "headers": []}, queue.get)) for queue in pieces
+        ]
+
+        async def send(queue, data, more=True):
+            nonlocal now
+            now += 1
+            queue.put_nowait({"type": "http.request", "body": data, "more_body": more})
+            for _ in range(9):
+                await asyncio.sleep(0)
+
+        await send(pieces[0], b" " * 40)
+        await send(pieces[1], b" " * 40)
+        for _ in range(4):
+            await send(pieces[1], b" ")
+        await send(pieces[2], b" " * 11)
+        assert bodies.held == 95 and not silent.done()
+        assert await reading(bodies, body_of(b"  {}      ")) == {}
+        await send(pieces[2], b" " * 11)
+        assert isinstance(silent.exception(), ApiError) and silent.exception().code == "busy"
+        assert bodies.held == 66 and not trickling.done()
+        await send(pieces[2], b" " * 35)
+        assert isinstance(trickling.exception(), ApiError)
+        assert bodies.held == 57
+        await send(pieces[2], b"{}", more=False)
+        assert await steady == {} and bodies.held == 0
+
+    asyncio.run(main())
+
+
+BODY_KINDS = [*SamplingBody.__subclasses__(), *(kind for kind in Body.__subclasses__() if kind is not SamplingBody)]
 MESSAGE = '{"role": "user", "content": "a"}'
 
 
@@ -122,6 +176,29 @@ MESSAGE = '{"role": "user", "content": "a"}'
 )  # fmt: skip
 def test_what_is_read_and_too_much_is_a_400_of_its_field(roomy, path, data, param, says):
     assert says in is_error(roomy.post(path, content=data), 400, param)["message"]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in BODY_KINDS
+        for name, field in kind.model_fields.items()
+        if "list" in str(field.annotation)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_of_very_many_wrong_elements_the_first_is_an_error_and_the_others_are_not_looked_at(kind, name):
+    """An error for each of 400,000 tokens kept the event loop for five seconds, and took 460 MB."""
+    with pytest.raises(ApiError) as caught:
+        kind.parse(
+            {**{needed: "a" for needed, field in kind.model_fields.items() if field.is_required()}, name: [1.5] * 999}
+        )
+    assert caught.value.status == 400 and (caught.value.param or "").startswith(name)
+    error = caught.value.__context__
+    assert isinstance(error, ValidationError)
+    assert error.error_count() <= 3  # `stop` may be a text too, and `messages` is none
 
 
 def test_a_large_body_is_parsed_beside_the_server_and_nothing_of_it_stays(roomy):
@@ -149,6 +226,35 @@ def test_the_parser_of_large_bodies_is_a_process_that_a_small_body_does_not_need
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("left", [True, False], ids=["its client has left", "its time is over"])
+def test_a_large_body_whose_request_is_over_is_not_parsed(left):
+    """Twenty of two megabytes, whose clients had all left, held up the next one for three seconds."""
+    ends: list[str] = []
+
+    async def parse(data, bounds):
+        try:
+            await asyncio.Event().wait()  # as in a lane behind others
+        finally:
+            ends.append("ended")
+
+    async def main():
+        service = SimpleNamespace(bounded_json=SimpleNamespace(parse=parse), body_bounds=ANY)
+        settings = ServerSettings(max_body_bytes=2**20, request_timeout=60 if left else 0.05)
+        context = SimpleNamespace(service=service, settings=settings, bodies=Bodies(), metrics=Mock())
+        messages = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": b" " * 2**17})
+        if left:
+            messages.put_nowait({"type": "http.disconnect"})
+        scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=SimpleNamespace(context=context))}
+        with pytest.raises(ClientLeft if left else DeadlineExceededError):
+            await asyncio.wait_for(json_body(Request(scope, messages.get)), 20)
+        assert context.bodies.held == 0
+
+    asyncio.run(main())
+    assert ends == ["ended"]
+
+
+@pytest.mark.check
 def test_others_have_their_turn_between_the_prompts_of_a_request():
     """64 prompts of 4,096 ids took a tenth of a second to look at."""
 
@@ -171,3 +277,31 @@ def test_others_have_their_turn_between_the_prompts_of_a_request():
 
     asyncio.run(main())
     assert turns >= 60
+
+
+@pytest.mark.check
+def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
+    """A list of 2,048 was worked off to its end, and so were the lists of a hundred clients that had left."""
+    began: list[str] = []
+    first, left = threading.Event(), threading.Event()
+
+    class Encoder:
+        def tokens(self, text, **_):
+            began.append(text)
+            first.set()
+            assert left.wait(20)
+
+    async def main():
+        context = SimpleNamespace(encoders=Lane("prompts", 1, 1))
+        texts = ["a" * 3000] * 64
+        work = asyncio.create_task(tokens_of(context, Encoder(), texts, lambda place: "input"))  # pyright: ignore
+        assert await asyncio.to_thread(first.wait, 20)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        left.set()
+        while context.encoders.inside:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert len(began) == 1

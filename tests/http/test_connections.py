@@ -10,12 +10,16 @@ from unittest.mock import Mock
 import pytest
 
 from nxd_server.config import ServerSettings
-from nxd_server.http.connections import Connections
+from nxd_server.http.connections import BODY_PIECE, Connections
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
 HALF_HEAD = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: "
 HALF_BODY = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+_BODY = b'{"prompt": "a", "max_tokens": 1}'
+LARGE_BODY = http_request(COMPLETIONS, b" " * (2 * BODY_PIECE) + _BODY, "Connection: close")[
+    : -2 * BODY_PIECE - len(_BODY)
+]
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 LIVEZ_ONCE = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -75,9 +79,12 @@ def test_a_head_that_is_never_complete_is_waited_for_until_its_deadline(small, o
     assert answer.count(b"HTTP/1.1 ") == opening.count(b"\r\n\r\n")
 
 
-def test_a_body_of_which_nothing_more_comes_is_waited_for_no_longer_than_an_idle_connection(small):
+@pytest.mark.parametrize("more", [b"", b" "])
+def test_a_body_of_which_hardly_anything_more_comes_is_waited_for_no_longer_than_an_idle_connection(small, more):
     before = ended(small, "silent")
-    with raw(small, HALF_BODY) as connection:
+    with raw(small, LARGE_BODY) as connection:
+        if more:  # a byte now and then moves no deadline
+            wait_for(lambda: connection.sendall(more) or ended(small, "silent") > before, 20)
         assert closed(connection)
     wait_for(lambda: ended(small, "silent") == before + 1, 10)
 
@@ -105,27 +112,35 @@ def test_where_all_are_being_answered_the_health_routes_still_are_and_no_answer_
             assert b"[DONE]" in read_all(connection)
 
 
-def test_the_one_that_was_silent_for_longest_makes_room():
+def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
+    """A byte now and then let 64 of them stay, and a client whose head came a moment after it connected never did."""
     with toy_server(max_connections=16, header_timeout=600, access_log=False) as server, contextlib.ExitStack() as all:
         server.get("/livez")  # the first of them, and it goes on being used
-        first, second, *_ = [all.enter_context(raw(server, HALF_HEAD)) for _ in range(15)]
+        body = all.enter_context(raw(server, LARGE_BODY))
+        server.get("/livez")
+        first, second, third, *_ = [all.enter_context(raw(server, HALF_HEAD)) for _ in range(14)]
         wait_for(lambda: server.metric("nxd_connections") == 16, 10)
+        body.sendall(b" " * BODY_PIECE)  # pays what it owes
         first.sendall(b"x")
+        second.sendall(b"x")
         server.get("/livez")  # answered after that has been read
-        all.enter_context(raw(server, HALF_HEAD))
-        assert closed(second)
-        first.sendall(b"\r\nConnection: close\r\n\r\n")
-        assert read_all(first).startswith(b"HTTP/1.1 200 ")
-        assert ended(server, "evicted") == 1
+        for trickling in (first, second):
+            all.enter_context(raw(server, HALF_HEAD))
+            assert closed(trickling)
+        third.sendall(b"\r\nConnection: close\r\n\r\n")
+        assert read_all(third).startswith(b"HTTP/1.1 200 ")
+        body.sendall(b" " * BODY_PIECE + _BODY)
+        assert read_all(body).startswith(b"HTTP/1.1 200 ")
+        assert ended(server, "evicted") == 2
 
 
 @pytest.mark.check
-def test_to_find_it_only_those_are_asked_that_were_silent_for_longer():
+def test_to_find_it_only_those_are_asked_that_owe_for_longer():
     """Where every new connection evicts one, a look at all of them kept /livez waiting behind each."""
-    asked: list[Silent] = []
+    asked: list[Owing] = []
 
-    class Silent:
-        address, heard, owing = "x", 0.0, True
+    class Owing:
+        address, since, owing = "x", 0.0, True
         loop = transport = Mock()
 
         @property
@@ -137,13 +152,13 @@ def test_to_find_it_only_those_are_asked_that_were_silent_for_longer():
             pytest.fail("there was room")
 
     connections = Connections(ServerSettings(max_connections=100))
-    all = [Silent() for _ in range(100)]
+    all = [Owing() for _ in range(100)]
     for one in all:
         assert connections.admit(one)  # pyright: ignore[reportArgumentType]
-    connections.heard(all[0])  # pyright: ignore[reportArgumentType]
+    connections.due(all[0])  # pyright: ignore[reportArgumentType]
     all[1].owing = False
     assert not asked
-    assert connections.admit(Silent())  # pyright: ignore[reportArgumentType]
+    assert connections.admit(Owing())  # pyright: ignore[reportArgumentType]
     assert asked == all[1:3] and len(connections) == 100
     assert all[0] in connections._all and all[1] in connections._all and all[2] not in connections._all
 

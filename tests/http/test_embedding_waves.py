@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from nxd_server.config import ServerSettings
 from tests.engine.toy_oneshot import expected
-from tests.http.http_servers import is_error, toy_server, wait_for
+from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
+from tests.processes import descendants
 
 EMBEDDINGS = "/v1/embeddings"
 STEP, WAVES = 0.1, 40
@@ -13,6 +18,12 @@ STEP, WAVES = 0.1, 40
 
 def encoder(**settings):
     return toy_server(toy={"delay": STEP}, arguments=("--one-shot",), max_queued_requests=8, **settings)
+
+
+@pytest.fixture(scope="module")
+def patient():
+    with encoder(access_log=False) as server:
+        yield server
 
 
 def texts(count):
@@ -38,11 +49,30 @@ def test_the_deadline_is_of_the_request_and_not_of_each_wave():
         assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in short]
 
 
-def test_a_list_that_is_longer_than_the_queue_is_answered_in_order():
+def test_a_list_that_is_longer_than_the_queue_is_answered_in_order(patient):
     import torch
 
-    with encoder() as server:
-        assert 4 * WAVES > 8 + 4, "more than the queue and a step hold"
-        data = server.post(EMBEDDINGS, {"input": texts(4 * WAVES)}).json()["data"]
-        assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in texts(4 * WAVES)]
-        assert ServerSettings().request_timeout > 4 * WAVES * STEP
+    assert 4 * WAVES > 8 + 4, "more than the queue and a step hold"
+    data = patient.post(EMBEDDINGS, {"input": texts(4 * WAVES)}).json()["data"]
+    assert [one["embedding"] for one in data] == [expected(torch.tensor(ids)).tolist() for ids in texts(4 * WAVES)]
+    assert ServerSettings().request_timeout > 4 * WAVES * STEP
+
+
+HELLO = "hello, you there. "
+
+
+def test_a_long_text_is_tokenised_in_a_process_that_ends_with_its_client(patient, tokenizer):
+    """It was in a thread of the server, for five seconds a megabyte, in which nothing else ran."""
+    import torch
+
+    is_error(patient.post(EMBEDDINGS, {"input": "a", "secret": "b" * 2**17}), 400, code="unknown_parameter")
+    before = descendants(patient.process.pid)  # what parses large bodies is there
+    with raw(patient, http_request(EMBEDDINGS, json.dumps({"input": HELLO * 55_000}).encode())):
+        wait_for(lambda: patient.metric("nxd_texts_aside", kind="texts") == 1, 20)
+    patient.wait_metric("nxd_texts_aside", 0.0)
+    wait_for(lambda: descendants(patient.process.pid) <= before, 10, "a process for texts is left")
+    several = [HELLO * 5000, HELLO, HELLO * 400]
+    error = is_error(patient.post(EMBEDDINGS, {"input": several[:1]}), 400, "input", "context_length_exceeded")
+    assert f"has {5000 * len(tokenizer.encode(HELLO))} tokens" in error["message"]
+    data = patient.post(EMBEDDINGS, {"input": several, "truncate_prompt_tokens": 8}).json()["data"]
+    assert [one["embedding"] for one in data] == [expected(torch.tensor(tokenizer.encode(HELLO)[:8])).tolist()] * 3

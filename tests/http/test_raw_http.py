@@ -112,6 +112,8 @@ BAD_CHUNKS = {
     "a negative size": b"-1\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a size with an underscore": b"1_0\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a space before the size": b" f\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a space behind the size": b"f \r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a tab behind the last size": b"f\r\n" + BODY + b"\r\n0\t\r\n\r\n",
     "a size beyond 64 bits": b"1000000000000000f\r\n" + BODY + b"\r\n0\r\n\r\n",
     "a size without an end": b"0" * 40_000 + b"f\r\n" + BODY,
     "no digits": b"xyz\r\n" + BODY + b"\r\n0\r\n\r\n",
@@ -126,6 +128,11 @@ BAD_CHUNKS = {
 STATUSES = {
     "a compressed body": (post(LENGTH, "Content-Encoding: gzip"), [415]),
     "a body of two encodings": (post(LENGTH, "Content-Encoding: identity, br"), [415]),
+    "a body of two encodings, in two lines": (
+        post(LENGTH, "Content-Encoding: identity", "Content-Encoding: br"),
+        [415],
+    ),
+    "no encoding at all, twice": (post(LENGTH, "Content-Encoding: identity", "Content-Encoding: Identity,"), [200]),
     "no encoding at all": (post(LENGTH, "Content-Encoding: identity"), [200]),
     "a path without a route": (get(line="GET /../livez HTTP/1.1"), [404]),
     "a slash more": (get(line="GET //livez HTTP/1.1"), [404]),

@@ -25,12 +25,16 @@ TOO_MUCH = [
     ({"messages": [{}] * 4097}, "messages", "4097 values; at most 4096"),
     ({"messages": [{"content": ["a"] * 33_000}]}, "messages", "at most 32768"),
     ({"messages": [{"content": "a" * 1001}]}, "messages", "1001 characters"),
+    ({"messages": [{"content": "a" * 600}, {"content": [{"text": "a" * 401}]}]}, "messages", "1001 characters"),
+    ({"chat_template_kwargs": {"a": "a" * 600, "b": ["a" * 401]}}, "chat_template_kwargs", "1001 characters"),
     ({"stop": ["a"] * 1025}, "stop", "1025 values; at most 1024"),
     ({"stop": [["a"] * 600, ["a"] * 600]}, "stop", "at most 1024"),
     ({"chat_template_kwargs": {"a": [1] * 4096}}, "chat_template_kwargs", "4097 values; at most 4096"),
     ({"chat_template_kwargs": {"a": [[[1] * 3000], {"b": [1] * 3000}]}}, "chat_template_kwargs", "at most 4096"),
     ({"chat_template_kwargs": {"a": "a" * 1001}}, "chat_template_kwargs", "1001 characters"),
     ({"user": [1] * 8193}, "user", "8193 values; at most 8192"),
+    ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, "logit_bias", "4097 values; at most 4096"),
+    ({"stream_options": dict.fromkeys(map(str, range(65)), 1)}, "stream_options", "65 values; at most 64"),
     ({"n" * 200: [[1] * 5000] * 2}, "n" * 100, "at most 8192"),
 ]
 BOUNDS = body_bounds("generate", 64, 64, 1000)
@@ -47,12 +51,24 @@ def test_a_field_that_holds_more_is_named(body, field, says):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("name", ["outputs", "stop", "stop_token_ids", "logit_bias", "tokens", "messages", "user"])
+def test_where_tensors_are_taken_nothing_else_is_as_large(name):
+    """400,000 names of outputs were looked at one by one, in the event loop."""
+    with pytest.raises(RequestError, match=f"at most {MOST_IDS if name == 'tokens' else ''}") as caught:
+        parse_json(
+            json.dumps({"inputs": {"x": [0.5] * 90_000}, name: [0.5] * 70_000}).encode(), body_bounds("", 0, 64, None)
+        )
+    assert caught.value.field == name
+
+
+@pytest.mark.check
 def test_as_much_as_is_taken():
     for body in (
         {"prompt": [5] * 65_536},
         {"prompt": [[5] * 60] * 1024},
         {"prompt": ["a" * 1000] * 1024},
-        {"messages": [{"role": "user", "content": "a"}] * 4096},
+        {"messages": [{"content": "a" * 500}] * 2, "chat_template_kwargs": {"a": "a" * 1000}},
+        {"messages": [{"role": "", "content": ""}] * 4096},
         {"stop": ["a"] * 1024, "chat_template_kwargs": {"a": [1] * 4095}, "user": [1] * 8192},
         {"prompt": None, "stop": [], "messages": {}, "n": 10**30},
     ):

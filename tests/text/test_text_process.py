@@ -13,7 +13,7 @@ from nxd_server.text import process
 from nxd_server.text.bounds import ANY
 from nxd_server.text.chat import TemplateSources
 from nxd_server.text.lanes import BoundedJson, BoundedTemplate, BoundedTokenizer
-from nxd_server.text.process import NICENESS
+from nxd_server.text.process import NICENESS, JobFailed, Setup, TextProcess
 from nxd_server.text.tokenizer import Tokenizer
 from tests.http.http_toy import toy_tokenizer
 
@@ -112,6 +112,52 @@ def test_no_list_is_made_of_more_ids_than_fit(text):
     tokenizer.raw = Raw()
     with pytest.raises(PromptTooLongError, match="the prompt has 11 tokens"):
         tokenizer.encode(text, most=10)
+
+
+@pytest.fixture
+def parser():
+    process = TextProcess(lambda: Setup({"kind": "json"}))
+    yield process
+    process.stop()
+
+
+def parse(process, job=None):
+    return process.run({"bounds": {}}, b'{"a": 1}', seconds=20, job=job)
+
+
+def test_a_client_that_leaves_when_its_answer_has_come_ends_no_job_of_the_next(parser, monkeypatch):
+    """Beside clients that left, six of a hundred conversations of another were a 400 for taking too much memory."""
+    read, mine = process.read_frame, object()
+
+    def leave(connection, seconds=None):
+        found = read(connection, seconds)
+        parser.cancel(mine)
+        return found
+
+    parse(parser)
+    monkeypatch.setattr(process, "read_frame", leave)
+    parse(parser, mine)
+    monkeypatch.setattr(process, "read_frame", read)
+    assert parse(parser) == parse(parser)
+
+
+def test_a_process_that_died_while_it_had_nothing_to_do_is_started_again(parser):
+    answer = parse(parser)
+    first = parser._process
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert parse(parser) == answer
+    assert parser.pid not in (None, first.pid)
+
+
+def test_a_job_whose_client_has_left_is_not_begun_and_the_process_goes_on(parser):
+    parse(parser)
+    pid, mine = parser.pid, object()
+    parser.cancel(mine)
+    with pytest.raises(JobFailed):
+        parse(parser, mine)
+    parse(parser)
+    assert parser.pid == pid
 
 
 def test_a_vocabulary_is_written_down_once_however_often_its_process_is_started():

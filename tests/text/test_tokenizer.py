@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import RequestError, TextTooLongError
+from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.tokenizer import LONG_TEXT, SHORT_ENOUGH, Tokenizer, check_text
 from tests import tiny_models
 from tests.text.text_tokenizers import KINDS, byte_level, wordpiece
@@ -119,6 +119,33 @@ def test_a_long_text_has_the_same_tokens_by_the_fast_call(kind, special):
     assert len(text) > LONG_TEXT
     ids = tokenizer.raw.encode(text, add_special_tokens=special).ids
     assert tokenizer.encode(text, add_special_tokens=special) == ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair", [None, "one two", "one two " * 600])
+@pytest.mark.parametrize("most", [None, 90, 10**6])
+def test_a_long_text_or_pair_is_for_an_encoder_what_the_slow_call_makes_of_it(kind, pair, most):
+    """That one holds the interpreter: for five seconds a megabyte."""
+
+    class Fast:
+        def encode(self, text, *more, **options):
+            assert len(text) <= LONG_TEXT and not more, "the slow call"
+            return slow.raw.encode(text, *more, **options)
+
+        def __getattr__(self, name):
+            return getattr(slow.raw, name)
+
+    slow, text = KINDS[kind](), "def f(x): return 12\n" * 400
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer.raw = Fast()
+    ids, types = tokenizer.encode_with_types(text, pair, most=most)
+    whole = slow.raw.encode(text, pair)
+    if most == 90:
+        assert len(ids) == 90 and set(types) == set(whole.type_ids)
+    else:
+        assert (ids, types) == (whole.ids, whole.type_ids)
+        with pytest.raises(PromptTooLongError, match=f"the text has {len(ids)} tokens.* is 90 tokens"):
+            tokenizer.encode_with_types(text, pair, most=most, limit=90)
 
 
 def test_a_text_that_cannot_fit_is_refused_unread_and_one_that_might_is_not():

@@ -15,8 +15,10 @@ from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.scores import scores_of
-from nxd_server.text.tokenizer import Tokenizer, check_text
+from nxd_server.text.tokenizer import Tokenizer
 
+Tokens = tuple[list[int], list[int]]
+"""The ids of a text and their types."""
 OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
 
 
@@ -75,31 +77,52 @@ class TextEncoder:
         truncate_prompt_tokens: int | None = None,
         timeout: float | None = None,
         field: str = "input",
-        continuing: bool = False,
         whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
-        """Encode one text, a pair of them as one input, or token ids taken as they are.
+        """Encode one text, a pair of them as one input, or token ids taken as they are: :meth:`tokens`, submitted."""
+        tokens = self.tokens(text, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, field=field)
+        return self.submit_tokens(tokens, timeout=timeout, field=field, whole=whole)
+
+    def tokens(
+        self,
+        text: str | tuple[str, str] | Sequence[int],
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        field: str = "input",
+    ) -> Tokens:
+        """The token ids, and their types, of a text, of a pair of them as one input, or of token ids.
 
         ``prompt_name``: which of :attr:`prompts` to put in front of a text; None is the model's default, if it has one.
         ``truncate_prompt_tokens``: cut the end to as many tokens, special ones included; -1: to as many as fit.
 
-        Raises RequestError naming ``field``, PromptTooLongError, and what :meth:`OneShotEngine.submit` raises.
+        Raises RequestError naming ``field``, and PromptTooLongError.
         """
-        most = self._most(truncate_prompt_tokens)
-        if isinstance(text, str):
-            check_text(text, field)
-            ids, types = self.tokenizer.encode_with_types(self._prompt(prompt_name) + text, field=field, most=most)
-        elif prompt_name is not None:
-            raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
-        elif is_pair(text):
-            ids, types = self.tokenizer.encode_with_types(*text, field=field, most=most)
+        most = self.most(truncate_prompt_tokens)
+        parts = self.parts(text, prompt_name)
+        if parts:
+            ids, types = self.tokenizer.encode_with_types(*parts, field=field, most=most, limit=self.max_len)
         else:
-            ids = check_token_ids(cast("Sequence[int]", text)[:most], self._vocab_size, field)
+            ids = cast("Sequence[int]", text)[:most]
+            if len(ids) > self.max_len:  # before every one is looked at
+                raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
+            ids = check_token_ids(ids, self._vocab_size, field)
             types = [0] * len(ids)
+        return ids, types
+
+    def submit_tokens(
+        self,
+        tokens: Tokens,
+        *,
+        timeout: float | None = None,
+        field: str = "input",
+        continuing: bool = False,
+        whole: WholeRequest | None = None,
+    ) -> Future[Encoded]:
+        """Encode what :meth:`tokens` made; raises what :meth:`OneShotEngine.submit` does, RequestError for none."""
+        ids, types = tokens
         if not ids:
             raise RequestError(field, "has no tokens")
-        if len(ids) > self.max_len:
-            raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
         tensors = {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
@@ -113,7 +136,15 @@ class TextEncoder:
         inputs = {key: value for key, value in tensors.items() if key in self._names}
         return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)
 
-    def _most(self, asked: int | None) -> int | None:
+    def parts(self, text: str | tuple[str, str] | Sequence[int], prompt_name: str | None) -> tuple[str, ...]:
+        """The one or two texts to tokenise, the model's prompt before a text; none for token ids."""
+        if isinstance(text, str):
+            return (self._prompt(prompt_name) + text,)
+        if prompt_name is not None:
+            raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
+        return text if is_pair(text) else ()
+
+    def most(self, asked: int | None) -> int | None:
         """The length to cut to; None: no cut. RequestError for one that is none, or more than the model takes."""
         if asked is None or 1 <= asked <= self.max_len:
             return asked

@@ -23,6 +23,8 @@ INLINE_PARSE_BYTES = 64 * 1024
 ALL_BODIES_BYTES = 256 * 2**20
 """What all requests that are being read may hold."""
 LARGE_BYTES = 2**18
+PLAIN = {b"", b"identity"}
+"""What a body's encodings may be."""
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -54,11 +56,40 @@ def declared_length(request: Request) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
-class Bodies:
-    """The bodies that are being read, and how much they hold."""
+class _Arriving:
+    """One body on its way."""
 
-    def __init__(self, most: int = ALL_BODIES_BYTES):
+    __slots__ = ("_last", "_pace", "chunks", "reader", "refused", "size")
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.size = 0  # what it holds; 0 once it has made room for others
+        self.reader: asyncio.Future[None] | None = None
+        self.refused = False
+        self._pace = self._last = 0.0
+
+    def came(self, count: int, now: float) -> None:
+        self._pace = self.pace(now) + count
+        self._last = now
+
+    def pace(self, now: float) -> float:
+        """Bytes that came lately: after a second without any, half as many."""
+        return self._pace * 0.5 ** (now - self._last)
+
+
+class Bodies:
+    """The bodies that are being read, and how much they hold.
+
+    Args:
+        most: bytes that they may hold together. Beyond that the slowest one makes room: those who send a little and
+            then nothing would keep everybody else out.
+        free: what is not larger needs no room.
+    """
+
+    def __init__(self, most: int = ALL_BODIES_BYTES, free: int = INLINE_PARSE_BYTES):
         self._most = most
+        self._free = free
+        self._large: dict[_Arriving, None] = {}
         self.held = 0
 
     async def read_json(
@@ -70,46 +101,81 @@ class Bodies:
             ApiError: 413 too large; 415 compressed; 504 not here within ``timeout`` seconds;
                 503 when there is no room for it beside the others.
             ClientLeft: the connection closed in the middle.
-            RequestError: as :func:`parse_json`.
+            RequestError: as :func:`parse_json`; and what ``aside`` raises.
         """
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            raise ApiError(415, f"the request body is compressed ({encoding[:40]!r}); send it as it is")
+        for name, value in request.headers.raw:  # which may come in several lines
+            if name == b"content-encoding" and not set(value.lower().translate(None, b" \t").split(b",")) <= PLAIN:
+                raise ApiError(
+                    415, f"the request body is compressed ({value[:40].decode('latin-1')!r}); send it as it is"
+                )
         declared = declared_length(request)
         if declared is not None and declared > limit:
             raise too_large(limit)
-        chunks: list[bytes] = []
+        body = _Arriving()
         try:
-            await asyncio.wait_for(self._read(request, limit, chunks), timeout)
-            data = b"".join(chunks)
+            body.reader = asyncio.ensure_future(self._read(request, limit, body))
+            try:
+                await asyncio.wait_for(body.reader, timeout)
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    504,
+                    f"the request body was not complete after {timeout:g} s (request_timeout)",
+                    headers={"connection": "close"},
+                ) from None
+            data = b"".join(body.chunks)
+            body.chunks.clear()
             return await aside(data, bounds) if len(data) > INLINE_PARSE_BYTES else parse_json(data, bounds)
-        except asyncio.TimeoutError:
-            raise ApiError(
-                504,
-                f"the request body was not complete after {timeout:g} s (request_timeout)",
-                headers={"connection": "close"},
-            ) from None
         finally:
-            size = sum(map(len, chunks))
-            self.held -= size
-            if size > LARGE_BYTES:
+            if body.size > LARGE_BYTES:
                 trim_soon()
+            self._let_go(body)
 
-    async def _read(self, request: Request, limit: int, chunks: list[bytes]) -> None:
-        """Read the body into ``chunks``; ApiError 413 as soon as it is known to exceed ``limit``."""
-        size, more = 0, True
-        while more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            chunk, more = message.get("body", b""), message.get("more_body", False)
-            chunks.append(chunk)
-            size += len(chunk)
-            self.held += len(chunk)
-            if size > limit:
-                raise too_large(limit)
-            if self.held > self._most:
-                raise ApiError(503, "too many large requests are coming in at once", code="busy", retry_after=1)
+    async def _read(self, request: Request, limit: int, body: _Arriving) -> None:
+        """Read the body; ApiError 413 as soon as it is known to exceed ``limit``."""
+        more = True
+        try:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                body.chunks.append(chunk)
+                body.size += len(chunk)
+                self.held += len(chunk)
+                if body.size > limit:
+                    raise too_large(limit)
+                if body.size > self._free:
+                    self._make_room(body, len(chunk))
+        except asyncio.CancelledError:
+            if body.refused:
+                raise _busy() from None
+            raise
+        finally:
+            self._large.pop(body, None)
+
+    def _make_room(self, body: _Arriving, more: int) -> None:
+        """For ``more`` bytes of ``body``: refuse the slowest until all others have room; raises where it is that."""
+        now = asyncio.get_running_loop().time()
+        body.came(more, now)
+        self._large[body] = None
+        while self.held > self._most:
+            slowest = min(self._large, key=lambda one: one.pace(now))
+            del self._large[slowest]
+            if slowest is body:
+                raise _busy()
+            self._let_go(slowest)
+            slowest.refused = True
+            if slowest.reader is not None:
+                slowest.reader.cancel()
+
+    def _let_go(self, body: _Arriving) -> None:
+        self.held -= body.size
+        body.size = 0
+        body.chunks.clear()
+
+
+def _busy() -> ApiError:
+    return ApiError(503, "too many large requests are coming in at once", code="busy", retry_after=1)
 
 
 async def client_left(receive: Receive) -> None:

@@ -1,9 +1,9 @@
 """Which connections are kept: so many at most, each with a deadline for what it owes.
 
 A connection that sends nothing costs a descriptor, and a server without descriptors answers nobody and starts no rank.
-So there are fewer connections than descriptors. Where they are all taken, one that owes the server something, and has
-for the longest time sent none of it, makes room for the next. Where every one of them is being answered, a few more
-are let in, for the health routes alone.
+So there are fewer connections than descriptors. Where they are all taken, the one that has owed the server the head of
+a request, or the next piece of a body, for the longest time makes room for the next: to send a byte now and then pays
+nothing. Where every one of them is being answered, a few more are let in, for the health routes alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KEPT_DESCRIPTORS = 64
 HEALTH_CONNECTIONS = 8
 FEWEST = 16
 SWEEP_SECONDS = 0.25
+BODY_PIECE = 2**14
+"""Bytes; a body owes so many within ``connection_timeout``, and as many again after these, or its end."""
 BACKLOG = 8
 """Connections accepted in one turn of the loop; more would be here before the first of them is counted."""
 
@@ -49,7 +51,7 @@ class Connections:
         self.most = most_connections(settings.max_connections)
         self._per_address = settings.max_connections_per_address
         self._all: dict[JsonErrorProtocol, None] = {}
-        """The one that has been silent for longest comes first."""
+        """The one whose debt is the oldest comes first."""
         self._by_address: Counter[str] = Counter()
         self.closed: Counter[str] = Counter(dict.fromkeys(("late", "silent", "evicted", "refused"), 0))
         """How many were ended, by why."""
@@ -72,9 +74,9 @@ class Connections:
         self._by_address[address] += 1
         return True
 
-    def heard(self, connection: JsonErrorProtocol) -> None:
-        """The client has sent something, or has its answer."""
-        connection.heard = connection.loop.time()
+    def due(self, connection: JsonErrorProtocol) -> None:
+        """From now on the client owes something else: a head, a body or the next piece of it."""
+        connection.since = connection.loop.time()
         if connection in self._all:
             del self._all[connection]
             self._all[connection] = None
@@ -89,10 +91,10 @@ class Connections:
 
     def _evict(self) -> bool:
         """End the one that has owed something for the longest time; False when none does."""
-        silent = next((connection for connection in self._all if connection.owes), None)
-        if silent is None:
+        oldest = next((connection for connection in self._all if connection.owes), None)
+        if oldest is None:
             return False
-        self.end(silent, "evicted")
+        self.end(oldest, "evicted")
         return True
 
     def end(self, connection: JsonErrorProtocol, reason: str) -> None:
@@ -111,7 +113,7 @@ class Connections:
                     self.end(connection, "silent")
             elif connection.head_due is not None and now > connection.head_due:
                 self.end(connection, "late")
-            elif connection.conn.their_state is h11.SEND_BODY and now - connection.heard > self.silence:
+            elif connection.conn.their_state is h11.SEND_BODY and now - connection.since > self.silence:
                 self.end(connection, "silent")
 
     async def watch(self) -> None:

@@ -7,7 +7,7 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -18,14 +18,25 @@ from nxd_server.text.bounds import MOST_INPUTS
 
 from .errors import bad_request, encode
 from .oneshot import wait_all
-from .requests import INLINE_TEXT, check_model, context_of, require_task, whole_of
+from .requests import (
+    INLINE_TEXT,
+    THREAD_TEXT,
+    Context,
+    check_model,
+    context_of,
+    in_thread,
+    require_task,
+    unless_left,
+    whole_of,
+)
 from .schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 
 if TYPE_CHECKING:
     import torch
 
-    from nxd_server.engine.encoder import Encoded
+    from nxd_server.engine.encoder import Encoded, TextEncoder, Tokens
 
+Text = str | tuple[str, str] | list[int]
 LARGEST_WAVE = 64
 RETRY_SECONDS = 0.05
 
@@ -90,29 +101,30 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
             raise bad_request(f"`{path}` must not be empty", path)
         for part in _parts(text):
             encoder.tokenizer.check_length(part, encoder.max_len, path)
-    long = sum(len(part) for text in texts for part in _parts(text)) > INLINE_TEXT
     deadline = time.monotonic() + settings.request_timeout
     wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
     results: list[Encoded] = []
     whole = whole_of(request)
+    tokens: list[Tokens] = []
+
+    def path_of(place: int) -> str:
+        return f"input[{len(results) + place}]" if several else "input"
+
     while len(results) < len(texts):
         left = deadline - time.monotonic()
         if left <= 0:  # a step that has begun is not stopped: each wave would get through, however late
             raise not_finished(settings.request_timeout)
-        submits = [
-            functools.partial(
-                encoder.submit,
-                text,
-                timeout=left,
-                field=f"input[{len(results) + place}]" if several else "input",
-                continuing=bool(results),
-                whole=whole,
-                **options,
-            )
-            for place, text in enumerate(texts[len(results) : len(results) + wave])
-        ]
         try:
-            results += await wait_all(request, submits, timeout=left, threaded=long)
+            if not tokens:
+                now = texts[len(results) : len(results) + wave]
+                tokens = await unless_left(request, tokens_of(context, encoder, now, path_of, **options), left)
+            more = {"timeout": left, "continuing": bool(results), "whole": whole}
+            submits = [
+                functools.partial(encoder.submit_tokens, one, field=path_of(place), **more)
+                for place, one in enumerate(tokens)
+            ]
+            results += await wait_all(request, submits, timeout=left)
+            tokens = []
         except QueueFullError:
             if not results or time.monotonic() >= deadline:
                 raise
@@ -121,7 +133,55 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
     return results
 
 
-def _parts(text: str | tuple[str, str] | list[int]) -> Sequence[str]:
+async def tokens_of(
+    context: Context,
+    encoder: TextEncoder,
+    texts: Sequence[Text],
+    path_of: Callable[[int], str],
+    *,
+    prompt_name: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+) -> list[Tokens]:
+    """The tokens of each: of few characters at once, of more in a thread, of a text that is long in a process.
+
+    ``path_of`` names a text by its place in ``texts``. When this is cancelled, no other text is begun.
+    """
+    found: dict[int, Tokens] = {}
+    sizes = [sum(map(len, _parts(text))) for text in texts]
+    left = False
+
+    def short() -> None:
+        for place, text in enumerate(texts):
+            if left:
+                return
+            if sizes[place] <= THREAD_TEXT:
+                found[place] = encoder.tokens(
+                    text,
+                    prompt_name=prompt_name,
+                    truncate_prompt_tokens=truncate_prompt_tokens,
+                    field=path_of(place),
+                )
+
+    def leave() -> None:
+        nonlocal left
+        left = True
+
+    if sum(sizes) <= INLINE_TEXT:
+        short()
+    else:
+        await in_thread(context, short, sum(sizes), leave)
+    for place, text in enumerate(texts):
+        if place not in found:
+            found[place] = await context.service.bounded_tokenizer().encode_with_types(
+                encoder.parts(text, prompt_name),
+                most=encoder.most(truncate_prompt_tokens),
+                limit=encoder.max_len,
+                field=path_of(place),
+            )
+    return [found[place] for place in range(len(texts))]
+
+
+def _parts(text: Text) -> Sequence[str]:
     return (text,) if isinstance(text, str) else text if isinstance(text, tuple) else ()
 
 

@@ -22,13 +22,11 @@ T = TypeVar("T")
 DEADLINE_GRACE = 0.5
 
 
-async def wait_all(
-    request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float, threaded: bool = False
-) -> list[T]:
+async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float) -> list[T]:
     """Submit everything, or nothing, and wait for all of it.
 
     Args:
-        submit: each queues one call; ``threaded`` when that includes tokenising long texts.
+        submit: each queues one call.
         timeout: seconds in all.
 
     Raises:
@@ -36,16 +34,9 @@ async def wait_all(
         NxdError: one of them failed, or the deadline passed.
     """
     futures: list[Future[T]] = []
-
-    def start() -> None:
+    try:
         for one in submit:
             futures.append(one())
-
-    try:
-        if threaded:
-            await asyncio.to_thread(start)
-        else:
-            start()
         return await _wait(request.receive, futures, timeout, context_of(request).metrics)
     finally:
         for future in futures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from .errors import bad_request, clip, encode, missing_field
 from .oneshot import wait_all
-from .requests import check_model, context_of, whole_of
+from .requests import check_model, context_of, unless_left, whole_of
 from .schemas import PredictBody
 
 if TYPE_CHECKING:
@@ -35,16 +36,12 @@ async def predict(request: Request, body: PredictBody) -> Response:
             f"{service.model_name!r} was traced for generation, and its graphs keep a cache: use /v1/completions",
             code="task_not_supported",
         )
-    from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
-
     specs = service.input_specs()
     if body.safetensors is not None:
-        tensors = await asyncio.to_thread(tensors_from_safetensors, body.safetensors, "safetensors")
-        field = "safetensors"
+        read = functools.partial(unpack, body.safetensors, specs)
     else:
-        tensors = await asyncio.to_thread(_read, body.inputs or {}, specs)
-        field = "inputs"
-    _check_names(tensors, specs, field)
+        read = functools.partial(read_tensors, body.inputs or {}, specs)
+    tensors = await unless_left(request, context.tensors.run(read))
     with whole_of(request) as whole:
         submit = functools.partial(service.submit_tensors, tensors, timeout=settings.request_timeout, whole=whole)
         (outputs,) = await wait_all(request, [submit], timeout=settings.request_timeout)
@@ -60,25 +57,28 @@ async def predict(request: Request, body: PredictBody) -> Response:
     return Response(answer, media_type="application/json")
 
 
-def _read(inputs: dict[str, Any], specs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs in a base64 safetensors file; ApiError 400 for others than those of ``specs``."""
+    from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
+
+    return tensors_from_safetensors(text, "safetensors", functools.partial(_check_names, specs, "safetensors"))
+
+
+def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs as JSON; ApiError 400 for others than those of ``specs``."""
     from .tensors import tensor_from_json
 
-    tensors = {}
-    for name, value in inputs.items():
-        if value is None:
-            continue
-        default = specs[name].torch_dtype if name in specs else None
-        tensors[name] = tensor_from_json(value, default, f"inputs.{clip(name)}")
-    return tensors
+    given = {name: value for name, value in inputs.items() if value is not None}
+    _check_names(specs, "inputs", given.keys())
+    return {name: tensor_from_json(value, specs[name].torch_dtype, f"inputs.{name}") for name, value in given.items()}
 
 
-def _check_names(tensors: dict[str, torch.Tensor], specs: dict[str, Any], field: str) -> None:
-    for name in tensors:
-        if name not in specs:
-            shown = f"{field}.{clip(name)}"
-            raise bad_request(f"`{shown}`: there is no such input; this model takes {', '.join(specs)}", shown)
+def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
+    for name in sorted(names - specs.keys())[:1]:
+        shown = f"{field}.{clip(name)}"
+        raise bad_request(f"`{shown}`: there is no such input; this model takes {', '.join(specs)}", shown)
     for name, spec in specs.items():
-        if name not in tensors and spec.default is None:
+        if name not in names and spec.default is None:
             raise missing_field(f"{field}.{name}")
 
 

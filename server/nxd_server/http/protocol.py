@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .connections import Connections
+from .connections import BODY_PIECE, Connections
 from .errors import ApiError, encode
 from .middleware import CROWDED
 
@@ -29,10 +30,24 @@ def guarded(connections: Connections) -> type[JsonErrorProtocol]:
     return type("GuardedProtocol", (JsonErrorProtocol,), {"guard": connections})
 
 
+class _StrictBuffer(ReceiveBuffer):
+    """As its base, but a chunk's size ends its line: the library takes spaces there, which others take for an error."""
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        line = super().maybe_extract_next_line()
+        if line is not None and line[-3:-2].isspace():
+            raise h11.RemoteProtocolError("a space behind the size of a chunk")
+        return line
+
+
 class _StrictConnection(h11.Connection):
     """As its base, but a large head is an error even if all of it is here, as is a body in very many tiny chunks."""
 
     _chunks = _bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEAD_BYTES)
+        self._receive_buffer = _StrictBuffer()
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -80,8 +95,10 @@ class JsonErrorProtocol(H11Protocol):
 
     guard: Connections
     address = ""
-    heard = 0.0
-    """When the client last sent something, on the loop's clock."""
+    since = 0.0
+    """Since when the client owes what it owes, on the loop's clock."""
+    _piece = 0
+    """Bytes of the piece of a body that have come."""
     head_due: float | None = None
     """When the head of a request must be complete; None while none has begun."""
     closing: tuple[int, float] | None = None
@@ -89,7 +106,7 @@ class JsonErrorProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.conn = _StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+        self.conn = _StrictConnection()
 
     @property
     def owes(self) -> bool:
@@ -104,26 +121,36 @@ class JsonErrorProtocol(H11Protocol):
         """A new connection: it has until a deadline to say what it wants."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self.heard = self.loop.time()
-        self.head_due = self.heard + self.guard.header_timeout
+        self.since = self.loop.time()
+        self.head_due = self.since + self.guard.header_timeout
         if not self.guard.admit(self):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come."""
-        self.guard.heard(self)
+        inside = self.conn.their_state is h11.SEND_BODY
         if self.head_due is None and self.conn.their_state is h11.IDLE:
-            self.head_due = self.heard + self.guard.header_timeout
+            self._owe_head()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self.head_due = None
+        if self.conn.their_state is h11.SEND_BODY:
+            self._piece += len(data)
+            if not inside or self._piece >= BODY_PIECE:
+                self.guard.due(self)
+                self._piece = 0
 
     def on_response_complete(self) -> None:
         """An answer is out; what the client sent meanwhile may be half of the next request."""
-        self.guard.heard(self)
+        self.guard.due(self)
+        self._piece = 0
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self.head_due = self.heard + self.guard.header_timeout
+            self._owe_head()
+
+    def _owe_head(self) -> None:
+        self.guard.due(self)
+        self.head_due = self.since + self.guard.header_timeout
 
     # --- clients that do not read -----------------------------------------------------------------------
 

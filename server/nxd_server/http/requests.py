@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weights import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.text.bounds import Bounds
 from nxd_server.text.lanes import Lane
 from nxd_server.trim import trim_soon
 
@@ -37,7 +38,8 @@ THREAD_TEXT = 2**16
 TRIM_TEXT = 2**14
 """What a longer one took, some megabytes, is given back."""
 ENCODERS = 2
-"""Threads that do; nothing ends the text that one is at, but no more than these go on after their clients left."""
+"""Threads that do, and as many that make tensors; nothing ends the text that one is at, but no more than these go on
+after their clients left."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Context:
     metrics: Metrics
     keys: Keys
     encoders: Lane
+    tensors: Lane
     bodies: Bodies
 
 
@@ -71,11 +74,14 @@ def whole_of(request: Request) -> WholeRequest:
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; raises as :meth:`Bodies.read_json`."""
+    """The body as a JSON object; raises as :meth:`Bodies.read_json`, and as :func:`unless_left` for a large one."""
     context = context_of(request)
     service, settings = context.service, context.settings
     limit = settings.max_body_bytes or default_limit(service)
-    aside = service.bounded_json.parse
+
+    def aside(data: bytes, bounds: Bounds) -> Awaitable[dict[str, Any]]:
+        return unless_left(request, service.bounded_json.parse(data, bounds))
+
     return await context.bodies.read_json(request, limit, settings.request_timeout, service.body_bounds, aside)
 
 
@@ -111,13 +117,15 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
         )
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """The result of ``work``, which is cancelled when the client leaves or the request's time is over.
+
+    ``timeout``: what is left of that time, in seconds; all of it by default.
 
     Raises ClientLeft, and what ``work`` raises; the request's body must have been read.
     """
     context = context_of(request)
-    timeout = context.settings.request_timeout
+    timeout = context.settings.request_timeout if timeout is None else timeout
     task, watcher = asyncio.ensure_future(work), asyncio.create_task(client_left(request.receive))
     try:
         await asyncio.wait({task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +134,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         if watcher.done():
             context.metrics.disconnected()
             raise ClientLeft
-        raise not_finished(timeout)
+        raise not_finished(context.settings.request_timeout)
     finally:
         task.cancel()
         watcher.cancel()
@@ -142,12 +150,17 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
     if len(text) > THREAD_TEXT:
         return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
     encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
-    if len(text) <= INLINE_TEXT:
-        return encode()
+    return encode() if len(text) <= INLINE_TEXT else await in_thread(context, encode, len(text))
+
+
+async def in_thread(
+    context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
+) -> T:
+    """``work``, which tokenises so many ``characters``; as :meth:`~nxd_server.text.lanes.Lane.run`."""
     try:
-        return await context.encoders.run(encode)
+        return await context.encoders.run(work, cancel)
     finally:
-        if len(text) > TRIM_TEXT:
+        if characters > TRIM_TEXT:
             trim_soon()
 
 

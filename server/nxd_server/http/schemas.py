@@ -11,12 +11,13 @@ Ranges are checked once, where they are used: :class:`~nxd_server.engine.params.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nxd_server.engine.params import SamplingParams
+from nxd_server.text.bounds import MOST_BIASES
 
 from .errors import bad_request, clip, missing_field, unknown_field, unsupported
 
@@ -24,8 +25,10 @@ BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
 """They are looked through at every token, in the one thread that serves everybody."""
 MOST_VARIABLES = 64
-MOST_BIASES = 4096
-"""What a graph takes is the engine's to say; no graph takes this many, so more are not even read."""
+
+ItemT = TypeVar("ItemT")
+Listed = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that ends with its first wrong element: an error for each takes seconds, and hundreds of megabytes."""
 
 
 class Body(BaseModel):
@@ -164,8 +167,8 @@ class SamplingBody(Body):
     top_k: int | None = Field(None, description=f"0 or -1: off. {_OWN}, else 0.")
     min_p: float | None = Field(None, description=f"{_OWN}, else 0.")
     seed: int | None = Field(None, description="The same seed gives the same answer.")
-    stop: str | list[str] | None = Field(None, description="Up to 16 strings that end the text.")
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
+    stop: str | Listed[str] | None = Field(None, description="Up to 16 strings that end the text.")
+    stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -251,7 +254,7 @@ class ChatBody(SamplingBody):
         "best_of": _equals(1),
     }
 
-    messages: list[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
+    messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
@@ -299,7 +302,7 @@ class PredictBody(Body):
     output_format: Literal["json", "safetensors"] | None = Field(
         None, description="How the outputs come back; by default as the inputs came."
     )
-    outputs: list[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
+    outputs: Listed[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
 
 
 class AdapterBody(Body):
@@ -324,7 +327,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -333,7 +336,7 @@ class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 def token_lists(value: Any, field: str) -> list[str | list[int]]:

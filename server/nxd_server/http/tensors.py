@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 
-from .errors import bad_request, clip, missing_field, unknown_field
+from .errors import ApiError, bad_request, clip, missing_field, unknown_field
 
 MOST_DIMENSIONS = 64
 MOST_NUMBERS = 2**40
+MOST_HEADER = 2**16
+"""Bytes; no model has as many inputs as a longer one can name."""
+BASE64_PIECE = 2**20
+"""Characters decoded at a time; whole groups of four."""
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -143,22 +148,51 @@ def _spell(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def tensors_from_safetensors(text: str, field: str) -> dict[str, torch.Tensor]:
-    """The tensors of a base64 safetensors file; 400 naming ``field`` when it is none."""
+def tensors_from_safetensors(text: str, field: str, check: Callable[[Set[str]], object]) -> dict[str, torch.Tensor]:
+    """The tensors of a base64 safetensors file; 400 naming ``field`` when it is none.
+
+    ``check`` is called with their names first, and may raise: a file of a few megabytes can hold 100,000 of them.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise bad_request(f"`{field}` is not base64", field) from None
+    data = _decoded(text, field)
+    check(_names(data, field))
     try:
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError, OverflowError) as error:
-        raise bad_request(f"`{field}` is not a safetensors file: {str(error).partition(chr(10))[0]}", field) from None
+        raise _no_file(field, str(error)) from None
     for name, tensor in tensors.items():
         _check_shape(tensor.shape, f"{field}.{clip(name)}")
     return tensors
+
+
+def _decoded(text: str, field: str) -> bytes:
+    """The bytes that ``text`` is in base64; piece by piece, so that others have their turn."""
+    places = range(0, len(text), BASE64_PIECE)
+    try:
+        if text.find("=", 0, max(0, len(text) - 2)) >= 0:  # the end of a file, and more behind it
+            raise ValueError
+        return b"".join(base64.b64decode(text[place : place + BASE64_PIECE], validate=True) for place in places)
+    except (binascii.Error, ValueError):
+        raise bad_request(f"`{field}` is not base64", field) from None
+
+
+def _names(data: bytes, field: str) -> Set[str]:
+    size = int.from_bytes(data[:8], "little")
+    if MOST_HEADER < size <= len(data):
+        raise bad_request(f"`{field}` has a header of {size} bytes; at most {MOST_HEADER} are read", field)
+    try:
+        header = json.loads(data[8 : 8 + size])
+    except (ValueError, RecursionError):
+        raise _no_file(field, "its header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise _no_file(field, "its header is no JSON object")
+    return header.keys() - {"__metadata__"}
+
+
+def _no_file(field: str, why: str) -> ApiError:
+    return bad_request(f"`{field}` is not a safetensors file: {why.partition(chr(10))[0]}", field)
 
 
 def tensors_to_safetensors(tensors: dict[str, torch.Tensor]) -> str:

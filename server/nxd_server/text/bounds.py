@@ -7,7 +7,7 @@ sends. The second time holds up everybody, and so does whoever looks at it; so w
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ MOST_MESSAGES, MOST_MESSAGE_VALUES = 4096, 2**15
 MOST_STOPS = 1024
 MOST_VARIABLE_VALUES = 4096
 """In all of a template's variables."""
+MOST_BIASES, MOST_STREAM_OPTIONS = 4096, 64
+"""What a graph takes of biases is the engine's to say; no graph takes this many."""
 MOST_OTHER_VALUES = 2**13
 """In any other field: adapters' names, biases, what is passed over."""
 SPARE_VALUES = 2**14
@@ -38,7 +40,8 @@ class Bounds:
     ids: int | None = None
     """Numbers in one list."""
     characters: int | None = None
-    """Of one text."""
+    """Of one text, or of all texts of a field of ``together``."""
+    together: Sequence[str] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
     """By field, how long it is itself. A list of numbers is one entry."""
     within: Mapping[str, int] = field(default_factory=dict)
@@ -56,14 +59,15 @@ class Bounds:
         shown, most = name[:100], self.within.get(name, self.others)
         if name in self.entries and len(value) > self.entries[name] and not (isinstance(value, str) or _numbers(value)):
             raise _too_many(shown, len(value), self.entries[name])
-        count, rest = 0, [value]
+        count, characters, rest = 0, 0, [value]
         while rest:
             one = rest.pop()
             if isinstance(one, str):
-                if self.characters is not None and len(one) > self.characters:
+                characters = len(one) + (characters if name in self.together else 0)
+                if self.characters is not None and characters > self.characters:
                     raise TextTooLongError(
                         shown,
-                        f"the text has {len(one)} characters, which are more than fit: at most {self.characters} "
+                        f"the text has {characters} characters, which are more than fit: at most {self.characters} "
                         "characters are read for a model of this maximum context length",
                     )
                 continue
@@ -98,21 +102,25 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         choices: prompts of one request.
         characters: of the longest text that its tokenizer is given; None without one.
     """
-    if task != "generate":  # tensors may be of any size
-        return Bounds(entries={"input": MOST_INPUTS})
     ids = max(MOST_IDS, max_len)
+    within = {
+        "tokens": ids,
+        "messages": MOST_MESSAGE_VALUES,
+        "stop": MOST_STOPS,
+        "chat_template_kwargs": MOST_VARIABLE_VALUES,
+        "logit_bias": MOST_BIASES,
+        "stream_options": MOST_STREAM_OPTIONS,
+    }
+    if task != "generate":  # tensors may be of any size
+        within |= {"input": MOST_ELEMENTS, "inputs": MOST_ELEMENTS}
+        return Bounds(entries={"input": MOST_INPUTS}, within=within, others=MOST_OTHER_VALUES)
     values = min(MOST_ELEMENTS, max(ids, choices * max_len) + SPARE_VALUES)
     return Bounds(
         values=values,
         ids=ids,
         characters=characters,
+        together=("messages", "chat_template_kwargs"),  # of which the template makes one text
         entries={"prompt": max(MOST_PROMPTS, choices), "messages": MOST_MESSAGES},
-        within={
-            "prompt": values,
-            "tokens": ids,
-            "messages": MOST_MESSAGE_VALUES,
-            "stop": MOST_STOPS,
-            "chat_template_kwargs": MOST_VARIABLE_VALUES,
-        },
+        within={**within, "prompt": values},
         others=MOST_OTHER_VALUES,
     )

@@ -134,6 +134,14 @@ class BoundedTokenizer:
         header = {"do": "encode", "special": special, "most": most, "field": field}
         return array("q", (await self._run(header, text.encode(), field))[1]).tolist()
 
+    async def encode_with_types(
+        self, parts: Sequence[str], *, most: int | None, limit: int, field: str
+    ) -> tuple[list[int], list[int]]:
+        """As :meth:`~nxd_server.text.tokenizer.Tokenizer.encode_with_types` of a text or a pair."""
+        header = {"do": "types", "most": most, "limit": limit, "field": field}
+        both = array("q", (await self._run(header, marshal.dumps(list(parts)), field))[1]).tolist()
+        return both[: len(both) // 2], both[len(both) // 2 :]
+
     async def tokenize(self, text: str, *, special: bool, strings: bool, max_model_len: int, field: str) -> bytes:
         """The answer to ``/tokenize``; RequestError naming ``field``."""
         header = {"do": "tokenize", "special": special, "strings": strings, "max_model_len": max_model_len}

@@ -71,6 +71,9 @@ class TextProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._job: object | None = None
+        self._cancelled: object | None = None
+        self._killed = False
+        """By :meth:`cancel`, which may come when the answer is here: the process does not live for another job."""
         self._stopped = False
 
     @property
@@ -90,14 +93,20 @@ class TextProcess:
         """
         with self._turn:
             with self._state:
+                if job is not None and self._cancelled is job:
+                    raise JobFailed(late=False)  # before it began, and nobody waits for it
                 self._job = job
             try:
+                if self._process is not None and self._process.poll() is not None:
+                    self._end()  # while it had nothing to do: no fault of this job
                 if self._socket is None:
                     self._start()
                 answer, data = self._ask({**header, "seconds": seconds}, blob, seconds)
             finally:
                 with self._state:
-                    self._job = None
+                    killed, self._killed, self._job = self._killed, False, None
+                if killed:
+                    self._end()
             if answer.get("last"):
                 self._end()
             if answer.get("memory"):
@@ -107,10 +116,13 @@ class TextProcess:
             return answer, data
 
     def cancel(self, job: object) -> None:
-        """Kill the process if it is doing ``job``; from any thread."""
+        """Kill the process if it is doing ``job``, or do not begin with it; from any thread."""
         with self._state:
-            if self._job is job and self._process is not None:
-                self._process.kill()
+            self._cancelled = job
+            if self._job is job:
+                self._killed = True
+                if self._process is not None:
+                    self._process.kill()
 
     def stop(self) -> None:
         """End for good, whatever it is doing; from any thread."""
@@ -129,6 +141,8 @@ class TextProcess:
             ours, theirs = socket.socketpair()
             with self._state, theirs:
                 self._check_open()
+                if self._killed:
+                    raise JobFailed(late=False)
                 self._process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
                     [sys.executable, "-I", "-c", _COMMAND, paths],
                     stdin=theirs.fileno(),

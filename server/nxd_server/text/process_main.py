@@ -124,6 +124,10 @@ def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
             ids = array("q", blob)
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             return {}, json.dumps({"prompt": text}, ensure_ascii=False, separators=(",", ":")).encode()
+        if header["do"] == "types":
+            options = {name: header[name] for name in ("field", "most", "limit")}
+            ids, types = tokenizer.encode_with_types(*marshal.loads(blob), **options)  # nosec B302  # of the server
+            return {}, array("q", [*ids, *types]).tobytes()
         special, field, most = header["special"], header["field"], header.get("most")
         ids = tokenizer.encode(blob.decode(), add_special_tokens=special, field=field, most=most)
         if header["do"] == "encode":
