@@ -12,7 +12,6 @@ process that looks at it (SIGBUS).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fnmatch
 import itertools
@@ -23,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from nxd_infer.errors import CheckpointError, OpenFilesError
+from nxd_infer.errors import CheckpointError
+from nxd_infer.open_beneath import enough_descriptors, open_beneath, reopened
 
 MOST_TEXT = 8 << 20
 """Bytes of what is parsed as a whole: an index, a configuration, a manifest, the header of a file of tensors."""
@@ -40,80 +40,6 @@ _SPARSE = 1 << 20
 """Bytes from which on a file must lie on the disk, at least an eighth of it (it may be compressed)."""
 _TICK = 50_000_000
 """Nanoseconds within which a second change may leave a file's time as the first one set it."""
-_OPENAT2 = 437
-_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
-
-
-def _reopened(fd: int, flags: int = 0) -> int:
-    """A descriptor to read from, in place of one to look at."""
-    try:
-        with _enough_descriptors():
-            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _enough_descriptors() -> Iterator[None]:
-    """Raise OpenFilesError where the process has no descriptor left: nothing is wrong with the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise OpenFilesError(
-            f"{error.filename or 'a file'} cannot be opened now, because too many files and connections are open: try "
-            "again later, or raise the limit (ulimit -n)"
-        ) from error
-
-
-class _How(ctypes.Structure):
-    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
-
-
-@_enough_descriptors()
-def open_beneath(folder: int, name: str) -> int:
-    """A descriptor of ``name`` below the folder ``folder``, to look at or to open again: what stands there, be it a
-    pipe or a device, is not touched (``O_PATH``).
-
-    Raises OSError: ELOOP where a part of the name is a link, EXDEV where it leads out of the folder.
-    """
-    parts = PurePosixPath(name).parts
-    if name.startswith("/") or ".." in parts:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
-    if not parts:
-        return os.dup(folder)
-    found = _openat2(folder, name)
-    return _open_by_parts(folder, parts) if found is None else found
-
-
-def _openat2(folder: int, name: str) -> int | None:
-    """As :func:`open_beneath`, in one call; None where the kernel, or who filters its calls, does not have it."""
-    how = _How(os.O_PATH | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    size = ctypes.c_size_t(ctypes.sizeof(how))
-    found = call(ctypes.c_long(_OPENAT2), ctypes.c_int(folder), os.fsencode(name), ctypes.byref(how), size)
-    if found >= 0:
-        return found
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EPERM):
-        return None
-    raise OSError(number, os.strerror(number), name)
-
-
-def _open_by_parts(folder: int, parts: tuple[str, ...]) -> int:
-    found = os.dup(folder)
-    for part in parts:
-        try:
-            inner = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found)
-        finally:
-            os.close(found)
-        found = inner
-        if stat.S_ISLNK(os.fstat(found).st_mode):  # such a descriptor is of the link itself
-            os.close(found)
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part)
-    return found
 
 
 class _Place:
@@ -126,7 +52,7 @@ class _Place:
         self._open: dict[str, int] = {}
         """Descriptors by name, the one that was asked for last at the end."""
         self._left = MOST_PARSED
-        with _enough_descriptors():
+        with enough_descriptors():
             self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._top = open_beneath(self._root, name)
@@ -175,7 +101,7 @@ class _Place:
 
     def names(self, name: str) -> list[str]:
         """What lies in a folder."""
-        listed = _reopened(self.open(name), os.O_DIRECTORY)
+        listed = reopened(self.open(name), os.O_DIRECTORY)
         try:
             with os.scandir(listed) as entries:
                 found = [entry.name for entry in itertools.islice(entries, MOST_ENTRIES + 1)]
@@ -263,7 +189,7 @@ class _Place:
         except BaseException:
             os.close(fd)
             raise
-        file = _reopened(fd)
+        file = reopened(fd)
         info = os.fstat(file)
         if info.st_size >= _SPARSE and info.st_blocks * 512 < info.st_size // 8 and _has_hole(file, info.st_size):
             os.close(file)

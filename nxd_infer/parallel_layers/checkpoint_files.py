@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.sources import DTYPES, open_safetensors
-from nxd_infer.parallel_layers.checkpoint_values import unpack
+from nxd_infer.parallel_layers.checkpoint_unpack import unpack
 from nxd_infer.reading import MOST_LEVELS, sha256_and_size, unique_keys
 
 FORMAT = "nxd_infer.checkpoint"

@@ -1,4 +1,5 @@
-"""Nested values as JSON and tensors, and back: what one would give to ``torch.save``, without a pickle.
+"""Nested values as JSON and tensors: what one would give to ``torch.save``, without a pickle. The way back is in
+:mod:`~nxd_infer.parallel_layers.checkpoint_unpack`.
 
 Plain JSON values stand for themselves; everything else is an object with one key, the kind::
 
@@ -26,7 +27,7 @@ import pathlib
 import types
 import uuid
 import zoneinfo
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.sources import DTYPES
-from nxd_infer.parallel_layers.checkpoint_arrays import pack_numpy, unpack_numpy
+from nxd_infer.parallel_layers.checkpoint_arrays import pack_numpy
 
-__all__ = ["Record", "pack", "unpack"]
+__all__ = ["Record", "pack"]
 
 INLINE = 4096
 """Bytes up to which raw memory is base64 text in the structure; longer ones are tensors."""
@@ -57,17 +58,6 @@ def _whole(number: Any) -> int:
     if type(number) is not int:
         raise ValueError(f"{number!r:.80} is no part of a fraction")
     return number
-
-
-MOST_ALIKE = 1000
-"""Values with one hash in a set or a dictionary: each is compared with all before it."""
-
-
-def _require_spread(keys: Iterable[Any]) -> None:
-    """Raise ValueError for more than MOST_ALIKE keys with one hash, which nobody has by chance."""
-    alike = collections.Counter(map(hash, keys))
-    if alike and max(alike.values()) > MOST_ALIKE:
-        raise ValueError(f"more than {MOST_ALIKE} elements of a set or a dictionary have one hash")
 
 
 BUILT: dict[str, Callable[..., Any]] = {
@@ -102,7 +92,7 @@ class Record(types.SimpleNamespace):
         return Record, (), (vars(self), {"class_name": self.class_name})
 
 
-def _name_of(kind: type) -> str:
+def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -195,7 +185,7 @@ class _Packer:
         if isinstance(item, Tensor):
             return self.tensor(item, path)
         if isinstance(item, enum.Enum):
-            return {"enum": [_name_of(kind), self.visit(item.value, f"{path}.value")]}
+            return {"enum": [name_of(kind), self.visit(item.value, f"{path}.value")]}
         if kind in (bytes, bytearray):
             return {kind.__name__: self.raw(bytes(item))}
         if kind is Record:
@@ -206,10 +196,10 @@ class _Packer:
         if dataclasses.is_dataclass(kind) and not isinstance(item, Mapping):
             names = [field.name for field in dataclasses.fields(kind) if hasattr(item, field.name)]
             found = {name: getattr(item, name) for name in names} | getattr(item, "__dict__", {})
-            return {"dataclass": [_name_of(kind), self.fields(found, path)]}
+            return {"dataclass": [name_of(kind), self.fields(found, path)]}
         names = getattr(kind, "_fields", None) if isinstance(item, tuple) else None
         if names is not None:
-            return {"named_tuple": [_name_of(kind), self.fields(dict(zip(names, item, strict=True)), path)]}
+            return {"named_tuple": [name_of(kind), self.fields(dict(zip(names, item, strict=True)), path)]}
         if isinstance(item, Mapping):
             return self.mapping(item, path)
         if isinstance(item, collections.deque):
@@ -251,7 +241,7 @@ class _Packer:
 
 
 def _described(item: Any) -> str:
-    return f"a {type(item).__name__}" if type(item).__module__ == "builtins" else f"a {_name_of(type(item))}"
+    return f"a {type(item).__name__}" if type(item).__module__ == "builtins" else f"a {name_of(type(item))}"
 
 
 def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> tuple[Any, list[Tensor]]:
@@ -268,154 +258,3 @@ def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
     """:func:`pack` of a dictionary whose values are what messages call by its keys."""
     packer = _Packer(False)
     return {"dict": [[name, packer.start(value, name)] for name, value in values.items()]}, packer.tensors
-
-
-# --- back ----------------------------------------------------------------------------------------------------
-
-
-def _allowed() -> dict[str, type]:
-    """The classes that this process has allowed to be made from files, by their names."""
-    found = {}
-    for one in torch.serialization.get_safe_globals():
-        kind, name = one if isinstance(one, tuple) else (one, None)
-        if isinstance(kind, type):
-            found[name or _name_of(kind)] = kind
-    return found
-
-
-class _Unpacker:
-    def __init__(self, tensor: Callable[[int], Tensor]):
-        self._tensor = tensor
-        self._made: dict[int, Tensor] = {}
-        self._allowed = _allowed()
-
-    def tensor(self, number: int) -> Tensor:
-        if number not in self._made:
-            self._made[number] = self._tensor(number)
-        return self._made[number]
-
-    def raw(self, content: Any) -> bytes:
-        if isinstance(content, str):
-            return base64.b64decode(content, validate=True)
-        return bytes(self.tensor(content["tensor"]).numpy())
-
-    def pairs(self, content: Any) -> list[tuple[Any, Any]]:
-        found = [(self.visit(key), self.visit(value)) for key, value in content]
-        _require_spread(key for key, _ in found)
-        return found
-
-    def visit(self, item: Any) -> Any:
-        if not isinstance(item, dict):
-            if item is None or type(item) in (bool, int, float, str):
-                return item
-            raise CheckpointError(f"the structure of the checkpoint is damaged at {str(item)[:80]!r}")
-        ((kind, content),) = item.items()
-        if kind == "tensor":
-            return self.tensor(content)
-        if kind in SEQUENCES:
-            found = [self.visit(one) for one in content]
-            if "set" in kind:
-                _require_spread(found)
-            return SEQUENCES[kind](found)
-        if kind in MAPPINGS:
-            return MAPPINGS[kind](dict(self.pairs(content)))
-        if kind in NAMESPACES:
-            made = NAMESPACES[kind]()
-            vars(made).update(self.pairs(content))  # as arguments, "self" could not be one
-            return made
-        if kind in BUILT:
-            return BUILT[kind](*(self.visit(one) for one in content))
-        special = getattr(self, f"_{kind}", None) if kind in _SPECIAL else None
-        if special is None:
-            raise CheckpointError(f"the structure of the checkpoint holds the unknown kind {kind!r}")
-        return special(content)
-
-    def _viewed(self, content: Any) -> Tensor:
-        number, dtype, shape = content
-        return self.tensor(number).clone().view(self._dtype(dtype)).reshape(shape)
-
-    def _parameter(self, content: Any) -> Tensor:
-        return nn.Parameter(self.visit(content[0]), requires_grad=bool(content[1]))
-
-    def _dtype(self, content: Any) -> Any:
-        found = getattr(torch, content, None)
-        if not isinstance(found, TORCH_NAMES):
-            raise ValueError(f"torch has no type {content!r}")
-        return found
-
-    def _float(self, content: Any) -> float:
-        return float(content)
-
-    def _int(self, content: Any) -> int:
-        return int(content, 16)
-
-    def _ellipsis(self, content: Any) -> Any:
-        return ...
-
-    def _bytes(self, content: Any) -> bytes:
-        return self.raw(content)
-
-    def _bytearray(self, content: Any) -> bytearray:
-        return bytearray(self.raw(content))
-
-    def _deque(self, content: Any) -> Any:
-        found = self.visit(content[1])
-        if type(found) is not list:  # a range may have any number of elements
-            raise ValueError(f"a deque is made of {type(found).__name__}, not of a list")
-        return collections.deque(found, content[0])
-
-    def _default(self, content: Any) -> Any:
-        name, pairs = content
-        return collections.defaultdict(None if name is None else FACTORIES[name], self.pairs(pairs))
-
-    def _path(self, content: Any) -> pathlib.PurePath:
-        name, text = content
-        if name not in PATHS:
-            raise ValueError(f"there is no path of the kind {name!r}")
-        if name == type(pathlib.Path()).__name__:
-            return pathlib.Path(text)
-        return (pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath)(text)
-
-    def _enum(self, content: Any) -> Any:
-        kind, value = self._allowed.get(content[0]), self.visit(content[1])
-        return kind(value) if kind is not None and issubclass(kind, enum.Enum) else value
-
-    def _dataclass(self, content: Any) -> Any:
-        name, fields = content[0], dict(self.pairs(content[1]))
-        kind = self._allowed.get(name)
-        if kind is None or not dataclasses.is_dataclass(kind):
-            record = Record()
-            record.class_name = str(name)
-            vars(record).update(fields)
-            return record
-        made = object.__new__(kind)
-        for field, value in fields.items():
-            object.__setattr__(made, field, value)
-        return made
-
-    def _named_tuple(self, content: Any) -> Any:
-        name, fields = content[0], dict(self.pairs(content[1]))
-        kind = self._allowed.get(name)
-        if kind is None or getattr(kind, "_fields", None) != tuple(fields):
-            module, _, short = name.rpartition(".")
-            kind = collections.namedtuple(short, list(fields), module=module)
-        return tuple.__new__(kind, fields.values())
-
-    def _numpy(self, content: Any) -> Any:
-        return unpack_numpy(content, self.raw, self.visit)
-
-
-_SPECIAL = {name.removeprefix("_") for name in vars(_Unpacker) if name.startswith("_") and not name.startswith("__")}
-
-
-def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """The value that :func:`pack` was given. Raises CheckpointError when ``structure`` is not one of its own."""
-    try:
-        return _Unpacker(tensor).visit(structure)
-    except CheckpointError:
-        raise
-    except (
-        *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError),
-        *(MemoryError, SystemError, OSError),  # an array of any size, a time zone that is a folder
-    ) as error:
-        raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error

@@ -20,17 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from nxd_infer import backends
-from nxd_infer.backends.base import names as backend_names
-from nxd_infer.backends.machine import architecture, cpu_features, torch_minor, torch_version
-from nxd_infer.errors import (
-    ArtifactBackendError,
-    ArtifactCorruptError,
-    ArtifactError,
-    ArtifactVersionError,
-    NxdError,
-)
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError
 from nxd_infer.reading import unique_keys
+from nxd_infer.trace.fits_here import check_backend, check_machine, check_torch
 from nxd_infer.trace.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
 from nxd_infer.trace.storage import (
     CHECKSUM_KEY,
@@ -286,63 +278,14 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe:
             f"the artifact {root} requires {', '.join(unknown)}, which this version of nxd_infer does not know: "
             "upgrade it"
         )
-    _check_torch(root, manifest)
+    check_torch(root, manifest)
     if runs_here:
-        _check_machine(root, manifest)
-        _check_backend(root, manifest, backend, probe)
+        check_machine(root, manifest)
+        check_backend(root, manifest, backend, probe)
     if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
         raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
     check_structure(path, manifest)
     return manifest
-
-
-def _check_torch(root: Path, manifest: Manifest) -> None:
-    recorded, installed = manifest.versions.get("torch", ""), torch_version()
-    if torch_minor(recorded) != torch_minor(installed):
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
-            f"{installed}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
-            "trace again"
-        )
-
-
-def _check_machine(root: Path, manifest: Manifest) -> None:
-    arch = manifest.target.get("arch")
-    if arch and arch != architecture():
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace it again here"
-        )
-    features = manifest.target.get("cpu_features") or []
-    if not isinstance(features, list):
-        raise ArtifactCorruptError(f"the manifest of {root} is damaged: its cpu_features are {features!r:.80}")
-    missing = sorted({str(feature) for feature in features} - cpu_features()) if cpu_features() else []
-    if missing:
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
-            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
-        )
-
-
-def _check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
-    if backend is not None and backend != manifest.backend:
-        raise ArtifactBackendError(
-            f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
-            f"load it without a backend, or trace again with backend={backend!r}"
-        )
-    if not probe and manifest.backend in backend_names():
-        return
-    try:
-        found = backends.get(manifest.backend)
-        answer = found.probe()
-    except (NxdError, ImportError) as error:
-        raise ArtifactBackendError(
-            f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
-        ) from error
-    if not answer.ok:
-        raise ArtifactBackendError(
-            f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
-        )
-    found.check_target(manifest.target, manifest.versions)
 
 
 def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:

@@ -22,7 +22,7 @@ from nxd_infer.layout.params import ParamLayout
 from nxd_infer.layout.runs import TensorLayout
 from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
 from nxd_infer.modules.lora.peft import SUBFOLDER
-from nxd_infer.parallel_layers.checkpoint_values import unpack
+from nxd_infer.parallel_layers.checkpoint_unpack import unpack
 from nxd_infer.trainer.checkpoint_folder import Checkpoint
 from nxd_infer.trainer.checkpoint_record import FIX, read_piece, read_record
 from nxd_infer.trainer.checkpoint_write import rank_stem

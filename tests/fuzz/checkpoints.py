@@ -15,7 +15,8 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout
 from nxd_infer.parallel_layers.checkpoint_files import parse_json
 from nxd_infer.parallel_layers.checkpoint_manifest import DONE, MANIFEST, mark_of
-from nxd_infer.parallel_layers.checkpoint_values import pack, unpack
+from nxd_infer.parallel_layers.checkpoint_unpack import unpack
+from nxd_infer.parallel_layers.checkpoint_values import pack
 from nxd_infer.trace.sources import weight_source
 from nxd_infer.trainer.checkpoint import save_checkpoint
 from nxd_infer.trainer.checkpoint_folder import find_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxd_infer import beneath
+from nxd_infer import beneath, open_beneath
 from nxd_infer.beneath import opened_beneath, require_unchanged
 from nxd_infer.errors import AdapterError, CheckpointError
 from nxd_infer.layout import SafetensorsSource
@@ -33,9 +33,9 @@ REFUSED = (ForbiddenPathError, RequestError, CheckpointError, OSError)
 def way(request, monkeypatch):
     """The kernel's way, and the one for kernels without it."""
     if request.param == "by parts":
-        monkeypatch.setattr(beneath, "_openat2", lambda folder, name: None)
+        monkeypatch.setattr(open_beneath, "_openat2", lambda folder, name: None)
     else:
-        assert beneath._openat2(os.open("/", os.O_PATH), "proc") is not None
+        assert open_beneath._openat2(os.open("/", os.O_PATH), "proc") is not None
     return request.param
 
 

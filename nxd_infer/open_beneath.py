@@ -1,0 +1,88 @@
+"""One file below an open folder: by ``openat2``, which refuses whatever leads out of it, or part by part."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from nxd_infer.errors import OpenFilesError
+
+_OPENAT2 = 437
+_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
+
+
+def reopened(fd: int, flags: int = 0) -> int:
+    """A descriptor to read from, in place of one to look at."""
+    try:
+        with enough_descriptors():
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def enough_descriptors() -> Iterator[None]:
+    """Raise OpenFilesError where the process has no descriptor left: nothing is wrong with the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OpenFilesError(
+            f"{error.filename or 'a file'} cannot be opened now, because too many files and connections are open: try "
+            "again later, or raise the limit (ulimit -n)"
+        ) from error
+
+
+class _How(ctypes.Structure):
+    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
+
+
+@enough_descriptors()
+def open_beneath(folder: int, name: str) -> int:
+    """A descriptor of ``name`` below the folder ``folder``, to look at or to open again: what stands there, be it a
+    pipe or a device, is not touched (``O_PATH``).
+
+    Raises OSError: ELOOP where a part of the name is a link, EXDEV where it leads out of the folder.
+    """
+    parts = PurePosixPath(name).parts
+    if name.startswith("/") or ".." in parts:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
+    if not parts:
+        return os.dup(folder)
+    found = _openat2(folder, name)
+    return _open_by_parts(folder, parts) if found is None else found
+
+
+def _openat2(folder: int, name: str) -> int | None:
+    """As :func:`open_beneath`, in one call; None where the kernel, or who filters its calls, does not have it."""
+    how = _How(os.O_PATH | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    found = call(ctypes.c_long(_OPENAT2), ctypes.c_int(folder), os.fsencode(name), ctypes.byref(how), size)
+    if found >= 0:
+        return found
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EPERM):
+        return None
+    raise OSError(number, os.strerror(number), name)
+
+
+def _open_by_parts(folder: int, parts: tuple[str, ...]) -> int:
+    found = os.dup(folder)
+    for part in parts:
+        try:
+            inner = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found)
+        finally:
+            os.close(found)
+        found = inner
+        if stat.S_ISLNK(os.fstat(found).st_mode):  # such a descriptor is of the link itself
+            os.close(found)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part)
+    return found
