@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE, WEIGHTS = "/tokenize", "/detokenize", "/v1/weights"
 HELLO = [{"role": "user", "content": "hello"}]
-IDLE, SLOW, LEAVING = 220, 60, 6
+IDLE, SLOW, STALLED, LEAVING = 220, 60, 130, 6
 ANSWER_SECONDS = 60.0
 ABORTED_TOKENS = 40
 MIB = 2**20
@@ -98,6 +98,12 @@ def slow_heads(target: Target) -> None:
 def slow_bodies(target: Target) -> None:
     """60 bodies that come byte by byte."""
     _hold(target, SLOW, lambda: target.send(COMPLETIONS, b'{"prompt": "', length=10**6), b"a")
+
+
+def stalled_bodies(target: Target) -> None:
+    """130 bodies of 2 MiB, all but their last byte: together as much as the server holds of all bodies."""
+    body = b'{"prompt": "' + b"a" * (2 * MIB)
+    _hold(target, STALLED, lambda: target.send(COMPLETIONS, body, length=len(body) + 1), b"")
 
 
 def _hold(target: Target, count: int, opened: Callable[[], socket.socket], drop: bytes) -> None:
@@ -246,6 +252,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "idle": idle,
     "slow heads": slow_heads,
     "slow bodies": slow_bodies,
+    "stalled bodies": stalled_bodies,
     "prompts": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}")),
     "ids": _again(DETOKENIZE, _many(b'{"tokens": [', b"5", b"]}", 8_000_000)),
     "variables": _again(CHAT, _variables),
@@ -258,6 +265,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "parsed stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**18)),
     "parsed variables": _again(CHAT, _many(VARIABLES, b"12345", b"]}}", 2**18)),
     # As many as come to those who look at them:
+    "wrong ids": _again(DETOKENIZE, _many(b'{"tokens": [', b"1.5", b"]}", 2**18)),
     "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**16)),
     "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**10)),
     "most stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**10)),
