@@ -13,18 +13,23 @@ from nxd_infer.errors import ModelClosedError, ModelConfigError, NxdError, RankE
 def summary(error: BaseException) -> str:
     """What a client is told of ``error``: the output of a rank is for the log alone, and so is what the holder of a
     model might do about ranks that are gone."""
-    if isinstance(error, ModelClosedError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
+    error = _itself(error)
     return error.summary if isinstance(error, RankError) else str(error)
+
+
+def _itself(error: BaseException) -> BaseException:
+    """What ended the ranks, where ``error`` is of a call that came later."""
+    return error.__cause__ if isinstance(error, ModelClosedError) and error.__cause__ is not None else error
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
     """One line for what is foreseen: a rank that ended or is late, files that do not fit. Its traceback, or that of the
     rank that raised it, with anything else."""
+    error = _itself(error)
     if isinstance(error, RankError) and error.foreseen:
         log.error("%s: %s", what, error.summary)
     elif isinstance(error, (NxdError, ConnectionError)):
-        log.error("%s: %s", what, summary(error))
+        log.error("%s: %s", what, error)
     else:
         log.error("%s", what, exc_info=error)
 

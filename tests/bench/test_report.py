@@ -79,6 +79,7 @@ def test_what_grows_with_a_model_is_plotted_against_its_bytes(results, tmp_path,
             "recovery_seconds": [2.0 * gib],
             "memory": [3 * gib * 2**30],
             "trace": {"seconds": 1.0, "planned": 2**30, "held": 2**30, "with_files": 2**31},
+            "trials": {"swap": 1.0},
         }
         for name, gib in (("254M", 0.5), ("3.0B", 5.5))
     }

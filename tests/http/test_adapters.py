@@ -163,6 +163,9 @@ def test_files_that_are_made_to_hurt_are_refused(server, root):
         os.truncate(folder / name, 1 << 40)
         assert "on the disk" in refused("/v1/weights", "weights_refused")
         (folder / name).write_text(DEEP)
+        if name == "done":
+            assert "at most 4096" in refused("/v1/weights", "weights_refused")
+            (folder / name).write_text("{}")
     assert "manifest.json" in refused("/v1/weights", "weights_refused")
     shutil.rmtree(folder)
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]

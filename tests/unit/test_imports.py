@@ -24,6 +24,7 @@ FLOORS: list[list[str]] = [
     ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.ops", "nxd_infer.parallel_state"],
     [
         "nxd_infer.beneath",
+        "nxd_infer.open_beneath",
         "nxd_infer.context",
         "nxd_infer.dtypes",
         "nxd_infer.errors",
