@@ -183,6 +183,7 @@ def test_compiled_graphs_load_adapters_without_a_compiler(case, tmp_path, monkey
 
 
 def test_an_adapter_that_the_trainer_saved(case, tmp_path):
+    torch.manual_seed(0)  # of one adapter in sixty the first token would end the text, which is not asked for here
     case = case("llama")
     module = LoRAModel(registry.load_model(case.base), LoraConfig(lora_rank=3, target_modules=["q_proj", "o_proj"]))
     with torch.no_grad():
