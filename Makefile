@@ -36,7 +36,7 @@ demo: $(STAMP) ## the main job: train, trace, save, load, serve, ask, on this ma
 PROCESSES ?= 3
 DEALT := -n $(PROCESSES) --dist loadfile
 
-test: $(STAMP) ## all tests (some 35 minutes on two cores)
+test: $(STAMP) ## all tests (20 to 30 minutes on two cores)
 	@$(BIN)/python -m pytest -q $(DEALT)
 
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
