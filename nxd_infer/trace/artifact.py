@@ -252,6 +252,11 @@ def _parse(root: Path, data: bytes, backend: str | None, runs_here: bool, probe:
     except (ValueError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
     require_flat(fields, path)
+    if rb"\ud" in data.lower():  # half a character, perhaps, which is no text and would be written as another
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ArtifactCorruptError(f"{path} is damaged: it holds half a character ({error.reason})") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):
         raise ArtifactCorruptError(f"{path} is damaged: it has no format")
     found, known = fields["format"], FORMAT

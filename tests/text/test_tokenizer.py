@@ -78,6 +78,14 @@ def test_a_directory_without_a_readable_tokenizer_is_refused_by_name(tmp_path, f
         Tokenizer.from_dir(tmp_path)
 
 
+def test_a_vocabulary_with_a_gap_of_billions_is_refused(tmp_path):
+    """The library would go through all ids between, and end the process where memory does."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ModelConfigError, match="its 2 tokens have ids up to 4000000000"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_a_sentencepiece_model_says_how_to_convert_it(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
     with pytest.raises(ModelConfigError, match="save_pretrained"):

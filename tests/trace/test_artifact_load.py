@@ -190,6 +190,13 @@ def test_a_key_that_stands_twice_is_refused(artifact):
             load_artifact(artifact)
 
 
+def test_half_a_character_is_refused(artifact):
+    path = artifact / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"target": {', '"target": {"\\ud800": 1, ', 1))
+    with pytest.raises(ArtifactCorruptError, match="half a character"):
+        load_artifact(artifact)
+
+
 def test_a_key_that_stands_twice_is_found_in_one_pass():
     """A file of a megabyte may end with one: to look for it once a key took a minute."""
     asked = 0

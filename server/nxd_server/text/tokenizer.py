@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 4096
 """Characters from which on a text is encoded by the library's fast call."""
+MOST_IDS = 2**20
+"""Ids that a vocabulary of any size may reach."""
 SHORT_ENOUGH = 2**20
 """Characters that are always encoded: an unknown word of any length may be one token."""
 
@@ -42,19 +44,28 @@ def check_text(text: Any, field: str = "prompt") -> str:
     return text
 
 
+def _require_dense(raw: Any) -> None:
+    """Raise ValueError for ids far beyond the number of tokens: the library, asked to write such a vocabulary,
+    goes through all ids between, and ends the process where memory does."""
+    known = raw.get_vocab()
+    highest = max(known.values(), default=0)
+    if highest > MOST_IDS and highest > 16 * len(known):
+        raise ValueError(f"its {len(known)} tokens have ids up to {highest}, and should be numbered without gaps")
+
+
 class Tokenizer:
     """One model's tokenizer; safe to use from several threads."""
 
     def __init__(self, raw: Any, config: dict[str, Any] | None = None):
         """``raw`` is a ``tokenizers.Tokenizer``, ``config`` the content of ``tokenizer_config.json``."""
+        _require_dense(raw)
         raw.no_truncation()  # a limit is the server's to report, never silently applied
         raw.no_padding()
         self.raw = raw
         self.config = config or {}
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, spec in added.items() if spec.special)
-        decoder = json.loads(raw.to_str()).get("decoder")
-        self.byte_level = _is_byte_level(decoder)
+        self.byte_level = raw.decoder is not None and _is_byte_level(json.loads(raw.decoder.__getstate__()))
         self._whole: dict[int, str | None] = {}
         self.bos_token_id = self._config_id("bos_token")
         self.eos_token_id = self._config_id("eos_token")
