@@ -37,10 +37,16 @@ def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
 def forget_frames(error: BaseException) -> None:
     """Let go of what the frames of an error and its causes hold. An error of ranks that is kept would keep the ranks'
     channels and shared memory, and they the error, until the collector comes by."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while links:
+        link = links.pop()
+        # They may go round: what ended the ranks is the cause of a call's refusal, and raised again while that is
+        # handled its context is that refusal.
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
 
 
 class ServerError(NxdError):

@@ -13,7 +13,7 @@ import torch
 from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
 from nxd_server.engine import OneShotEngine
 from nxd_server.engine.restarts import Restarts
-from nxd_server.errors import EngineFailedError, GenerationError
+from nxd_server.errors import EngineFailedError, GenerationError, forget_frames
 from nxd_server.http.errors import as_api_error
 from tests.engine.toy_oneshot import ToyOneShot, expected
 from tests.processes import wait_until
@@ -258,6 +258,22 @@ def test_lost_ranks_are_let_go_at_once(engines):
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+def test_errors_that_are_each_others_cause_and_context_are_let_go():
+    """What ended the ranks is the cause of a later call's refusal, and is raised again while that is handled."""
+    lost = RankDiedError("rank 1 was ended")
+    refused = ModelClosedError("the ranks are gone")
+    refused.__cause__, lost.__context__ = lost, refused
+    for error in (lost, refused):
+        try:
+            raise error
+        except (RankDiedError, ModelClosedError):
+            pass
+    refused.__cause__, lost.__context__ = lost, refused
+    assert lost.__traceback__ and refused.__traceback__
+    forget_frames(lost)
+    assert lost.__traceback__ is None and refused.__traceback__ is None
 
 
 def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take():
