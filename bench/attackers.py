@@ -133,6 +133,7 @@ def _again(path: str, make: Callable[[int], bytes]) -> Callable[[Target], None]:
 
     def attack(target: Target) -> None:
         body = make(target.body_bytes - 200)
+        target.ask(path, body)  # once at least: to make it takes a while
         while not target.over:
             target.ask(path, body)
 
