@@ -136,7 +136,8 @@ class Served:
             return
         if settings.lora and self._manifest is not None and not self._manifest.layout.get("adapters"):
             raise SettingsError(
-                "lora: this artifact has no slots for adapters; trace the model again with --lora-slots"
+                f"lora = {','.join(settings.lora)!r}: this artifact has no slots for adapters; trace the model again "
+                "with --lora-slots"
             )
         if settings.speculate:
             from nxd_server.engine.speculation import check_speculate

@@ -13,7 +13,7 @@ import torch
 from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
 from nxd_server.engine import OneShotEngine
 from nxd_server.engine.restarts import Restarts
-from nxd_server.errors import EngineFailedError, GenerationError, forget_frames
+from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
 from nxd_server.http.errors import as_api_error
 from tests.engine.toy_oneshot import ToyOneShot, expected
 from tests.processes import wait_until
@@ -258,6 +258,13 @@ def test_lost_ranks_are_let_go_at_once(engines):
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_client_is_told_what_ended_the_ranks_and_not_what_to_call():
+    refused = ModelClosedError("the ranks of this model were ended; call restart()")
+    refused.__cause__ = RankDiedError("rank 1 was ended")
+    assert summary(refused) == "rank 1 was ended"
+    assert "restart()" not in str(ranks_failed(refused))
 
 
 def test_errors_that_are_each_others_cause_and_context_are_let_go():

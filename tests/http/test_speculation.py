@@ -124,5 +124,8 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, model_dir):
     with real_server(artifact, "--speculate", "5", wait=False) as server:
         assert server.wait(60) != 0
         assert server.log.count(fix) == 1 and "starting" not in server.log  # once, and before the ranks are there
+    with real_server(artifact, "--lora", "fr=nowhere", wait=False) as server:
+        assert server.wait(60) != 0
+        assert "lora = 'fr=nowhere': this artifact has no slots" in server.log and "starting" not in server.log
     _, done = trace(model_dir, "none", "--speculate", "7")
     assert done.exit_code != 0 and "a step of 8 tokens verifies guesses" in str(done.exception)

@@ -141,5 +141,13 @@ def test_a_real_package_is_not_hidden(tmp_path: Path):
 
 
 def test_usage(tmp_path: Path):
-    done = run("-m", "nxd_infer.compat", folder=tmp_path)
-    assert done.returncode != 0 and "usage: python -m nxd_infer.compat script.py" in done.stderr
+    for words in ([], ["--help"], ["nowhere.py"]):
+        done = run("-m", "nxd_infer.compat", *words, folder=tmp_path)
+        assert done.returncode != 0 and "usage: python -m nxd_infer.compat script.py" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert "there is no 'nowhere.py'" in done.stderr
+
+
+def test_what_is_not_here_says_what_does_its_work():
+    with pytest.raises(ImportError, match="parallel_model_trace does its work"):
+        from nxd_infer.trace import ModelBuilder  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
