@@ -18,9 +18,9 @@ from bench.model import bench_model, stamped
 from bench.options import Options, home
 from bench.processes import Group
 from bench.siege import COLUMNS, GAP_STEPS, LIVEZ_SECONDS, MEMORY, Reading, Siege
+from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.writer import CHECKSUM_KEY, hash_file, manifest_bytes
 from nxd_infer.cli.demo.run import free_port, ready
-from nxd_infer.trace.manifest import Manifest
-from nxd_infer.trace.storage import CHECKSUM_KEY, hash_file, manifest_bytes
 
 SECONDS, QUICK_SECONDS = 5.0, 1.0
 DESCRIPTORS = 256

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bench.options import Options, home
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.cli.demo.corpus import documents, write_tokenizer
-from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.weights import write_safetensors
 
 COMMON: dict[str, int] = {
     "hidden": 1024,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxd_infer.cache import cache_dir
+from nxd_infer.util.cache_dir import cache_dir
 
 PEERS = ("hf", "hf_static", "llama_cpp", "openvino", "vllm")
 """Every peer, in the order of the tables."""

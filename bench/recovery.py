@@ -46,7 +46,7 @@ def ranks_of(pid: int) -> list[int]:
     found = []
     for process in tree(pid):
         with contextlib.suppress(OSError):
-            if b"nxd_infer.trace.worker" in Path(f"/proc/{process}/cmdline").read_bytes():
+            if b"nxd_infer.runtime.rank.main" in Path(f"/proc/{process}/cmdline").read_bytes():
                 found.append(process)
     return found
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bench.stats import Verdict
 from nxd_infer.cli.console import console, table
-from nxd_infer.memory import total_memory
+from nxd_infer.util.memory import total_memory
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -35,11 +35,11 @@ import nxd_infer as nxd
 from bench.plain_llama import PlainLlama
 from bench.stats import interleaved
 from bench.stream import read_bandwidth
+from nxd_infer.checkpoint.api import wait_for_save
 from nxd_infer.context import ParallelContext, default_context, set_default_context
 from nxd_infer.layout import shard_state_dict
 from nxd_infer.parallel_state import initialize_model_parallel
 from nxd_infer.trainer import NxDModel, NxDOptimizer
-from nxd_infer.trainer.checkpoint import wait_for_save
 from nxd_models.config import DecoderConfig
 from nxd_models.llama import CausalLM
 

@@ -22,7 +22,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from nxd_infer.util.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from nxd_infer import (

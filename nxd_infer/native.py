@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from nxd_infer import ops as _ops
-from nxd_infer.cache import cache_dir, opened
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
-from nxd_infer.processors import processors
+from nxd_infer.util.cache_dir import cache_dir, opened
+from nxd_infer.util.processors import processors
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_infer import comm
-from nxd_infer.children import child_environment, preparation, python_of_caller
 from nxd_infer.comm.process import die_with_parent
 from nxd_infer.context import LOCAL, current_context, use_context
 from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
@@ -45,6 +44,7 @@ from nxd_infer.trainer import (
     neuronx_distributed_config,
     shutdown,
 )
+from nxd_infer.util.child_process import child_environment, preparation, python_of_caller
 
 __all__ = ["Training", "assert_parallel_equivalent", "compare_with", "train_single"]
 

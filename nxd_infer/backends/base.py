@@ -17,19 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from nxd_infer.artifact.manifest import GraphSpec
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactBackendError
-from nxd_infer.trace.manifest import GraphSpec, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.graph.stored import GraphFile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GRAPH_FILE = "graph.json"
-IR_FILE = "ir.json"
 
-_MODULES = {"inductor": "nxd_infer.backends.inductor", "eager": "nxd_infer.backends.eager"}
+_MODULES = {"inductor": "nxd_infer.backends.cpu.inductor", "eager": "nxd_infer.backends.cpu.eager"}
 
 
 @dataclass(frozen=True)
@@ -42,53 +39,6 @@ class Availability:
 
     def __bool__(self) -> bool:
         return self.ok
-
-
-class GraphFile(BaseModel):
-    """``graph.json``: every tensor of one graph, in the order the graph takes them."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    digest: str
-    inputs: list[InputSpec]
-    outputs: list[OutputSpec]
-    states: list[TensorSpec]
-    weights: list[WeightSpec]
-    collectives: list[str] = Field(default_factory=list)
-    ops: list[str] = Field(default_factory=list)
-    """Content hashes of the operator libraries that the graph calls."""
-
-    def spec(self) -> GraphSpec:
-        """The entry of ``manifest.graphs``."""
-        return GraphSpec(
-            digest=self.digest,
-            states=[s.name for s in self.states],
-            weights=[w.name for w in self.weights],
-            collectives=self.collectives,
-        )
-
-
-@dataclass
-class Lowered:
-    """One bucket of one rank, ready to compile.
-
-    The graph takes states, inputs and weights as placeholders, in that order, and no constant of its own: a compiler
-    never sees a value of a weight, so it cannot bake one in.
-    """
-
-    ir: dict[str, Any]
-    """The graph as data; see :mod:`nxd_infer.backends.ir`."""
-    graph: GraphFile
-    text: str
-    """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    """Values of the weights that are neither parameters nor buffers of the module, by name."""
-    structure: Any = None
-    """How the outputs go together: names in nested lists and dictionaries."""
-
-    @property
-    def digest(self) -> str:
-        return self.graph.digest
 
 
 class RankRuntime(Protocol):

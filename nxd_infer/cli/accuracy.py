@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.artifact.manifest import PACKED_INT8, Manifest, dtype_of
+from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.cli.console import console
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.ops.packed_int8 import quantize
-from nxd_infer.trace.artifact import LoadedArtifact
-from nxd_infer.trace.manifest import PACKED_INT8, Manifest, dtype_of
 
 TOKENS = 512
 """Of the text that logits are compared over, at most."""

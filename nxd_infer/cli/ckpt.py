@@ -16,22 +16,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of, require_no_adapter
+from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
+from nxd_infer.checkpoint.neuronx import archive as reference_files
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
+from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
+from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.cli import compare
 from nxd_infer.cli.compare import Difference
 from nxd_infer.cli.console import bar, console, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
-from nxd_infer.parallel_layers.checkpoint_files import replacing
-from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.weights import write_safetensors
-from nxd_infer.trainer import reference_files
-from nxd_infer.trainer.checkpoint_folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
-from nxd_infer.trainer.checkpoint_read import Archive, RunsSource, adapter_of, require_no_adapter
-from nxd_infer.trainer.reference_files import AnyArchive, ReferenceArchive
-from nxd_infer.trainer.reference_layouts import infer_layouts, read_rules
-from nxd_infer.trainer.storage import LocalStorage, storage_of
-from nxd_infer.units import size
+from nxd_infer.layout.files.files import replacing
+from nxd_infer.util.units import size
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_infer.checkpoint.archive import RunsSource
+from nxd_infer.checkpoint.load_optimizer import classify
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.layout import DictSource, WeightSource
-from nxd_infer.trainer.checkpoint_optimizer import classify
-from nxd_infer.trainer.checkpoint_read import RunsSource
-from nxd_infer.trainer.reference_files import AnyArchive
 
 CHUNK = 1 << 22
 """Elements that are compared at a time."""

@@ -10,9 +10,9 @@ import sys
 
 from nxd_infer.cli.console import console, table
 from nxd_infer.errors import UntrustedCacheError
-from nxd_infer.memory import available_memory, total_memory
-from nxd_infer.processors import available_cores, compute_threads, processor_share
-from nxd_infer.units import size
+from nxd_infer.util.memory import available_memory, total_memory
+from nxd_infer.util.processors import available_cores, compute_threads, processor_share
+from nxd_infer.util.units import size
 
 OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
@@ -50,7 +50,8 @@ def version_of(package: str) -> str | None:
 def run() -> int:
     """Print the tables; 0 when the default backend can run here, 1 otherwise."""
     import nxd_infer
-    from nxd_infer import backends, cache, native
+    from nxd_infer import backends, native
+    from nxd_infer.util import cache_dir as cache
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     rows = [

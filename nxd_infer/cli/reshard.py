@@ -13,23 +13,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.checkpoint import folder as folders
+from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
+from nxd_infer.checkpoint.load import data_position, extra_states
+from nxd_infer.checkpoint.load_optimizer import classify, read_flat
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive
+from nxd_infer.checkpoint.save import EXTRA, checksums, rank_stem
+from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout.files.files import replacing, sha256_of
+from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
-from nxd_infer.parallel_layers.checkpoint_files import replacing, sha256_of
-from nxd_infer.parallel_layers.checkpoint_values import pack
-from nxd_infer.trace.manifest import WeightSpec
-from nxd_infer.trace.weights import write_safetensors
-from nxd_infer.trainer import checkpoint_folder as folders
-from nxd_infer.trainer.checkpoint_load import data_position, extra_states
-from nxd_infer.trainer.checkpoint_optimizer import classify, read_flat
-from nxd_infer.trainer.checkpoint_read import Archive, Piece, RunsSource
-from nxd_infer.trainer.checkpoint_write import EXTRA, checksums, rank_stem
-from nxd_infer.trainer.reference_files import AnyArchive
-from nxd_infer.trainer.storage import Storage
 
 Read = Callable[[], Tensor]
 

@@ -11,9 +11,9 @@ from typing import Any
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
-from nxd_infer.memory import available_memory, total_memory
-from nxd_infer.processors import processors
-from nxd_infer.units import size
+from nxd_infer.util.memory import available_memory, total_memory
+from nxd_infer.util.processors import processors
+from nxd_infer.util.units import size
 
 SAME_ROUNDING = "emulate_precision_casts=True"
 """Makes inductor round every result to its dtype, whatever it fuses, so that all graphs give a token the same bits."""
@@ -87,8 +87,8 @@ def run(
 ) -> dict[str, float]:
     """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
-    from nxd_infer.trace.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
-    from nxd_infer.trace.sources import weight_source
+    from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
+    from nxd_infer.checkpoint.source import weight_source
     from nxd_models import hf, tasks
     from nxd_server.text.files import has_tokenizer
 

@@ -126,7 +126,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
     """Makes the unsharded eager module that the artifact's graphs should equal, states empty, ``weights`` rounded
     alike.
     """
-    from nxd_infer.trace.manifest import dtype_of
+    from nxd_infer.artifact.manifest import dtype_of
     from nxd_models import hf, registry, tasks
 
     meta = manifest.metadata
@@ -171,7 +171,7 @@ def run(
 ) -> int:
     """Print one row per bucket; 0 when all are within the tolerance. ``checkpoint``, if given, has the weights."""
     from nxd_infer import trace
-    from nxd_infer.trace.sources import weight_source
+    from nxd_infer.checkpoint.source import weight_source
     from nxd_models import hf, registry
 
     rows: list[Row] = []

@@ -18,20 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxd_infer.comm.process import process_start, process_state
+from nxd_infer.comm.protocol import NativeOperators
 from nxd_infer.comm.shared import DTYPES, connect
 from nxd_infer.comm.shm import ShmCollectives
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError
-
-if TYPE_CHECKING:
-    from nxd_infer.native import NativeLibrary
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 HALF = (torch.bfloat16, torch.float16)
@@ -63,7 +61,7 @@ class DistributedCollectives:
         dist.all_gather(everyone, mine)
         self._peers = [identity.tolist() for identity in everyone]
 
-    def share_memory(self, library: NativeLibrary | None) -> None:
+    def share_memory(self, library: NativeOperators | None) -> None:
         """Let gloo groups whose ranks share this host exchange through shared memory from now on. All ranks call it.
 
         ``library`` is None on a rank that has none. A group uses shared memory only when all of its ranks can.

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, NotInitializedError
+
+
+class NativeOperators(Protocol):
+    """What a transport calls of the native library (:class:`nxd_infer.native.NativeLibrary`)."""
+
+    @property
+    def ops(self) -> Collection[str]:
+        """Names of the operators it has."""
+        ...
+
+    def op(self, name: str) -> Any:
+        """The operator called ``name``."""
+        ...
 
 
 class Collectives(Protocol):

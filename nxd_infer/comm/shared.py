@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
-from nxd_infer.comm.protocol import Collectives
+from nxd_infer.comm.protocol import Collectives, NativeOperators
 from nxd_infer.comm.shm import MAX_DEGREE, ShmCollectives, create_segment
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from nxd_infer.native import NativeLibrary
 
 DTYPES = frozenset(
     (
@@ -34,7 +30,7 @@ def connect(
     context: ParallelContext,
     axis: str,
     first_pid: int,
-    library: NativeLibrary | None,
+    library: NativeOperators | None,
     timeout: float,
 ) -> ShmCollectives | None:
     """Connect the ranks of ``axis``, which all call this; None when one of them cannot.

@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nxd_infer.native import NativeLibrary
+    from nxd_infer.comm.protocol import NativeOperators
+    from nxd_infer.context import ParallelContext
+
 
 DEFAULT_CAPACITY = 1 << 20
 """Bytes of one rank's slot. Larger tensors travel in pieces of this size."""
@@ -126,7 +127,7 @@ class ShmCollectives:
 
     def __init__(
         self,
-        library: NativeLibrary,
+        library: NativeOperators,
         context: ParallelContext,
         segments: Mapping[str, int],
         *,

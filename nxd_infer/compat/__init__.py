@@ -28,6 +28,12 @@ from nxd_infer.errors import NxdError
 ALIAS = "neuronx_distributed"
 HELPER = "torch_neuronx"
 TARGETS = {ALIAS: "nxd_infer", HELPER: "nxd_infer.compat.torch_neuronx"}
+MOVED = {
+    f"{ALIAS}.trace.trace": "nxd_infer.trace.api",
+    f"{ALIAS}.trainer.checkpoint": "nxd_infer.checkpoint.api",
+    f"{ALIAS}.trainer.model": "nxd_infer.modules.nxd_model",
+}
+"""Modules that are elsewhere here; every other one has the reference's path."""
 
 
 class AliasError(NxdError, ImportError):
@@ -47,7 +53,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
             return None
         if fullname != self.alias and sys.modules.get(self.alias) is not sys.modules.get(self.target):
             return None  # of a real package
-        ours = self.target + fullname.removeprefix(self.alias)
+        ours = MOVED.get(fullname, self.target + fullname.removeprefix(self.alias))
         try:
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:

@@ -3,7 +3,7 @@
 // torch's own threads (OpenMP) meet at the end of every loop: one that the system has given to somebody else keeps all
 // of them waiting, though nothing is left to do; and between two loops, while one thread works alone, memory rests. Here
 // nobody waits for a thread that has not begun, and those that wait read ahead (2 to 6 % less time a token on Zen 4).
-// A rank that has its cores to itself engages a crew (nxd_infer/trace/worker.py); everywhere else torch's threads work.
+// A rank that has its cores to itself engages a crew (nxd_infer/runtime/rank/main.py); everywhere else torch's threads work.
 #pragma once
 
 #include <atomic>

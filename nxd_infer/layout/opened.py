@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from nxd_infer.beneath import MOST_TEXT, BeneathPath
-from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import CheckpointError
+from nxd_infer.util.beneath import MOST_TEXT, BeneathPath
+from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
 
 _METADATA = "__metadata__"
 _MOST_DIMENSIONS = 64

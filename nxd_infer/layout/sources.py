@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxd_infer.beneath import AnyPath, BeneathPath, as_path
-from nxd_infer.dtypes import SAFETENSORS_DTYPES
 from nxd_infer.errors import CheckpointError, ShardingError
 from nxd_infer.layout.opened import OpenedSafetensors
+from nxd_infer.util.beneath import AnyPath, BeneathPath, as_path
+from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
 
 Slices = Sequence[slice]
 

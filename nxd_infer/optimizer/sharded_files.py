@@ -24,9 +24,9 @@ from nxd_infer import comm
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout.files.files import replacing
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
-from nxd_infer.parallel_layers.checkpoint_files import replacing
 
 if TYPE_CHECKING:
     from nxd_infer.optimizer.parallel import NxDOptimizer

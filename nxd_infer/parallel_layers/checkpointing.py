@@ -27,8 +27,8 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
-from nxd_infer.parallel_layers import checkpoint_files as files
-from nxd_infer.parallel_layers.checkpoint_values import pack
+from nxd_infer.layout.files import files
+from nxd_infer.layout.files.values import pack
 
 CHECKPOINT = "checkpoint.safetensors"
 REFERENCE_CHECKPOINT = "checkpoint.pt"
@@ -47,7 +47,7 @@ def save(
         state_dict: what one would give to ``torch.save``, such as ``{"model": model.state_dict(), "step": 3}``:
             tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them. A dataclass
             comes back as its class where ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
-            :mod:`~nxd_infer.parallel_layers.checkpoint_values`.
+            :mod:`~nxd_infer.layout.files.values`.
         save_serially: one model-parallel rank writes at a time.
         save_xser: a file a tensor, written one by one: less memory. Load it with ``load_xser=True``.
         down_cast_bf16: store floating tensors as bfloat16; ``state_dict`` itself is not changed.

@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _NAMES = {
-    "parallel_model_trace": "nxd_infer.trace.trace",
-    "bucket_model_trace": "nxd_infer.trace.trace",
-    "trace_plan": "nxd_infer.trace.trace",
-    "parallel_model_save": "nxd_infer.trace.artifact",
-    "parallel_model_load": "nxd_infer.trace.artifact",
+    "parallel_model_trace": "nxd_infer.trace.api",
+    "bucket_model_trace": "nxd_infer.trace.api",
+    "trace_plan": "nxd_infer.trace.api",
+    "parallel_model_save": "nxd_infer.runtime.save_load",
+    "parallel_model_load": "nxd_infer.runtime.save_load",
     "parallel_model_recompile": "nxd_infer.trace.recompile",
     "BucketModelConfig": "nxd_infer.trace.buckets",
-    "TensorParallelModel": "nxd_infer.trace.model",
-    "TensorParallelNeuronModel": "nxd_infer.trace.model",
-    "load_artifact": "nxd_infer.trace.artifact",
-    "ArtifactWriter": "nxd_infer.trace.artifact",
+    "TensorParallelModel": "nxd_infer.runtime.model",
+    "TensorParallelNeuronModel": "nxd_infer.runtime.model",
+    "load_artifact": "nxd_infer.runtime.load",
+    "ArtifactWriter": "nxd_infer.artifact.writer",
     "TracePlan": "nxd_infer.trace.plan",
     "Progress": "nxd_infer.trace.progress",
 }
@@ -38,13 +38,15 @@ __all__ = [  # noqa: RUF022  (documented names first)
 ]
 
 if TYPE_CHECKING:
-    from nxd_infer.trace.artifact import ArtifactWriter, load_artifact, parallel_model_load, parallel_model_save
+    from nxd_infer.artifact.writer import ArtifactWriter
+    from nxd_infer.runtime.load import load_artifact
+    from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
+    from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+    from nxd_infer.trace.api import bucket_model_trace, parallel_model_trace, trace_plan
     from nxd_infer.trace.buckets import BucketModelConfig
-    from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
     from nxd_infer.trace.plan import TracePlan
     from nxd_infer.trace.progress import Progress
     from nxd_infer.trace.recompile import parallel_model_recompile
-    from nxd_infer.trace.trace import bucket_model_trace, parallel_model_trace, trace_plan
 
 
 def __getattr__(name: str) -> Any:

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.backends import Backend, compile_cache
-from nxd_infer.backends.compile_pool import compile_graphs
-from nxd_infer.backends.lower import read_graph
-from nxd_infer.backends.machine import versions
+from nxd_infer.artifact.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
+from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.artifact.writer import ArtifactWriter
+from nxd_infer.backends import Backend
+from nxd_infer.backends.compile import cache as compile_cache
+from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
-from nxd_infer.trace.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
-from nxd_infer.trace.rank_files import CANONICAL_FILE, WEIGHTS_FILE
+from nxd_infer.graph.stored import read_graph
+from nxd_infer.trace.ranks.files import CANONICAL_FILE, WEIGHTS_FILE
 from nxd_infer.trace.request import TracedRank, rank_directory
-from nxd_infer.trace.storage import ArtifactWriter
-from nxd_infer.trace.weights import write_safetensors
+from nxd_infer.util.machine import versions
 
 
 @dataclass
@@ -256,7 +257,7 @@ def write_artifact(
             writer.add(f"weights/rank_{rank.rank:02d}.safetensors", source, link=True)
             progress("write artifact", len(compiled.directories) + rank.rank + 1, steps, "")
         if extras.kernel is not None:
-            from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME
+            from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
 
             writer.add(BUCKET_KERNEL_NAME, extras.kernel)
         for name, source in extras.files.items():

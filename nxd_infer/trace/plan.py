@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nxd_infer.backends import footprint
+from nxd_infer.backends.compile import footprint
 from nxd_infer.layout.shard import READ_BYTES
-from nxd_infer.units import size
+from nxd_infer.util.units import size
 
 SERVE_BYTES = 350 << 20
 """What a rank process holds besides weights and states."""

@@ -13,18 +13,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends import Backend
-from nxd_infer.backends.arguments import split_arguments
-from nxd_infer.backends.base import GRAPH_FILE, IR_FILE
-from nxd_infer.backends.compile_pool import make_workdir
-from nxd_infer.backends.lower import canonical_text, configuration, digest_of, read_graph, read_ir
-from nxd_infer.backends.machine import architecture, versions
+from nxd_infer.backends.compile.pool import make_workdir
+from nxd_infer.backends.compiler_args import split_arguments
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
-from nxd_infer.trace.artifact import LoadedArtifact, load_artifact
+from nxd_infer.graph.lower import canonical_text, configuration, digest_of
+from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir
+from nxd_infer.runtime.load import load_artifact
 from nxd_infer.trace.assemble import compile_directories
+from nxd_infer.trace.options import tracing_backend
 from nxd_infer.trace.progress import Progress, silent
-from nxd_infer.trace.storage import ArtifactWriter
-from nxd_infer.trace.trace import tracing_backend
+from nxd_infer.util.machine import architecture, versions
 
 __all__ = ["parallel_model_recompile"]
 

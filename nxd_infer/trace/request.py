@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from nxd_infer.backends.base import GraphFile
+from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.graph.stored import GraphFile
 from nxd_infer.trace.buckets import Bucket
-from nxd_infer.trace.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
 
 
 @dataclass

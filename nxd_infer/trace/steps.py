@@ -1,71 +1,176 @@
-"""Steps that were handed to ranks: each has a side of the arena until its outputs are taken."""
+"""The steps of a trace in order, and its plan."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.errors import StepsPendingError
-from nxd_infer.trace.arena import Side
-from nxd_infer.trace.bounds import Bounds
-from nxd_infer.trace.turns import Turns
+from nxd_infer import native
+from nxd_infer.backends.compile import footprint
+from nxd_infer.backends.compile.pool import worker_count
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.graph.operators import native_library
+from nxd_infer.graph.packing import QUANTIZE
+from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
+from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
+from nxd_infer.trace.ranks.files import WEIGHTS_FILE
+from nxd_infer.trace.request import TracedRank, rank_directory
+from nxd_infer.util.memory import held_memory
 
 if TYPE_CHECKING:
-    import numpy as np
+    from nxd_infer.runtime.model import TensorParallelModel
+    from nxd_infer.trace.options import TraceSettings
 
-    from nxd_infer.trace.rank_model import Ranks
-
-
-def free_side(ranks: Ranks) -> tuple[int, Any]:
-    """A place for the next step's inputs and outputs, and its number. StepsPendingError when there is none."""
-    for number, side in enumerate(ranks.sides):
-        if not side.taken:
-            if side.last is not None:
-                ranks.finish(side.last)  # whoever waited for it was interrupted, or did not want to know
-            return number, side
-    raise StepsPendingError("two steps were begun already: take the result of one of them first")
+Report = Callable[[str, int, int, str], None]
 
 
-class PendingStep:
-    """A step that was handed to the ranks. Whoever drops it wants no outputs."""
+def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Report) -> TensorParallelModel:
+    """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
+    from nxd_infer.runtime.load import load_artifact
+    from nxd_infer.runtime.model import TensorParallelModel
 
-    def __init__(self, ranks: Ranks, turn: Turns, side: Side, bucket: int, bounds: Bounds):
-        self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
-        self._outputs, self._bucket, self._bounds = side.output_arrays[bucket], bucket, bounds
-        side.taken = True
+    start = time.monotonic()
+    request = settings.request
+    _check_native(settings)
+    if settings.loader is not None:
+        from nxd_infer.trace.ranks.from_checkpoint import trace_ranks_here
 
-    @property
-    def seconds(self) -> float:
-        """How long the slowest rank worked on it, once it is over."""
-        return self._exchange.seconds
+        ranks = trace_ranks_here(request, build, settings.loader, progress)
+    else:
+        from nxd_infer.trace.ranks.processes import trace_ranks
 
-    def result(self, copy: bool = True) -> dict[str, np.ndarray]:
-        """Wait for the step, at most the call's timeout; outputs by name. Without ``copy`` they hold until the next
-        step is begun.
+        ranks = trace_ranks(
+            request, build, max_parallel=settings.max_parallel, timeout=settings.timeout, progress=progress
+        )
+    traced = time.monotonic()
+    compare_ranks(ranks, build, one_program=settings.one_program)
+    compiled = compile_ranks(
+        ranks,
+        build,
+        settings.backend,
+        settings.options,
+        workdir=settings.workdir,
+        workers=settings.max_parallel,
+        timeout=settings.timeout,
+        progress=progress,
+    )
+    if settings.serialization_path is not None:
+        settings.serialization_path.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            source = rank_directory(build, rank.rank) / WEIGHTS_FILE
+            shutil.copyfile(source, settings.serialization_path / f"tp{rank.rank}_sharded_checkpoint.safetensors")
+    extras = Extras(
+        metadata=settings.metadata,
+        bucket_metadata=[bucket.metadata for bucket in request.buckets],
+        files=settings.extra_files,
+        kernel=kernel,
+        inline_weights=settings.inline_weights,
+    )
+    temporary = settings.artifact_dir is None
+    holder = Path(tempfile.mkdtemp(prefix="nxd-artifact-")) if temporary else None
+    target = settings.artifact_dir or Path(str(holder))
+    try:
+        write_artifact(target, ranks, build, compiled, settings.backend, settings.options, extras, progress)
+        artifact = load_artifact(target, verify=False, temporary=temporary)
+        model = TensorParallelModel(artifact)
+    except BaseException:
+        if holder is not None:
+            shutil.rmtree(holder, ignore_errors=True)
+        raise
+    vars(model)["trace_report"] = {
+        "graphs": len(compiled.directories),
+        "compiled": compiled.compiled,
+        "cached": compiled.cached,
+        "ignored_compiler_args": settings.ignored_arguments,
+        "trace_seconds": traced - start,
+        "compile_seconds": compiled.seconds,
+        "seconds": time.monotonic() - start,
+        "rank_seconds": [rank.seconds for rank in ranks],
+        "rank_peak_bytes": [rank.peak_bytes for rank in ranks],
+        "weight_bytes": sum(spec.nbytes for spec in ranks[0].weights),
+        "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
+    }
+    return model
 
-        Raises what ``run_bucket`` raises when ranks fail, in this step or in one that was begun before it, and
-        StepsPendingError when the outputs were taken already, or a wait for them was interrupted.
-        """
-        with self._turn.take():
-            return self.take(copy)
 
-    def take(self, copy: bool) -> dict[str, np.ndarray]:
-        """As :meth:`result`, for a caller whose turn it is."""
-        if not self._waits:
-            raise StepsPendingError("the step's outputs were taken, or a wait for them was interrupted: run it again")
-        try:
-            self._ranks.finish(self._exchange)
-            self._bounds.called(self._bucket, self._exchange.seconds)
-            return {name: array.copy() for name, array in self._outputs.items()} if copy else self._outputs
-        finally:
-            self.drop()
+def _check_native(settings: TraceSettings) -> None:
+    """Build the operators before any rank needs them. Compiled graphs cannot do without for several ranks."""
+    library = native_library() if settings.request.native else None
+    if library is None and settings.backend.compiles and settings.request.tp_degree > 1:
+        raise BackendUnavailableError(
+            f"the {settings.backend.name} backend needs the native collectives for tp_degree="
+            f"{settings.request.tp_degree}: {native.availability().reason or 'they could not be built'}; "
+            "use backend='eager'"
+        )
 
-    @property
-    def _waits(self) -> bool:
-        return self._side.taken and self._side.last is self._exchange
 
-    def drop(self) -> None:
-        """Nobody takes the outputs any more."""
-        if self._waits:
-            self._side.taken = False
+def make_plan(settings: TraceSettings) -> TracePlan:
+    """See ``trace_plan``."""
+    from nxd_infer.graph.names import named_inputs
 
-    __del__ = drop
+    request = settings.request
+    buckets = []
+    sizes: dict[str, Any] = {}
+    module = None
+    if settings.loader is not None:
+        from nxd_infer.trace.ranks.from_checkpoint import measure
+
+        measured = measure(request)
+        module = measured.modules
+        sizes = {
+            "weight_bytes": measured.weight_bytes,
+            "state_bytes": measured.state_bytes,
+            "largest_tensor_bytes": measured.largest_tensor_bytes,
+            "tensors": measured.tensors,
+        }
+    for bucket in request.buckets:
+        if module is not None:
+            named, _ = named_inputs(module[bucket.index], bucket.example, f"example_inputs of bucket {bucket.name!r}")
+            shown = planned_inputs(list(named), list(named.values()))
+        else:
+            shown = _shapes(bucket.example)
+        buckets.append(PlannedBucket(bucket.name, shown))
+    compiles = settings.backend.compiles
+    return TracePlan(
+        tp_degree=request.tp_degree,
+        backend=settings.backend.name,
+        buckets=tuple(buckets),
+        graphs=len(buckets) if compiles else 0,
+        program_bytes=held_memory() or footprint.PROGRAM,
+        builders=native.builders() if request.native else 0,
+        compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), settings.max_parallel) if compiles else 0,
+        notes=_notes(settings),
+        **sizes,
+    )
+
+
+def _notes(settings: TraceSettings) -> tuple[str, ...]:
+    found = []
+    quantized = settings.request.configuration.get(QUANTIZE)
+    if quantized is not None:
+        found.append(f"note: linear layers keep their weights in {quantized}: serving needs less than this")
+    if settings.ignored_arguments:
+        found.append(
+            f"note: the {settings.backend.name} backend ignores what is for the Neuron compiler: "
+            f"{' '.join(settings.ignored_arguments)}"
+        )
+    return tuple(found)
+
+
+def _shapes(example: Any) -> tuple[str, ...]:
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    pairs = [
+        (".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path), leaf)
+        for path, leaf in pytree.tree_flatten_with_path(example)[0]
+        if isinstance(leaf, Tensor)
+    ]
+    return planned_inputs([name for name, _ in pairs], [leaf for _, leaf in pairs])
+
+
+__all__ = ["TracedRank", "make_plan", "run"]

@@ -10,16 +10,16 @@
     optimizer.zero_grad()
 """
 
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.gather import gather_weights
+from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.trainer.config import neuronx_distributed_config
 from nxd_infer.trainer.data import ResumableLoader
-from nxd_infer.trainer.model import NxDModel
 from nxd_infer.trainer.optimizer import NxDOptimizer
 from nxd_infer.trainer.progress import TrainingProgress
 from nxd_infer.trainer.shutdown import shutdown
 from nxd_infer.trainer.tensorboard import TensorBoardLogger
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
-from nxd_infer.trainer.weights import gather_weights
 
 __all__ = [
     "NxDModel",

@@ -17,7 +17,7 @@ from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
-from nxd_infer.suggest import did_you_mean
+from nxd_infer.util.suggest import did_you_mean
 
 __all__ = ["neuronx_distributed_config"]
 

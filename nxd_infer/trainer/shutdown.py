@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from nxd_infer.checkpoint.api import wait_for_save
 from nxd_infer.parallel_state import destroy_model_parallel
-from nxd_infer.trainer.checkpoint import wait_for_save
 
 __all__ = ["shutdown"]
 

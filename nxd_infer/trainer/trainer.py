@@ -14,13 +14,13 @@ from torch import nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.optimizer.parallel import NxDOptimizer, Parameters
 from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_infer.parallel_layers.pad import pad_model
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
 from nxd_infer.trainer.build import build_model, same_random_numbers
 from nxd_infer.trainer.config import checked, initialize, neuronx_distributed_config, require_degrees
-from nxd_infer.trainer.model import NxDModel
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]
 

@@ -23,7 +23,7 @@ from pydantic_settings import (
 )
 
 from nxd_infer.errors import NxdError
-from nxd_infer.suggest import did_you_mean
+from nxd_infer.util.suggest import did_you_mean
 
 ENV_PREFIX = "NXD_"
 SINGLE_KEY = ENV_PREFIX + "API_KEY"

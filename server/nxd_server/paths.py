@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from nxd_infer.beneath import MOST_ENTRIES, BeneathPath, opened_beneath
+from nxd_infer.util.beneath import MOST_ENTRIES, BeneathPath, opened_beneath
 from nxd_server.errors import ForbiddenPathError, RequestError
 
 

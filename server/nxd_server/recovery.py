@@ -6,7 +6,7 @@ the first, and started once more.
 
 from __future__ import annotations
 
-from nxd_infer.trace.bounds import again
+from nxd_infer.runtime.time_bounds import again
 
 STARTS = 2
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
-from nxd_infer.memory import keep_little
-from nxd_infer.trace.artifact import artifact_digest
+from nxd_infer.util.memory import keep_little
 from nxd_server.config import ServerSettings, SettingsError, unknown_variables
 from nxd_server.http import logs
 from nxd_server.service import Service

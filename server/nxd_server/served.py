@@ -13,8 +13,8 @@ from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.text.bounds import Bounds, body_bounds
 
 if TYPE_CHECKING:
-    from nxd_infer.trace.artifact import LoadedArtifact
-    from nxd_infer.trace.manifest import Manifest
+    from nxd_infer.artifact.manifest import Manifest
+    from nxd_infer.artifact.reader import LoadedArtifact
     from nxd_server.text.chat import TemplateSources
     from nxd_server.text.lanes import BoundedJson, BoundedTemplate, BoundedTokenizer
     from nxd_server.text.tokenizer import Tokenizer

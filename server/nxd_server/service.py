@@ -29,8 +29,8 @@ from nxd_server.served import Served
 if TYPE_CHECKING:
     import torch
 
-    from nxd_infer.trace.manifest import InputSpec, Manifest
-    from nxd_infer.trace.rank_model import RankModel
+    from nxd_infer.artifact.manifest import InputSpec, Manifest
+    from nxd_infer.runtime.rank_model import RankModel
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapters import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
@@ -119,7 +119,7 @@ class Service(Served):
 
     def _open(self) -> Any:
         """Read the artifact and start its ranks; the model as the engine shall see it."""
-        from nxd_infer.trace.artifact import load_artifact
+        from nxd_infer.runtime.load import load_artifact
 
         settings = self.settings
         logger.info("loading %s", self.artifact)
@@ -149,7 +149,7 @@ class Service(Served):
             try:
                 self._read_text(self.task, artifact)
                 if settings.admin():  # who has that key may change weights, and cutting them takes torch: now, once
-                    import nxd_infer.trace.adapters  # noqa: F401
+                    import nxd_infer.runtime.updates.adapters  # noqa: F401
                 text.set_result(None)
             except Exception as error:
                 text.set_exception(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from nxd_infer.memory import give_back
+from nxd_infer.util.memory import give_back
 from nxd_server.threads import in_thread
 
 TRIM_SECONDS = 2.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.backends.compiled import collectives_of_package
+from nxd_infer.backends.cpu.package import collectives_of_package
 from nxd_infer.context import current_context
 from tests.ranks import run_ranks
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.cache import cache_dir
 from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.util.cache_dir import cache_dir
 from tests.processes import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxd_infer.trainer.checkpoint import save_checkpoint
+from nxd_infer.checkpoint.api import save_checkpoint
 from nxd_models import registry
 from nxd_server import LLM, SamplingParams
 from nxd_server.text.tokenizer import Tokenizer

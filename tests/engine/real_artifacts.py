@@ -23,7 +23,7 @@ def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
 def costs_of(artifact):
     """Seconds by graph for an engine of ``artifact``, but for those that verify guesses: which steps it chooses must
     not hang on how busy the machine is."""
-    from nxd_infer.trace.artifact import load_artifact
+    from nxd_infer.runtime.load import load_artifact
 
     shapes = {bucket.name: bucket.inputs[0].shape for bucket in load_artifact(artifact).manifest.buckets}
     return {name: 1e-3 + 1e-5 * b * s for name, (b, s) in shapes.items() if not name.startswith("verify")}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from nxd_infer.cli import verify
 from nxd_infer.cli.main import app
-from nxd_infer.trace import swaps
-from nxd_infer.trace.adapters import AdapterUpdate
+from nxd_infer.runtime.updates import swap
+from nxd_infer.runtime.updates.adapters import AdapterUpdate
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine.events import FinishEvent
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError, WeightsBusyError
@@ -168,14 +168,14 @@ def test_refused_adapters_leave_their_slot_free(llm, model_dir, adapters, tmp_pa
 def held(monkeypatch):
     """Holds up the ranks' part of a swap: ``(begun, go)``."""
     begun, go = threading.Event(), threading.Event()
-    prepare = swaps.WeightSwaps._prepare
+    prepare = swap.WeightSwaps._prepare
 
     def slow(self, ranks, new):
         begun.set()
         go.wait(60)
         prepare(self, ranks, new)
 
-    monkeypatch.setattr(swaps.WeightSwaps, "_prepare", slow)
+    monkeypatch.setattr(swap.WeightSwaps, "_prepare", slow)
     yield begun, go
     go.set()
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from nxd_infer.errors import RankDiedError, RankTimeoutError
-from nxd_infer.trace.artifact import load_artifact
-from nxd_infer.trace.rank_model import RankModel
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank_model import RankModel
 from nxd_server import SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.errors import EngineFailedError, EngineUnavailableError
@@ -68,7 +68,7 @@ class Plagued(RankModel):
 
 @pytest.fixture
 def model(artifact, monkeypatch):
-    monkeypatch.setattr("nxd_infer.trace.bounds.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("nxd_infer.runtime.time_bounds.LEAST_SECONDS", 0.5)
     with Plagued(artifact) as model:
         yield model
 

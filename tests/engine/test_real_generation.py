@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from nxd_infer.processors import available_cores, processor_share
-from nxd_infer.trace.rank_model import RankModel
+from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.util.processors import available_cores, processor_share
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from nxd_server.engine.events import FinishEvent, TokenEvent

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nxd_infer.beneath import require_unchanged
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError, WeightSchemaError
-from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
+from nxd_infer.util.beneath import require_unchanged
 
 VOCAB = 97
 EOS = (5, 6)

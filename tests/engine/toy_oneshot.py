@@ -8,8 +8,8 @@ import time
 
 import torch
 
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from tests.engine.toy_model import ToyWeights
 
 

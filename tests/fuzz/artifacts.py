@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from nxd_infer.backends.base import GRAPH_FILE, IR_FILE
-from nxd_infer.backends.ir import Program, graph_to_ir, ir_text, ir_to_graph
-from nxd_infer.backends.lower import read_graph, read_ir
-from nxd_infer.beneath import AnyPath, opened_beneath
+from nxd_infer.artifact.manifest import MANIFEST_NAME, WeightSpec
+from nxd_infer.artifact.rank_weights import load_weights
+from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_bytes, manifest_checksum
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, CheckpointError
+from nxd_infer.graph.ir import Program, graph_to_ir, ir_to_graph
+from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, ir_text, read_graph, read_ir
 from nxd_infer.layout.sources import SafetensorsSource
-from nxd_infer.trace.artifact import load_artifact
-from nxd_infer.trace.manifest import MANIFEST_NAME, WeightSpec
-from nxd_infer.trace.rank import load_weights
-from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_bytes, manifest_checksum
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.util.beneath import AnyPath, opened_beneath
 from tests.fuzz.forms import SAFETENSORS
 from tests.fuzz.target import Target, object_with
 from tests.trace import toy

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_infer.checkpoint.api import save_checkpoint
+from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.folder import find_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import open_reference
+from nxd_infer.checkpoint.source import weight_source
+from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout
-from nxd_infer.parallel_layers.checkpoint_files import parse_json
-from nxd_infer.parallel_layers.checkpoint_manifest import DONE, MANIFEST, mark_of
-from nxd_infer.parallel_layers.checkpoint_unpack import unpack
-from nxd_infer.parallel_layers.checkpoint_values import pack
-from nxd_infer.trace.sources import weight_source
-from nxd_infer.trainer.checkpoint import save_checkpoint
-from nxd_infer.trainer.checkpoint_folder import find_checkpoint
-from nxd_infer.trainer.checkpoint_read import Archive
-from nxd_infer.trainer.reference_files import open_reference
-from nxd_infer.trainer.storage import storage_of
+from nxd_infer.layout.files.files import parse_json
+from nxd_infer.layout.files.manifest import DONE, MANIFEST, mark_of
+from nxd_infer.layout.files.unpack import unpack
+from nxd_infer.layout.files.values import pack
 from tests.fuzz.forms import TORCH_FILE
 from tests.fuzz.target import Target, object_with
 

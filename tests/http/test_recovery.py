@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_infer.trace.bounds import again
+from nxd_infer.runtime.time_bounds import again
 from nxd_server.recovery import Recovery
 
 GIB = 2**30

@@ -33,11 +33,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_unpack import MOST_ALIKE, unpack
-from nxd_infer.parallel_layers.checkpoint_values import Record, pack
+from nxd_infer.layout.files.unpack import MOST_ALIKE, unpack
+from nxd_infer.layout.files.values import Record, pack
 from nxd_infer.parallel_layers.checkpointing import load, save
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 
 
 @dataclasses.dataclass
@@ -283,7 +283,7 @@ def test_nothing_that_a_file_names_is_imported_or_run(tmp_path: Path):
     script = f"""
 import sys
 import torch
-from nxd_infer.parallel_layers.checkpoint_unpack import unpack
+from nxd_infer.layout.files.unpack import unpack
 for name in {names!r}:
     for kind in ("dataclass", "named_tuple"):
         print(unpack({{kind: [name, [["args", "touch {tmp_path}/run"]]]}}, torch.empty))

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter
 from nxd_infer.modules.lora.peft import find_adapter
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 
 
 def adapted(value: float, **options: Any) -> LoRAModel:

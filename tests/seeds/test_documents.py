@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -205,8 +206,11 @@ CALLED_DIRECTLY = (
 
 
 def documented(path: str) -> Any:
+    """What stands at a path: a module as far as there is one, and names in it."""
     found: Any = nxd
-    for name in path.split(".")[1:]:
+    for end, name in enumerate(path.split(".")[1:], start=2):
+        if isinstance(found, ModuleType) and not hasattr(found, name):
+            importlib.import_module(".".join(path.split(".")[:end]))
         found = getattr(found, name)
     return found
 

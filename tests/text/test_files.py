@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.trace.artifact import ArtifactWriter, load_artifact
+from nxd_infer.runtime.load import load_artifact
 from nxd_server.llm import _tokenizer
 from nxd_server.text.chat import ChatTemplate, TemplateSources
 from nxd_server.text.files import has_tokenizer

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from nxd_infer import backends
-from nxd_infer.backends.base import Executable, Lowered
-from nxd_infer.backends.export import Step
-from nxd_infer.backends.lower import lower, write_graph
-from nxd_infer.backends.naming import named_inputs, named_tensors
+from nxd_infer.backends.base import Executable
 from nxd_infer.context import make_context
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.lower import lower
+from nxd_infer.graph.names import named_inputs, named_tensors
+from nxd_infer.graph.stored import Lowered, write_graph
 
 
 class Runtime:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from nxd_infer.trace.artifact import parallel_model_load
-from nxd_infer.trace.model import TensorParallelModel
+from nxd_infer.runtime.model import TensorParallelModel
+from nxd_infer.runtime.save_load import parallel_model_load
 from tests.processes import wait_until
 from tests.trace import toy
 

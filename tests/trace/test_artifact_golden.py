@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_infer.backends.machine import architecture
-from nxd_infer.trace.artifact import load_artifact
-from nxd_infer.trace.manifest import MANIFEST_NAME
-from nxd_infer.trace.model import TensorParallelModel
-from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.artifact.manifest import MANIFEST_NAME
+from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import TensorParallelModel
+from nxd_infer.util.machine import architecture
 from tests.trace import toy
 
 GOLDEN = Path(__file__).parent / "golden" / "format_1_0"

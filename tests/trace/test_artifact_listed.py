@@ -7,10 +7,11 @@ import json
 
 import pytest
 
+from nxd_infer.artifact.manifest import MANIFEST_NAME
+from nxd_infer.artifact.structure import weight_name
+from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.errors import ArtifactCorruptError
-from nxd_infer.trace.artifact import load_artifact, weight_name
-from nxd_infer.trace.manifest import MANIFEST_NAME
-from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.runtime.load import load_artifact
 
 pytestmark = pytest.mark.check
 

@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_infer.backends.base import GraphFile
+from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, WeightSpec
+from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
+from nxd_infer.artifact.reader import artifact_digest
+from nxd_infer.artifact.structure import weight_name
+from nxd_infer.artifact.writer import CHECKSUM_KEY, ArtifactWriter, manifest_checksum
 from nxd_infer.errors import (
     ArtifactBackendError,
     ArtifactCorruptError,
     ArtifactError,
     ArtifactVersionError,
 )
-from nxd_infer.reading import unique_keys
-from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artifact, parallel_model_load, weight_name
-from nxd_infer.trace.manifest import MANIFEST_NAME, FileSpec, WeightSpec
-from nxd_infer.trace.rank import load_weights
+from nxd_infer.graph.stored import GraphFile
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.trace.request import TracedBucket, TracedRank
-from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
-from nxd_infer.trace.weights import write_safetensors
+from nxd_infer.util.reading import unique_keys
 from tests.trace import toy
 
 

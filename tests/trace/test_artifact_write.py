@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_infer.artifact.manifest import MANIFEST_NAME
+from nxd_infer.artifact.reader import artifact_digest
+from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
-from nxd_infer.trace.artifact import ArtifactWriter, artifact_digest, load_artifact, parallel_model_load
-from nxd_infer.trace.manifest import MANIFEST_NAME
-from nxd_infer.trace.model import parallel_model_save
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from tests.trace import toy
 
 
@@ -64,7 +66,7 @@ def test_leaving_without_commit_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("stage", ["os.fsync", "os.rename", "nxd_infer.trace.storage.hash_file"])
+@pytest.mark.parametrize("stage", ["os.fsync", "os.rename", "nxd_infer.artifact.writer.hash_file"])
 def test_an_interrupt_during_commit_keeps_the_old_artifact(tmp_path, monkeypatch, stage):
     old = toy.build(tmp_path / "artifact")
     before = artifact_digest(old)
@@ -73,7 +75,7 @@ def test_an_interrupt_during_commit_keeps_the_old_artifact(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     if stage == "os.rename":
-        monkeypatch.setattr("nxd_infer.trace.storage._exchange", lambda *_: False)
+        monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
     monkeypatch.setattr(stage, interrupted)
     with pytest.raises(KeyboardInterrupt):
         toy.build(tmp_path / "artifact", weights=toy.logical_weights(1))
@@ -87,7 +89,7 @@ def test_an_interrupt_during_commit_keeps_the_old_artifact(tmp_path, monkeypatch
 @pytest.mark.parametrize("exchange", [True, False])
 def test_replaces_an_artifact_whole(tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr("nxd_infer.trace.storage._exchange", lambda *_: False)
+        monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
     first = toy.build(tmp_path / "artifact")
     digest = artifact_digest(first)
     (first / "stray.txt").write_text("kept by nobody")
@@ -101,7 +103,7 @@ def test_replaces_an_artifact_whole(tmp_path, monkeypatch, exchange):
 def test_the_second_rename_failing_puts_the_old_artifact_back(tmp_path, monkeypatch):
     old = toy.build(tmp_path / "artifact")
     digest = artifact_digest(old)
-    monkeypatch.setattr("nxd_infer.trace.storage._exchange", lambda *_: False)
+    monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
     rename, calls = os.rename, []
 
     def fails_once(source, target):
@@ -150,8 +152,8 @@ def test_an_old_artifact_that_a_crash_left_aside_is_not_tidied_up(tmp_path, monk
     """Where directories cannot be exchanged, a machine may stop between the two renames."""
     old = toy.build(tmp_path / "artifact")
     digest = artifact_digest(old)
-    monkeypatch.setattr("nxd_infer.trace.storage._exchange", lambda *_: False)
-    monkeypatch.setattr("nxd_infer.trace.storage._YOUNG", 0.0)
+    monkeypatch.setattr("nxd_infer.artifact.writer._exchange", lambda *_: False)
+    monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
     rename = os.rename
 
     def stops(source, target):
@@ -176,8 +178,8 @@ def test_directories_without_locks_can_be_written(tmp_path, monkeypatch):
     def flock(fd: int, operation: int) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    monkeypatch.setattr("nxd_infer.trace.storage.fcntl.flock", flock)
-    monkeypatch.setattr("nxd_infer.trace.storage._YOUNG", 0.0)
+    monkeypatch.setattr("nxd_infer.artifact.writer.fcntl.flock", flock)
+    monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
     in_use = tmp_path / ".artifact.tmp-other"
     in_use.mkdir()
     load_artifact(toy.build(tmp_path / "artifact"))
@@ -277,9 +279,9 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
     code = f"""
         import os, resource, sys, torch
         from nxd_infer.errors import ArtifactSpaceError
-        from nxd_infer.trace.artifact import ArtifactWriter
-        from nxd_infer.trace.manifest import WeightSpec
-        from nxd_infer.trace.weights import anonymous_file
+        from nxd_infer.artifact.writer import ArtifactWriter
+        from nxd_infer.artifact.manifest import WeightSpec
+        from nxd_infer.runtime.updates.weights import anonymous_file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         for how in ("bytes", "safetensors"):
             try:
@@ -305,7 +307,7 @@ def test_a_file_size_limit_is_a_typed_error(tmp_path):
 
 WRITES_FOREVER = """
     import sys, time
-    from nxd_infer.trace.artifact import ArtifactWriter
+    from nxd_infer.artifact.writer import ArtifactWriter
     with ArtifactWriter(sys.argv[1]) as writer:
         writer.write_bytes("weights/rank_00.safetensors", bytes(1000))
         print("writing", flush=True)
@@ -319,7 +321,7 @@ def test_a_killed_writer_leaves_nothing_loadable_and_the_next_tidies_up(tmp_path
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
-        monkeypatch.setattr("nxd_infer.trace.storage._YOUNG", 0.0)
+        monkeypatch.setattr("nxd_infer.artifact.writer._YOUNG", 0.0)
         with ArtifactWriter(target):
             assert len(leftovers(tmp_path)) == 2  # a writer at work is not disturbed
         process.send_signal(signal.SIGKILL)

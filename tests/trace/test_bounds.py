@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import InputMismatchError
-from nxd_infer.trace.bounds import START_SECONDS, Bounds
-from nxd_infer.trace.manifest import BucketSpec, InputSpec
+from nxd_infer.runtime.time_bounds import START_SECONDS, Bounds
 
 ONE, FOUR, PROMPT = range(3)
 GIB = 2**30

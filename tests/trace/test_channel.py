@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nxd_infer.trace import channel
-from nxd_infer.trace.channel import AWAKE_SECONDS, Channel, Kind, Request
+from nxd_infer.runtime.ranks import channel
+from nxd_infer.runtime.ranks.channel import AWAKE_SECONDS, Channel, Kind, Request
 from tests.processes import wait_until
 
 STEP = Request(Kind.STEP, 3, 7)

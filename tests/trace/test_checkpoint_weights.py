@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import nxd_infer as nxd
-from nxd_infer.beneath import opened_beneath
+from nxd_infer.checkpoint.folder import find_checkpoint
+from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import (
     CheckpointError,
     ModelClosedError,
@@ -26,8 +27,7 @@ from nxd_infer.errors import (
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_infer.trainer import gather_weights
-from nxd_infer.trainer.checkpoint_folder import find_checkpoint
-from nxd_infer.trainer.storage import storage_of
+from nxd_infer.util.beneath import opened_beneath
 from tests.processes import wait_until
 from tests.ranks import run_ranks
 from tests.trace import toy
@@ -203,7 +203,7 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
 def refused_shard() -> str:
     """What one of two ranks is told when it gives its shard for the whole."""
     model, _ = training(llama)
-    from nxd_infer.trace.sources import weight_source
+    from nxd_infer.checkpoint.source import weight_source
 
     with pytest.raises(CheckpointError) as caught:
         weight_source(model)

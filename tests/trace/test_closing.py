@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_infer.errors import ModelClosedError
-from nxd_infer.trace.artifact import parallel_model_load
-from nxd_infer.trace.channel import Channel
-from nxd_infer.trace.processes import RankProcesses
+from nxd_infer.runtime.ranks.channel import Channel
+from nxd_infer.runtime.ranks.processes import RankProcesses
+from nxd_infer.runtime.save_load import parallel_model_load
 from tests.processes import descendants, gone, wait_until
 from tests.trace import toy
 from tests.trace.rank_processes import LIMIT, X, call_in_thread, pids_of, started, until_busy
@@ -45,7 +45,7 @@ def test_close_ends_a_call_that_is_stuck(path):
 
 PARENT = """
     import sys, json, threading, time, torch
-    from nxd_infer.trace.artifact import parallel_model_load
+    from nxd_infer.artifact.reader import parallel_model_load
     model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600)
     def start():
         model.start()
@@ -214,7 +214,7 @@ def test_a_forked_child_that_ends_leaves_a_temporary_artifact_to_its_owner(tmp_p
     directory = toy.build(tmp_path / "artifact", degree=1)
     script = f"""
         import os, sys
-        from nxd_infer.trace.artifact import load_artifact
+        from nxd_infer.runtime.load import load_artifact
         artifact = load_artifact({str(directory)!r}, temporary=True)
         if os.fork() == 0:
             sys.exit(0)

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.backends import encoding
-from nxd_infer.backends.export import Step
-from nxd_infer.backends.ir import Program
-from nxd_infer.backends.lower import encode, lower, weight_nodes
+from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED
+from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
+from nxd_infer.graph import packing
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.ir import Program
+from nxd_infer.graph.lower import encode, lower, weight_nodes
 from nxd_infer.ops import packed
-from nxd_infer.trace.artifact import load_artifact, parallel_model_save
-from nxd_infer.trace.manifest import MANIFEST_NAME, PACKED
-from nxd_infer.trace.rank import Rank, Runtime
-from nxd_infer.trace.storage import CHECKSUM_KEY, manifest_checksum
-from nxd_infer.trace.weights import WeightUpdate
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank.rank import Rank, Runtime
+from nxd_infer.runtime.save_load import parallel_model_save
+from nxd_infer.runtime.updates.weights import WeightUpdate
 from tests.trace import packed_models
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -52,7 +53,7 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
     library = native.load()
     results = []
     pairs = [lower(Step(module, one), library, {}) for one in inputs]
-    chosen = encoding.choose([weight_nodes(*pair) for pair in pairs], 1)
+    chosen = packing.choose([weight_nodes(*pair) for pair in pairs], 1)
     tensors = dict(module.named_parameters())
     for one, (lowered, exported) in zip(inputs, pairs, strict=True):
         before = lowered.digest
@@ -181,11 +182,11 @@ def test_small_weights_stay_plain_unless_asked_for() -> None:
     module = nn.Linear(128, 128, bias=False)  # 64 KiB
     lowered = lower(Step(module, {"x": torch.randn(2, 128)}), native.load(), {})
     nodes = [weight_nodes(*lowered)]
-    assert encoding.choose(nodes, encoding.packed_option(True)) == {"weight": PACKED}
-    assert encoding.choose(nodes, encoding.packed_option((64 << 10) + 1)) == {}
-    assert encoding.choose(nodes, encoding.packed_option(False)) == {}
+    assert packing.choose(nodes, packing.packed_option(True)) == {"weight": PACKED}
+    assert packing.choose(nodes, packing.packed_option((64 << 10) + 1)) == {}
+    assert packing.choose(nodes, packing.packed_option(False)) == {}
     with pytest.raises(TraceConfigError, match="nxd_packed='yes' must be True, False"):
-        encoding.packed_option("yes")
+        packing.packed_option("yes")
     with pytest.raises(TraceConfigError, match="takes no compiler_args but 'nxd_packed'"):
         nxd.trace.parallel_model_trace(
             packed_models.tied, torch.zeros(1, dtype=torch.int64), compiler_args={"other": 1}, backend="eager"

@@ -10,10 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer import backends
-from nxd_infer.backends import ir
-from nxd_infer.backends.export import Step
-from nxd_infer.backends.lower import lower, read_ir
-from nxd_infer.backends.naming import named_inputs
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -23,6 +19,11 @@ from nxd_infer.errors import (
     TraceError,
     WeightSchemaError,
 )
+from nxd_infer.graph import ir
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.lower import lower
+from nxd_infer.graph.names import named_inputs
+from nxd_infer.graph.stored import ir_text, read_ir
 from tests.trace import models
 from tests.trace.exporting import Runtime, loaded, lowered, operators
 
@@ -285,7 +286,7 @@ def test_decision_15_the_graph_is_plain_data_that_runs_and_rebuilds(tmp_path):
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.nan_to_num(9), b.nan_to_num(9)) and a.dtype == b.dtype
         assert torch.equal(rebuilt(x)[0], want[0])
-    assert ir.ir_text(ir.graph_to_ir(rebuilt)) == ir.ir_text(stored)
+    assert ir_text(ir.graph_to_ir(rebuilt)) == ir_text(stored)
 
 
 @pytest.mark.parametrize("name", ["os.system.default", "aten.no_such.default", "aten.linear", "aten.__class__.x.y"])

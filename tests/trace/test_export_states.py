@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.backends.naming import state_name
 from nxd_infer.errors import (
     TraceConfigError,
     TraceError,
 )
-from nxd_infer.trace import rank_trace
+from nxd_infer.graph.names import state_name
 from nxd_infer.trace.buckets import list_buckets
+from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.request import TraceRequest
 from tests.trace.exporting import loaded, lowered, operators
 
@@ -382,6 +382,6 @@ def test_sharing_is_seen_before_tensors_are_stored_contiguously():
         return module
 
     request = TraceRequest(func, list_buckets(torch.ones(3), None, None), 1, "eager", {})
-    built = rank_trace.build(request, rank_trace.require_values)
+    built = one_rank.build(request, one_rank.require_values)
     with pytest.raises(TraceConfigError, match="'cache' shares memory with 'shown'"):
-        rank_trace.trace_buckets(request, built, None)
+        one_rank.trace_buckets(request, built, None)

@@ -22,9 +22,9 @@ from nxd_infer.errors import (
     RankTimeoutError,
     WeightSchemaError,
 )
-from nxd_infer.trace import swaps
-from nxd_infer.trace.artifact import parallel_model_load
-from nxd_infer.trace.model import TensorParallelModel
+from nxd_infer.runtime.model import TensorParallelModel
+from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.runtime.updates import swap
 from tests.processes import gone
 from tests.trace import toy
 from tests.trace.rank_processes import LIMIT, TIMEOUT, X, call_in_thread, pids_of, started, until_busy
@@ -178,13 +178,13 @@ def test_a_segmentation_fault_shows_its_stack(path):
     assert isinstance(result[0], RankDiedError)
     assert "rank 0 of 2 was ended by SIGSEGV" in str(result[0])
     assert "Fatal Python error: Segmentation fault" in str(result[0])
-    assert "nxd_infer/trace/worker.py" in str(result[0])
+    assert "nxd_infer/runtime/rank/main.py" in str(result[0])
 
 
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     code = """
         import os, signal, sys, threading, time, torch
-        from nxd_infer.trace.artifact import parallel_model_load
+        from nxd_infer.artifact.reader import parallel_model_load
         model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600).start()
         x = torch.zeros(1, 1, 8)
         pid = model.health()[1].pid
@@ -228,7 +228,7 @@ def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, mon
     """Ranks that were told to use them do: the next call, and ranks that are started again, are of one mind."""
     model = started(path)
     slow = pids_of(model)[1]
-    commit = swaps.WeightSwaps._commit
+    commit = swap.WeightSwaps._commit
 
     def interrupted(self, ranks):
         os.kill(slow, signal.SIGSTOP)
@@ -238,7 +238,7 @@ def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, mon
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(swaps.WeightSwaps, "_commit", interrupted)
+            patch.setattr(swap.WeightSwaps, "_commit", interrupted)
             model.update_weights(toy.logical_weights(1))
     finally:
         os.kill(slow, signal.SIGCONT)
@@ -276,7 +276,7 @@ def test_a_replaced_artifact_is_noticed_in_process(tmp_path):
 
 def test_a_rank_that_stops_amid_a_swap_is_noticed_in_some_times_what_loading_took(path, monkeypatch):
     """While it hangs, no request is answered: that must not last as long as a first start may."""
-    monkeypatch.setattr("nxd_infer.trace.bounds.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("nxd_infer.runtime.time_bounds.LEAST_SECONDS", 0.5)
     model = parallel_model_load(path, call_timeout=TIMEOUT).start()
     pids = pids_of(model)
     new = model.cut_weights(toy.logical_weights(seed=1))
@@ -304,7 +304,7 @@ def test_ranks_wait_for_each_other_longer_than_a_call_for_them(path):
 
 
 def test_ranks_without_a_native_library_use_gloo(path, monkeypatch):
-    from nxd_infer.trace import processes
+    from nxd_infer.runtime.ranks import processes
 
     monkeypatch.setattr(processes, "_libraries", lambda artifact: [])
     model = started(path, TIMEOUT)

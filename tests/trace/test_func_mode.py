@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import nxd_infer as nxd
+from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.errors import TraceConfigError, TraceError
-from nxd_infer.trace.manifest import MANIFEST_NAME
 from tests.processes import command_of, descendants, gone, wait_until
 from tests.trace import models
 
@@ -183,22 +183,22 @@ def test_a_func_that_never_returns_ends_at_the_timeout():
 
 def test_decision_18_meta_tensors_that_lost_their_weights_are_refused(tmp_path):
     """``load_state_dict`` says that all keys matched, and the module has no weights."""
-    from nxd_infer.trace import rank_trace
+    from nxd_infer.trace.ranks import one_rank
 
     with torch.device("meta"):
         module = models.Plus()
     assert str(module.load_state_dict({"weight": torch.ones(4)})) == "<All keys matched successfully>"
     with pytest.raises(TraceError, match=r"'weight' of Plus is on the meta device.*checkpoint_loader_callable"):
-        rank_trace.require_values(module)
+        one_rank.require_values(module)
 
 
 def test_decision_19_weights_are_stored_contiguously_whatever_their_strides():
-    from nxd_infer.trace import rank_trace
+    from nxd_infer.trace.ranks import one_rank
 
     module = torch.nn.Linear(3, 4)
     module.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
     module.register_buffer("row", torch.ones(1).expand(5))
-    rank_trace.require_values(module)
+    one_rank.require_values(module)
     assert module.weight.stride() == (3, 1) and module.row.stride() == (1,)
     assert torch.equal(module.weight, torch.arange(12.0).reshape(3, 4).t())
 
@@ -209,25 +209,25 @@ def test_decision_19_weights_are_stored_contiguously_whatever_their_strides():
 def test_decision_20_a_lambda_travels_with_cloudpickle_and_is_refused_without(monkeypatch):
     import importlib.util
 
-    from nxd_infer.trace import func_mode
+    from nxd_infer.trace.ranks import processes
     from nxd_infer.trace.request import TraceRequest
 
     value = 3.0
     request = TraceRequest(lambda: models.plus(value), [], 1, "eager", {})
     import pickle
 
-    assert pickle.loads(func_mode.pack(request)).func()[0].value == 3.0
+    assert pickle.loads(processes.pack(request)).func()[0].value == 3.0
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else found(name))
     with pytest.raises(TraceConfigError, match="it is a lambda"):
-        func_mode.pack(request)
+        processes.pack(request)
 
     def local():
         return models.plus()
 
     request.func = local
     with pytest.raises(TraceConfigError, match=r"local is defined inside another function.*top level of a module"):
-        func_mode.pack(request)
+        processes.pack(request)
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import backends
-from nxd_infer.backends import compile_cache, compile_pool
-from nxd_infer.backends.compile_pool import compile_graphs
-from nxd_infer.backends.machine import cpu_features
+from nxd_infer.backends.compile import cache as compile_cache
+from nxd_infer.backends.compile import pool as compile_pool
+from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import (
     ArtifactCorruptError,
     ArtifactVersionError,
@@ -32,6 +32,7 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_infer.trace import BucketModelConfig
+from nxd_infer.util.machine import cpu_features
 from tests.trace import models
 
 inductor = backends.get("inductor")
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(not inductor.probe_compiler().ok, reason=inducto
 def cache(tmp_path_factory):
     """A cache of this module's own; native operators keep theirs."""
     directory = tmp_path_factory.mktemp("cache")
-    from nxd_infer.cache import cache_dir
+    from nxd_infer.util.cache_dir import cache_dir
 
     (directory / "native").symlink_to(cache_dir("native"))
     with pytest.MonkeyPatch.context() as patch:
@@ -325,7 +326,7 @@ def test_options_are_checked_and_completed():
 
 
 def test_cpu_targets_are_levels_and_refused_where_the_machine_is_lower():
-    from nxd_infer.backends.target import cpu_target
+    from nxd_infer.backends.cpu.target import cpu_target
 
     if "avx2" in cpu_features():
         v3 = cpu_target("x86-64-v3", cpu_features(), "x86_64")

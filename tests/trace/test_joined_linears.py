@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.backends import encoding
-from nxd_infer.backends.export import Step
-from nxd_infer.backends.ir import Program
-from nxd_infer.backends.lower import encode, lower, weight_nodes
+from nxd_infer.graph import packing
+from nxd_infer.graph.export import Step
+from nxd_infer.graph.ir import Program
+from nxd_infer.graph.lower import encode, lower, weight_nodes
 from nxd_infer.ops import packed
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -63,7 +63,7 @@ def test_linears_of_one_input_become_one_call(name: str) -> None:
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
     lowered, exported = lower(Step(module, {"x": x}), library, {})
-    chosen = encoding.choose([weight_nodes(lowered, exported)], 1)
+    chosen = packing.choose([weight_nodes(lowered, exported)], 1)
     encode(lowered, exported, chosen, library, {})
     joined = library.op("packed_linears")
     calls = [node for node in exported.module.graph.nodes if node.target is joined]
@@ -123,7 +123,7 @@ def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:
     module, x = Siblings(_of_a_changing_state), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
     lowered, exported = lower(Step(module, {"x": x}, states=["seen"]), library, {})
-    chosen = encoding.choose([weight_nodes(lowered, exported)], 1)
+    chosen = packing.choose([weight_nodes(lowered, exported)], 1)
     encode(lowered, exported, chosen, library, {})
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
@@ -154,7 +154,7 @@ def test_linears_stay_on_their_side_of_a_write_to_what_they_read(name: str) -> N
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
     lowered, exported = lower(Step(module, {"x": x}), library, {})
-    encode(lowered, exported, encoding.choose([weight_nodes(lowered, exported)], 1), library, {})
+    encode(lowered, exported, packing.choose([weight_nodes(lowered, exported)], 1), library, {})
     calls = [node for node in exported.module.graph.nodes if node.target is library.op("packed_linears")]
     assert [len(node.meta["val"]) for node in calls] == [2, 2]
     values = [

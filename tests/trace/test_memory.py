@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from nxd_infer.memory import held_memory
-from nxd_infer.trace.manifest import TensorSpec
-from nxd_infer.trace.memory import Memory, UntouchedZeros
-from nxd_infer.trace.rank import _extent, _placed
+from nxd_infer.artifact.manifest import TensorSpec
+from nxd_infer.runtime.rank.memory import Memory, UntouchedZeros
+from nxd_infer.runtime.rank.rank import _extent, _placed
+from nxd_infer.util.memory import held_memory
 
 
 def resident() -> int:

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import InputRangeError, RankDiedError
-from nxd_infer.processors import available_cores, processor_share
-from nxd_infer.trace.arena import ALIGNMENT, SIDES, Arena, InputBlock, arena_layout, create_arena
-from nxd_infer.trace.artifact import load_artifact, parallel_model_load
-from nxd_infer.trace.channel import Channel, ChannelClosed, Kind, Request
-from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.trace.rank_model import array_check
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank_model import array_check
+from nxd_infer.runtime.ranks.arena import ALIGNMENT, SIDES, Arena, InputBlock, arena_layout, create_arena
+from nxd_infer.runtime.ranks.channel import Channel, ChannelClosed, Kind, Request
+from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.util.processors import available_cores, processor_share
 from tests.trace import toy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float64]

@@ -23,9 +23,10 @@ from nxd_infer.errors import (
     RankFailedError,
     WeightSchemaError,
 )
-from nxd_infer.trace import trace
-from nxd_infer.trace.artifact import load_artifact, parallel_model_load
-from nxd_infer.trace.model import TensorParallelModel, TensorParallelNeuronModel
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
+from nxd_infer.runtime.save_load import parallel_model_load
+from nxd_infer.trace import api
 from tests.processes import wait_until
 from tests.trace import toy
 
@@ -224,7 +225,7 @@ def test_closing_in_process(artifacts):
 @pytest.mark.check
 def test_a_model_of_processes_is_not_copied(artifacts):
     model = TensorParallelModel(load_artifact(artifacts[2]))
-    assert TensorParallelNeuronModel is TensorParallelModel is trace.TensorParallelNeuronModel
+    assert TensorParallelNeuronModel is TensorParallelModel is api.TensorParallelNeuronModel
     assert isinstance(model, torch.nn.Module)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArtifactError, match="cannot be"):

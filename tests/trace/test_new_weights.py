@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nxd_infer.errors import WeightSchemaError
-from nxd_infer.trace.artifact import load_artifact, parallel_model_load
-from nxd_infer.trace.model import parallel_model_save
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from tests.processes import wait_until
 from tests.trace import toy
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import nxd_infer as nxd
+from nxd_infer.artifact.manifest import PACKED, PACKED_INT8
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.ops.packed_int8 import quantize
-from nxd_infer.trace.artifact import load_artifact, parallel_model_save
-from nxd_infer.trace.manifest import PACKED, PACKED_INT8
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
 from tests.trace import packed_models
 
@@ -102,7 +103,7 @@ def test_without_a_compiler_the_eager_backend_computes_the_same(tmp_path: Path) 
     code = (
         "import sys, torch\n"
         "from tests.trace import test_quantize as test\n"
-        "from nxd_infer.backends.lower import native_library\n"
+        "from nxd_infer.graph.lower import native_library\n"
         "assert native_library() is None\n"
         "with test.trace() as model:\n"
         "    assert not model.manifest.ops\n"

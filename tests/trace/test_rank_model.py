@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from nxd_infer.backends.machine import torch_version
-from nxd_infer.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import (
     ArtifactCorruptError,
     BucketError,
@@ -25,10 +24,11 @@ from nxd_infer.errors import (
     ModelClosedError,
     RankDiedError,
 )
-from nxd_infer.trace.artifact import load_artifact
-from nxd_infer.trace.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
-from nxd_infer.trace.model import TensorParallelModel
-from nxd_infer.trace.rank_model import RankModel, array_check, takes_arrays
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import TensorParallelModel
+from nxd_infer.runtime.rank_model import RankModel, array_check, takes_arrays
+from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT, SAFETENSORS_DTYPES
+from nxd_infer.util.machine import torch_version
 from tests.processes import wait_until
 from tests.trace import toy
 
@@ -50,8 +50,8 @@ def test_arrays_give_what_tensors_give_in_a_process_without_torch(tmp_path):
 import sys
 import time
 import numpy as np
-from nxd_infer.trace.artifact import load_artifact
-from nxd_infer.trace.rank_model import RankModel
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank_model import RankModel
 artifact, verified = load_artifact({str(path)!r}, later=True), []
 
 def verify():
@@ -202,7 +202,7 @@ def test_types_are_known_as_torch_knows_them():
 
 
 def test_the_version_of_torch_is_known_without_it():
-    code = "import sys\nfrom nxd_infer.backends.machine import torch_version\nprint(torch_version())"
+    code = "import sys\nfrom nxd_infer.util.machine import torch_version\nprint(torch_version())"
     code += "\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.strip() == torch.__version__

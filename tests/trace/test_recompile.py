@@ -7,7 +7,7 @@ import torch
 
 import nxd_infer as nxd
 from nxd_infer.errors import ArtifactError, ArtifactVersionError, BackendUnavailableError, TraceConfigError, TraceError
-from nxd_infer.trace.artifact import load_artifact
+from nxd_infer.runtime.load import load_artifact
 from tests.trace import models, toy
 
 recompile = nxd.trace.parallel_model_recompile
@@ -16,7 +16,7 @@ recompile = nxd.trace.parallel_model_recompile
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     """A compile cache of this module's own, since compiles are counted; the native operators keep theirs."""
-    from nxd_infer.cache import cache_dir
+    from nxd_infer.util.cache_dir import cache_dir
 
     directory = tmp_path_factory.mktemp("cache")
     (directory / "native").symlink_to(cache_dir("native"))

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, OutputSpec
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError
-from nxd_infer.trace.manifest import BucketSpec, InputSpec, OutputSpec
-from nxd_infer.trace.router import Router, cut, fill, fits, lawful
+from nxd_infer.runtime.router import Router, cut, fill, fits, lawful
 
 pytestmark = pytest.mark.check
 

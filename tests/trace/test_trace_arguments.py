@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
-from nxd_infer.backends.arguments import split_arguments
+from nxd_infer.artifact.manifest import InputSpec
+from nxd_infer.backends.compiler_args import split_arguments
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
+from nxd_infer.runtime.router import fill
 from nxd_infer.trace import BucketModelConfig, trace_plan
-from nxd_infer.trace.manifest import InputSpec
-from nxd_infer.trace.router import fill
-from nxd_infer.trace.trace import tracing_backend
-from nxd_infer.units import size
+from nxd_infer.trace.options import tracing_backend
+from nxd_infer.util.units import size
 from tests.trace import models, toy
 
 X = torch.zeros(4)

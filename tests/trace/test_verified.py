@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from nxd_infer import native
+from nxd_infer.artifact.structure import weight_name
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
-from nxd_infer.trace import rank
-from nxd_infer.trace.artifact import load_artifact, parallel_model_load, weight_name
-from nxd_infer.trace.rank_model import RankModel
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.rank import rank
+from nxd_infer.runtime.rank_model import RankModel
+from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_server.config import ServerSettings
 from nxd_server.service import Service
 from tests.processes import wait_until
@@ -148,7 +150,7 @@ def test_what_is_read_before_and_beside_the_verification_is_compared_too(tmp_pat
 
 def test_a_file_that_is_written_to_while_it_is_verified_is_refused(artifact, monkeypatch):
     """By its own contents again, so that the hash alone would not tell."""
-    from nxd_infer.trace import verified
+    from nxd_infer.artifact import verified
 
     def hash_open_file(file):
         found = hash_(file)

@@ -15,12 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import nxd_infer.comm.ops  # noqa: F401  (registers torch.ops.nxd)
-from nxd_infer.backends import ir
-from nxd_infer.backends.base import GRAPH_FILE, IR_FILE, GraphFile
-from nxd_infer.backends.machine import describe_target, versions
-from nxd_infer.layout import AxisPlan, ParamLayout
-from nxd_infer.trace.artifact import BUCKET_KERNEL_NAME, ArtifactWriter, weight_name
-from nxd_infer.trace.manifest import (
+from nxd_infer.artifact.layouts import describe_layout
+from nxd_infer.artifact.manifest import (
     BucketSpec,
     InputSpec,
     Manifest,
@@ -29,7 +25,13 @@ from nxd_infer.trace.manifest import (
     WeightSpec,
     weight_schema_hash,
 )
-from nxd_infer.trace.weights import describe_layout
+from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, weight_name
+from nxd_infer.artifact.writer import ArtifactWriter
+from nxd_infer.backends.cpu.target import describe_target
+from nxd_infer.graph import ir
+from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, GraphFile, ir_text
+from nxd_infer.layout import AxisPlan, ParamLayout
+from nxd_infer.util.machine import versions
 
 HIDDEN, INNER, VOCABULARY = 8, 16, 12
 LAYOUTS = {
@@ -129,7 +131,7 @@ def build(
             graph = GraphFile(digest=digest, inputs=inputs, outputs=outputs, states=states, weights=specs)
             folder = f"graphs/{digest}"
             writer.write_bytes(f"{folder}/{GRAPH_FILE}", graph.model_dump_json().encode())
-            writer.write_bytes(f"{folder}/{IR_FILE}", ir.ir_text(ir.graph_to_ir(traced)).encode())
+            writer.write_bytes(f"{folder}/{IR_FILE}", ir_text(ir.graph_to_ir(traced)).encode())
             graphs[digest] = graph.spec()
             bucket_specs.append(
                 BucketSpec(

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_infer.checkpoint import save as checkpoint_write
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
+from nxd_infer.checkpoint.save import Content, rank_stem, wait_for_ranks, write_rank
+from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer import checkpoint_write
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.trainer.checkpoint_write import Content, rank_stem, wait_for_ranks, write_rank
-from nxd_infer.trainer.storage import LocalStorage, storage_of
 from tests.trainer.test_storage import bucket  # noqa: F401  (a fixture)
 
 FAILING = """
 import resource, sys, torch
-from nxd_infer.trainer.checkpoint import save_checkpoint
+from nxd_infer.checkpoint.api import save_checkpoint
 {before}
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # as a disk that is full
 save_checkpoint(sys.argv[1], "big", torch.nn.Linear(300, 300), async_save=True)
@@ -46,7 +46,7 @@ def test_a_failed_last_save_is_no_success(tmp_path: Path):
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path, call: str):
     """Once; a process that has caught it ends as it likes."""
     after = (
-        "from nxd_infer.trainer import checkpoint; from nxd_infer.errors import CheckpointError\n"
+        "from nxd_infer.checkpoint import api as checkpoint; from nxd_infer.errors import CheckpointError\n"
         f"try: {call}\nexcept CheckpointError as error: print(error)"
     )
     done = failing(tmp_path, after=after)

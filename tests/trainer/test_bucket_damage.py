@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint, wait_for_save
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, training
 from tests.trainer.models import mlp, vectors

@@ -16,11 +16,11 @@ import torch
 
 import nxd_infer as nxd
 from nxd_infer import comm
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
+from nxd_infer.checkpoint.save import Outstanding
+from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NxdError, WeightMismatchError
-from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.trainer.checkpoint_write import Outstanding
-from nxd_infer.trainer.storage import LocalStorage
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, mine, training
 from tests.trainer.models import MLP, decoder, mlp, tokens, vectors
@@ -267,7 +267,7 @@ def test_an_asynchronous_save_keeps_what_was(tmp_path: Path):
 
 def test_the_process_ends_when_its_save_is_whole(tmp_path: Path):
     code = (
-        "import torch, sys; from nxd_infer.trainer.checkpoint import save_checkpoint; "
+        "import torch, sys; from nxd_infer.checkpoint.api import save_checkpoint; "
         "save_checkpoint(sys.argv[1], 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=600)

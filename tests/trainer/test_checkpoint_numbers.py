@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_infer.checkpoint import folder as folders
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer import checkpoint_folder as folders
-from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_infer.trainer.storage import LocalStorage
 
 
 def saved(root: Path, *tags: str) -> None:

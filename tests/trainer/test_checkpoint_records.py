@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from nxd_infer.trainer.data import ResumableLoader
 from tests.trainer.jobs import training
 from tests.trainer.models import mlp, vectors

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint.api import save_checkpoint
+from nxd_infer.checkpoint.archive import adapter_of
 from nxd_infer.layout import DictSource
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
-from nxd_infer.trainer.checkpoint import save_checkpoint
-from nxd_infer.trainer.checkpoint_read import adapter_of
 from nxd_models import registry
 from tests.e2e.command import nxd_infer_here, refused
 from tests.ranks import run_ranks

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from nxd_infer.trainer.data import ResumableLoader
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from nxd_infer.checkpoint.neuronx.archive import open_reference
 from nxd_infer.errors import CheckpointError
-from nxd_infer.parallel_layers.checkpoint_files import read_pickle, read_reference_xser
-from nxd_infer.trainer.reference_files import open_reference
+from nxd_infer.layout.files.files import read_pickle, read_reference_xser
 from tests.trainer.test_reference_files import TensorReference, write
 
 

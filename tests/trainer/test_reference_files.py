@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.neuronx.archive import one_by_one
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import MergedSource, iter_shards, weight_layout
 from nxd_infer.trainer import ResumableLoader
-from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_infer.trainer.reference_files import one_by_one
 from nxd_models import registry
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxd_infer.checkpoint.neuronx.archive import open_reference
+from nxd_infer.checkpoint.neuronx.layouts import infer_layouts
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import AxisPlan, ParamLayout
-from nxd_infer.trainer.reference_files import open_reference
-from nxd_infer.trainer.reference_layouts import infer_layouts
 
 
 def archive(root: Path, *ranks: dict[str, Tensor]):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.cli import compare
 from nxd_infer.cli.compare import difference_of
 from nxd_infer.cli.console import slow_bar
@@ -20,7 +21,6 @@ from nxd_infer.errors import ShardingError
 from nxd_infer.layout import AxisPlan, ParamLayout, gqa_plan, weight_layout
 from nxd_infer.layout.describe import describe_plans, read_plans
 from nxd_infer.modules.lora import LoraConfig
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, mine, training

@@ -14,10 +14,10 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 import nxd_infer as nxd
+from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import weight_layout
-from nxd_infer.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.trainer.jobs import mine, training
 from tests.trainer.models import MLP, decoder, mlp, tokens, vectors

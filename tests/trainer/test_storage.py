@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
+from nxd_infer.checkpoint.storage import LocalStorage, S3Storage, storage_of
 from nxd_infer.errors import CheckpointError
-from nxd_infer.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.trainer.storage import LocalStorage, S3Storage, storage_of
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, training
@@ -120,7 +120,7 @@ def test_ranks_and_tools_in_a_bucket(bucket, tmp_path: Path, capsys, monkeypatch
 def test_the_process_ends_when_its_save_is_whole(bucket):
     """Uploading needs no thread of its own, which an interpreter that ends would refuse."""
     code = (
-        "import torch; from nxd_infer.trainer.checkpoint import save_checkpoint; "
+        "import torch; from nxd_infer.checkpoint.api import save_checkpoint; "
         "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

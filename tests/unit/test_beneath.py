@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxd_infer import beneath, open_beneath
-from nxd_infer.beneath import opened_beneath, require_unchanged
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import AdapterError, CheckpointError
 from nxd_infer.layout import SafetensorsSource
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.peft import read_config
-from nxd_infer.trace.sources import weight_source
+from nxd_infer.util import beneath, open_beneath
+from nxd_infer.util.beneath import opened_beneath, require_unchanged
 from nxd_server import paths
 from nxd_server.errors import ForbiddenPathError, RequestError
 from nxd_server.http import weights

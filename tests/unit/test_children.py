@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import nxd_infer as nxd
-from nxd_infer.backends.compile_pool import compile_graphs
-from nxd_infer.children import child_environment, python_code
+from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.cli.demo.client import ServerError
 from nxd_infer.cli.demo.run import load_in_fresh_process
 from nxd_infer.errors import TraceError
 from nxd_infer.testing import assert_parallel_equivalent
+from nxd_infer.util.child_process import child_environment, python_code
 from tests.trainer.models import mlp, vectors
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import json
 import subprocess
 import sys
@@ -12,35 +14,24 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Floors from the top down; a package may import from its own floor and from any floor below.
+# Floors from the top down; a module may import from its own floor and from any floor below.
 FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
     ["nxd_server"],
-    ["nxd_infer.recipes", "nxd_infer.lightning", "nxd_infer.compat.torch_neuronx", "nxd_infer.testing"],
-    ["nxd_infer.trace", "nxd_infer.pipeline", "nxd_infer.trainer", "nxd_infer.distributed"],
-    ["nxd_models", "nxd_infer.backends", "nxd_infer.optimizer"],
-    ["nxd_infer.modules"],
+    ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx"],
+    ["nxd_infer.trace"],
+    ["nxd_infer.runtime", "nxd_infer.trainer"],
+    ["nxd_models", "nxd_infer.backends", "nxd_infer.checkpoint"],
+    ["nxd_infer.graph", "nxd_infer.optimizer"],
+    ["nxd_infer.artifact", "nxd_infer.modules"],
     ["nxd_infer.parallel_layers"],
-    ["nxd_infer.layout", "nxd_infer.comm", "nxd_infer.native", "nxd_infer.ops", "nxd_infer.parallel_state"],
-    [
-        "nxd_infer.beneath",
-        "nxd_infer.open_beneath",
-        "nxd_infer.context",
-        "nxd_infer.dtypes",
-        "nxd_infer.errors",
-        "nxd_infer.cache",
-        "nxd_infer.children",
-        "nxd_infer.compat",
-        "nxd_infer.control_groups",
-        "nxd_infer.memory",
-        "nxd_infer.processors",
-        "nxd_infer.reading",
-        "nxd_infer.suggest",
-        "nxd_infer.units",
-    ],
+    ["nxd_infer.parallel_state"],
+    ["nxd_infer.layout", "nxd_infer.native"],
+    ["nxd_infer.comm", "nxd_infer.ops"],
+    ["nxd_infer.context", "nxd_infer.compat"],
+    ["nxd_infer.util"],
+    ["nxd_infer.errors"],
 ]
-# Pure data that two floors share.
-SHARED = {"nxd_infer.trace.manifest"}
 ROOTS = {
     "nxd_infer": ROOT / "nxd_infer",
     "nxd_server": ROOT / "server/nxd_server",
@@ -69,29 +60,33 @@ def floor_of(module: str) -> int | None:
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """Every module that the file imports, at any depth of nesting, outside ``if TYPE_CHECKING``."""
-    modules: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
+    """Every module of ours that the file imports: inside functions and ``if TYPE_CHECKING``, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            modules.update(f"{base}.{alias.name}" for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return {module_of(target) for target in found if target.split(".")[0] in ROOTS} - {name}
 
-    visit(ast.parse(path.read_text()))
-    return {m for m in modules if m.split(".")[0] in ROOTS}
+
+@functools.cache
+def modules() -> frozenset[str]:
+    return frozenset(name for name, _ in sources())
+
+
+def module_of(target: str) -> str:
+    """The module that holds what is imported by this name."""
+    return target if target in modules() else target.rpartition(".")[0]
 
 
 @pytest.mark.check
 def test_every_module_stands_on_a_floor():
+    """But the package itself, whose names stand for all of them."""
     homeless = [name for name, _ in sources() if name != "nxd_infer" and floor_of(name) is None]
     assert homeless == []
 
@@ -104,8 +99,6 @@ def test_imports_point_down():
         if here is None:
             continue
         for target in imported(name, path):
-            if any(target == shared or target.startswith(shared + ".") for shared in SHARED):
-                continue
             there = floor_of(target)
             if there is not None and there < here:
                 climbing.append(f"{name} imports {target}")
@@ -113,31 +106,12 @@ def test_imports_point_down():
 
 
 @pytest.mark.check
-def test_packages_of_one_floor_form_no_circle():
-    edges: dict[str, set[str]] = {}
-
-    def package_of(module: str) -> str | None:
-        for packages in FLOORS:
-            for package in packages:
-                if module == package or module.startswith(package + "."):
-                    return package
-        return None
-
-    for name, path in sources():
-        source = package_of(name)
-        for target in imported(name, path):
-            if target in SHARED or any(target.startswith(s + ".") for s in SHARED):
-                continue
-            other = package_of(target)
-            if source and other and source != other:
-                edges.setdefault(source, set()).add(other)
-
-    def reaches(start: str, goal: str, seen: frozenset[str] = frozenset()) -> bool:
-        return any(
-            nxt == goal or (nxt not in seen and reaches(nxt, goal, seen | {nxt})) for nxt in edges.get(start, ())
-        )
-
-    assert [package for package in edges if reaches(package, package)] == []
+def test_no_two_modules_reach_each_other():
+    sorter = graphlib.TopologicalSorter({name: imported(name, path) for name, path in sources()})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -164,7 +138,7 @@ def test_importing_the_library_loads_nothing_optional():
 def test_what_starts_ranks_and_serves_tokens_needs_no_torch():
     """Its import takes a second, which the ranks take as well: they would begin theirs only afterwards."""
     modules = loaded_by(
-        "import nxd_infer.trace.rank_model, nxd_infer.trace.worker, nxd_infer.cli.main, nxd_infer.cli.serve\n"
+        "import nxd_infer.runtime.rank_model, nxd_infer.runtime.rank.main, nxd_infer.cli.main, nxd_infer.cli.serve\n"
         "import nxd_server.run, nxd_server.bounded, nxd_server.http.app, nxd_server.engine.engine\n"
         "import nxd_server.text.chat, nxd_server.text.tokenizer"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_infer.memory import available_memory, total_memory
+from nxd_infer.util.memory import available_memory, total_memory
 
 pytestmark = pytest.mark.check
 
@@ -73,7 +73,7 @@ def test_this_machine_has_what_it_says():
 
 FREED_IN_A_THREAD = """
 import ctypes, threading
-from nxd_infer.memory import give_back, held_memory, keep_little
+from nxd_infer.util.memory import give_back, held_memory, keep_little
 keep_little()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

@@ -16,7 +16,7 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 MODULES = (
     "nxd_infer",
     "nxd_infer.trace",
-    "nxd_infer.trace.rank_model",
+    "nxd_infer.runtime.rank_model",
     "nxd_infer.parallel_layers",
     "nxd_infer.parallel_layers.grads",
     "nxd_infer.parallel_layers.layer_norm",
@@ -27,7 +27,7 @@ MODULES = (
     "nxd_infer.parallel_layers.sequence_parallel",
     "nxd_infer.parallel_state",
     "nxd_infer.trainer",
-    "nxd_infer.trainer.checkpoint",
+    "nxd_infer.checkpoint.api",
     "nxd_infer.optimizer",
     "nxd_infer.testing",
     "nxd_infer.modules",

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nxd_infer.children import child_environment
 from nxd_infer.errors import RankFailedError, RankTimeoutError
-from nxd_infer.processors import compute_threads
+from nxd_infer.util.child_process import child_environment
+from nxd_infer.util.processors import compute_threads
 
 STOP_TIMEOUT = 3.0
 """Seconds that a rank has to put the terminal in order before it is killed."""

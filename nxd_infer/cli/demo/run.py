@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_infer.children import child_environment, python_module
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
 from nxd_infer.errors import ArtifactError
-from nxd_infer.units import size
+from nxd_infer.util.child_process import child_environment, python_module
+from nxd_infer.util.units import size
 
 if TYPE_CHECKING:
     from nxd_infer.cli.demo.training import Trained

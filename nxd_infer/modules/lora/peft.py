@@ -16,26 +16,23 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_infer import comm
-from nxd_infer.beneath import AnyPath
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
+from nxd_infer.layout.files.files import REMOVING, replacing, sha256_of
+from nxd_infer.layout.files.manifest import marked_number, read_manifest
 from nxd_infer.layout.sources import open_safetensors
-from nxd_infer.modules.lora.base import Place
+from nxd_infer.modules.lora.base import LoraLayer, Place
 from nxd_infer.modules.lora.config import LoraConfig
-from nxd_infer.parallel_layers.checkpoint_files import REMOVING, replacing, sha256_of
-from nxd_infer.parallel_layers.checkpoint_manifest import marked_number, read_manifest
-
-if TYPE_CHECKING:
-    from nxd_infer.modules.lora.model import LoRAModel
+from nxd_infer.util.beneath import AnyPath
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -75,7 +72,22 @@ class Entry:
         return merge_state_dicts([{self.name: tensor.cpu()} for tensor in ranks], {self.name: self.layout})
 
 
-def entries(model: LoRAModel) -> Iterator[Entry]:
+class AdaptedModel(Protocol):
+    """What is read and written of a model with adapters (:class:`~nxd_infer.modules.lora.model.LoRAModel`)."""
+
+    module: nn.Module
+    lora_config: LoraConfig
+    lora_layers: dict[str, LoraLayer]
+    base_layouts: dict[str, ParamLayout]
+    adapter_names: set[str]
+
+    def base_name(self, name: str) -> str: ...
+    def trained_names(self) -> set[str]: ...
+    def saved_whole(self, name: str) -> bool: ...
+    def require_unmerged(self) -> None: ...
+
+
+def entries(model: AdaptedModel) -> Iterator[Entry]:
     """Everything of the model that an adapter file may hold, the factors first."""
     for path, layer in model.lora_layers.items():
         for part, a, b in layer.factors():
@@ -102,7 +114,7 @@ def _base_name(logical: str, adapted: set[str]) -> str:
     return f"{PREFIX}{path}.base_layer.{leaf}" if path in adapted else PREFIX + logical
 
 
-def save_adapter(model: LoRAModel, folder: Folder) -> None:
+def save_adapter(model: AdaptedModel, folder: Folder) -> None:
     """Write the adapter and what is trained beside it. Every rank must call it; global rank 0 writes.
 
     Files are replaced one by one, the weights first. Raises CheckpointError when they cannot be written, and
@@ -118,7 +130,7 @@ def save_adapter(model: LoRAModel, folder: Folder) -> None:
         comm.barrier(context)
 
 
-def collect_adapter(model: LoRAModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What the two files of the adapter hold, in memory of its own. Every rank must call it."""
     trained, found = model.trained_names(), {}
     for entry in entries(model):
@@ -146,7 +158,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
 
-def _targets(model: LoRAModel) -> list[str]:
+def _targets(model: AdaptedModel) -> list[str]:
     """The adapted projections by PEFT's rule: last components where those name no other layer, else whole paths."""
     adapted = {path for layer in model.lora_layers.values() for path in layer.paths.values()}
     weights = {name for layout in model.base_layouts.values() for name in layout.logical_names}
@@ -281,7 +293,7 @@ def adapted_paths(folder: Path) -> set[str]:
 
 
 @torch.no_grad()
-def load_adapter(model: LoRAModel, folder: Folder) -> None:
+def load_adapter(model: AdaptedModel, folder: Folder) -> None:
     """Read an adapter, of this package or of PEFT, into a model that is adapted in the same places.
 
     Base weights that the file holds beside the adapter are read too. Everything is checked before anything is written.

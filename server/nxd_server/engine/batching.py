@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from nxd_infer.artifact.manifest import BucketSpec, Manifest
 from nxd_infer.errors import InputMismatchError
-from nxd_infer.trace.manifest import BucketSpec, Manifest
-from nxd_infer.trace.router import fits
+from nxd_infer.runtime.router import fits
 
 
 def batches_rows(manifest: Manifest) -> bool:

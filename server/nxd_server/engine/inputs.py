@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.trace.arena import InputBlock
-from nxd_infer.trace.manifest import BucketSpec, InputSpec
+from nxd_infer.runtime.ranks.arena import InputBlock
 from nxd_server.engine.params import SamplingParams
 from nxd_server.engine.scheduler import Row
 from nxd_server.errors import RequestError

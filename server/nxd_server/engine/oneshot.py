@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from nxd_infer.artifact.manifest import BucketSpec, Manifest
 from nxd_infer.errors import ModelConfigError, NxdError, RankFailedError
-from nxd_infer.trace.manifest import BucketSpec, Manifest
-from nxd_infer.trace.router import Router, cut, fill, lawful
+from nxd_infer.runtime.router import Router, cut, fill, lawful
 from nxd_server.engine.batching import (
     batches_rows,
     bucket_fits,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nxd_infer.errors import NxdError, RankError
-from nxd_infer.trace.arena import InputBlock
+from nxd_infer.runtime.ranks.arena import InputBlock
 from nxd_server.engine.costs import StepCosts
 
 WARM_SECONDS = 0.05

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-import nxd_infer
+from nxd_infer.util.version import VERSION
 from nxd_server.text.lanes import Lane
 
 from . import adapters, health, models, sagemaker, text
@@ -47,7 +47,7 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     """All routes over ``service``; ``app.state.in_flight.count`` requests are being answered at any moment."""
     app = FastAPI(
         title="nxd_infer",
-        version=getattr(nxd_infer, "__version__", "0"),
+        version=VERSION,
         docs_url=None,  # the page would load its scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,

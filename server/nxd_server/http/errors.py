@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 
 from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError, RankError
-from nxd_infer.suggest import did_you_mean
+from nxd_infer.util.suggest import did_you_mean
 from nxd_server.errors import (
     AdapterConflictError,
     BodyError,

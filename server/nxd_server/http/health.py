@@ -13,6 +13,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nxd_infer.util.machine import torch_version
+from nxd_infer.util.version import VERSION
+
 from .errors import ApiError, encode
 from .metrics import CONTENT_TYPE
 from .requests import Context, context_of
@@ -50,11 +53,8 @@ async def ping(request: Request) -> Response:
 
 async def version(request: Request) -> dict[str, Any]:
     """What is running."""
-    import nxd_infer
-    from nxd_infer.backends.machine import torch_version
-
     return {
-        "version": getattr(nxd_infer, "__version__", "0"),
+        "version": VERSION,
         "torch": torch_version(),
         "python": platform.python_version(),
     }

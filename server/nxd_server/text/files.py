@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nxd_infer.trace.artifact import LoadedArtifact
+    from nxd_infer.artifact.reader import LoadedArtifact
 
     Source = str | os.PathLike[str] | LoadedArtifact
     """A model's directory, or an artifact."""

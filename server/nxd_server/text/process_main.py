@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.memory import give_back
+from nxd_infer.util.memory import give_back
 from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.process import START_SECONDS, read_frame, write_frame
 

@@ -1,0 +1,263 @@
+"""``manifest.json``: what an artifact is made of. Written last, read first, understood completely or refused.
+
+Format versions are ``major.minor``: a reader refuses another major and ignores unknown fields of a higher minor;
+``requires`` lists features it must know by name whatever the number says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nxd_infer.errors import InputRangeError
+from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "1.0"
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
+PACKED = "packed32"
+"""Encoding of a weight that graphs read in blocks of 32 rows (``nxd_infer.ops.packed``)."""
+PACKED_INT8 = "packed32-int8"
+"""The same in whole numbers of eight bits with a scale a row (``nxd_infer.ops.packed_int8``): lossy."""
+KNOWN_ENCODINGS: frozenset[str] = frozenset({"", "packed16", PACKED, PACKED_INT8})
+"""With those of earlier versions: an artifact carries the operators that pack its weights and read them."""
+MANIFEST_NAME = "manifest.json"
+
+
+class _Model(BaseModel):
+    # JSON has no infinities, and pydantic would write null in their place: a mask is padded with -inf
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype
+
+
+class TensorSpec(_Model):
+    """Name, dtype, shape and stride of one tensor of a graph; the runtime checks all four at every call."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+
+    @model_validator(mode="after")
+    def _check(self):
+        numbers = [*self.shape, *self.stride, self.nbytes]
+        if len(self.shape) != len(self.stride) or min(numbers) < 0 or max(numbers) >= 1 << 62:
+            raise ValueError(f"no tensor has the shape {self.shape} with the strides {self.stride}")
+        return self
+
+    def _check_dimensions(self, what: str, dimensions: Iterable[int]) -> None:
+        for dim in dimensions:
+            if not 0 <= dim < len(self.shape):
+                raise ValueError(
+                    f"{what} names dimension {dim} of {self.name!r}, which has {len(self.shape)}, counted from 0"
+                )
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, **more: Any):
+        return cls(
+            name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), stride=list(tensor.stride()), **more
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous tensor of this shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * (ITEM_BYTES.get(self.dtype) or self.torch_dtype.itemsize)
+
+
+def _check_fits(value: float, spec: TensorSpec) -> None:
+    """ValueError unless the type of ``spec`` can hold ``value``."""
+    low, high = _limits(spec)
+    fits = low <= value <= high
+    if isinstance(high, float):  # a mask is padded with -inf
+        fits = fits or value != value or value in (math.inf, -math.inf)
+    if not fits:
+        raise ValueError(
+            f"{spec.name!r} is {spec.dtype}, which holds {low} to {high}, and is to be filled with "
+            f"{value}: give a value in that range"
+        )
+
+
+def _limits(spec: TensorSpec) -> tuple[float, float]:
+    """The smallest and the largest number that the type of ``spec`` holds."""
+    name = spec.dtype
+    if name in LARGEST_FLOAT:
+        return -LARGEST_FLOAT[name], LARGEST_FLOAT[name]
+    if name in ITEM_BYTES and name != "bool":
+        bits = 8 * ITEM_BYTES[name]
+        return (0, (1 << bits) - 1) if name.startswith("u") else (-1 << bits - 1, (1 << bits - 1) - 1)
+    if name == "bool" or spec.torch_dtype.is_complex:
+        return -math.inf, math.inf
+    import torch
+
+    dtype = spec.torch_dtype
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+class InputSpec(TensorSpec):
+    """A graph input. ``pad`` maps a dimension to the value that fills it up to the bucket's size."""
+
+    role: str = ""
+    default: float | None = None
+    """Value a caller may leave out; the runtime fills the whole tensor with it."""
+    pad: dict[int, float] = Field(default_factory=dict)
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    """Smallest and largest value an element may have, where the model declares them: the caller's process looks,
+    because a graph takes an index outside its table for another row, or for none."""
+
+    @model_validator(mode="after")
+    def _check_fills(self):
+        self._check_dimensions("pad", self.pad)
+        for value in [*self.pad.values(), *([] if self.default is None else [self.default]), self.nearest_to_zero()]:
+            _check_fits(value, self)
+        return self
+
+    def nearest_to_zero(self) -> float:
+        """The value in the declared range that is nearest to zero: for runs on behalf of nobody."""
+        value = 0 if self.minimum is None else max(0, self.minimum)
+        return value if self.maximum is None else min(value, self.maximum)
+
+    def allows(self, value: float) -> bool:
+        """Whether an element may be ``value``; NaN is outside every range."""
+        return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
+
+    def check(self, value: float) -> None:
+        """Raise InputRangeError unless an element may be ``value``."""
+        if not self.allows(value):
+            low, high = self.minimum, self.maximum
+            limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
+            raise InputRangeError(f"input {self.name!r} holds the value {value}; it must be {limits}", self.name)
+
+
+class OutputSpec(TensorSpec):
+    """A graph output. ``cut`` maps a dimension to ``[input name, input dimension]``: cut back to that size."""
+
+    role: str = ""
+    cut: dict[int, tuple[str, int]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_cut(self):
+        self._check_dimensions("cut", self.cut)
+        return self
+
+
+class WeightSpec(TensorSpec):
+    """A tensor the graphs read and never write: ``parameter``, ``buffer`` or ``constant``; in rank r's file by name."""
+
+    kind: str = "parameter"
+    encoding: str = ""
+    """The form in which graphs read it, of KNOWN_ENCODINGS. Files hold the plain tensor; a rank encodes it at load."""
+
+
+class GraphSpec(_Model):
+    """One compiled graph under ``graphs/<digest>/`` and the names of what it takes, in order."""
+
+    digest: str
+    states: list[str]
+    weights: list[str]
+    collectives: list[str] = Field(default_factory=list)
+    """The ordered collective calls, as text; equal on all ranks or the artifact is refused."""
+
+
+class BucketSpec(_Model):
+    """One traced shape. ``graphs[rank]`` is the digest rank ``rank`` runs."""
+
+    name: str
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    graphs: list[str]
+    structure: Any = None
+    """What the model returns: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0", "output_1"]``
+    for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_cuts(self):
+        sizes = {spec.name: len(spec.shape) for spec in self.inputs}
+        for output in self.outputs:
+            for name, dim in output.cut.values():
+                if not 0 <= dim < sizes.get(name, 0):
+                    raise ValueError(f"{output.name!r} is cut to dimension {dim} of {name!r}, which is not there")
+        return self
+
+
+class FileSpec(_Model):
+    size: int
+    sha256: str
+
+
+class Manifest(_Model):
+    """The whole of ``manifest.json``."""
+
+    format: str = FORMAT
+    requires: list[str] = Field(default_factory=list)
+    backend: str
+    target: dict[str, Any] = Field(default_factory=dict)
+    """What the compiled code needs: ``arch``, ``march``, ``cpu_features``, ``threads``."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    tp_degree: int
+    buckets: list[BucketSpec]
+    graphs: dict[str, GraphSpec]
+    states: list[TensorSpec] = Field(default_factory=list)
+    """Per-rank shapes; equal on all ranks. Zero-filled unless the rank's weight file holds ``state:<name>``."""
+    weights: list[WeightSpec] = Field(default_factory=list)
+    weight_schema: str = ""
+    """Hash over the names, dtypes, shapes and strides of ``weights``; guards ``update_weights``."""
+    layout: dict[str, Any] = Field(default_factory=dict)
+    """How each rank's weight is made of logical tensors, so that new logical weights can be cut to fit."""
+    ops: list[str] = Field(default_factory=list)
+    """Operator libraries under ``ops/`` that the graphs call, by content hash."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """What a server needs to know: ``task``, limits, model name. Nothing here changes a graph."""
+    files: dict[str, FileSpec] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_layout(self):
+        entries = self.layout.get("weights", {})
+        for name, entry in entries.items() if isinstance(entries, dict) else [("weights", entries)]:
+            logical, ranks = (entry.get("logical"), entry.get("ranks") or []) if isinstance(entry, dict) else (None, [])
+            parts = [ranks, *(logical.values() if isinstance(logical, dict) else [None])]
+            if not all(isinstance(part, list) for part in parts) or len(ranks) != self.tp_degree:
+                raise ValueError(f"the layout does not say what {name!r} is made of on {self.tp_degree} ranks")
+        return self
+
+    def bucket(self, name: str) -> BucketSpec:
+        for bucket in self.buckets:
+            if bucket.name == name:
+                return bucket
+        raise KeyError(name)
+
+
+def weight_schema_hash(weights: list[WeightSpec]) -> str:
+    """Hash of names, dtypes, shapes and strides, in order of name."""
+    rows = sorted((w.name, w.dtype, w.shape, w.stride) for w in weights)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""A rank's weight file: written in one pass, mapped, and the initial values of states in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import TensorSpec, WeightSpec
+from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.layout.sources import DTYPES
+
+STATE_PREFIX = "state:"
+"""In a rank's weight file: the initial value of a state that does not start as zeros."""
+
+
+def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = False) -> dict[str, Tensor]:
+    """The weights of one rank, memory-mapped (copy on write): pages are read when a graph touches them.
+
+    A weight whose traced stride is not contiguous is copied into that stride, since graphs are compiled for it.
+    ``partial`` allows some to be absent.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weights: dict[str, Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as source:
+            present = set(source.keys())
+            for spec in specs:
+                if partial and spec.name not in present:
+                    continue
+                tensor = source.get_tensor(spec.name)
+                if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape:
+                    raise ArtifactCorruptError(
+                        f"{file.name}: {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
+                        f"expected {spec.dtype}{spec.shape}"
+                    )
+                if list(tensor.stride()) != spec.stride and tensor.numel() > 0:
+                    tensor = _empty(spec).copy_(tensor)
+                weights[spec.name] = tensor
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{file.name} cannot be read as safetensors: {error}") from error
+    return weights
+
+
+def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int], Tensor]:
+    """The entries of tables of adapters that a file of new weights holds, memory-mapped, by table and slot."""
+    from safetensors import safe_open
+
+    tables = {spec.name: spec for spec in specs}
+    found: dict[tuple[str, int], Tensor] = {}
+    with safe_open(file, framework="pt") as source:
+        for name in list(source.keys()):
+            entry = parse_entry(name)
+            if entry is None or entry[0] not in tables:
+                continue
+            spec, tensor = tables[entry[0]], source.get_tensor(name)
+            if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape[1:] or entry[1] >= spec.shape[0]:
+                raise ArtifactCorruptError(
+                    f"{file.name}: {name!r} is {tensor.dtype}{list(tensor.shape)}, expected {spec.dtype}"
+                    f"{spec.shape[1:]} and a slot below {spec.shape[0]}"
+                )
+            found[entry] = tensor
+    return found
+
+
+def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The states that do not start as zeros, by name."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as source:
+        present = set(source.keys())
+        initial = {
+            spec.name: source.get_tensor(STATE_PREFIX + spec.name)
+            for spec in specs
+            if STATE_PREFIX + spec.name in present
+        }
+    for spec in specs:
+        tensor = initial.get(spec.name)
+        if tensor is not None and (tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape):
+            raise ArtifactCorruptError(
+                f"{file.name}: the initial value of state {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, "
+                f"expected {spec.dtype}{spec.shape}"
+            )
+    return initial
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
+
+
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
+"""The types a weight file can hold."""
+
+
+_ENTRY = re.compile(r"(.+)\[(\d+)\]")
+
+
+def entry_name(table: str, slot: int) -> str:
+    """What the entry ``table[slot]`` of a table of adapters is called in a rank's file of new weights."""
+    return f"{table}[{slot}]"
+
+
+def parse_entry(name: str) -> tuple[str, int] | None:
+    """The inverse of :func:`entry_name`; None for the name of a whole weight."""
+    match = _ENTRY.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def write_safetensors(
+    file: BinaryIO,
+    specs: Sequence[WeightSpec],
+    tensor: Callable[[WeightSpec], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write what ``tensor`` returns for each of ``specs`` as a safetensors file; no more than one is in memory.
+
+    The widest types come first: the format has no gaps, and files are mapped, so that a float behind three booleans
+    would lie across the boundaries of its kind.
+    """
+    specs = sorted(specs, key=lambda spec: -spec.torch_dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": _SAFETENSORS_NAMES[spec.torch_dtype],
+            "shape": spec.shape,
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # the data starts on a cache line; tensors whose size allows stay on one
+    file.write(len(text).to_bytes(8, "little") + text)
+    for spec in specs:
+        flat = tensor(spec).contiguous().reshape(-1)
+        if flat.numel():
+            file.write(flat.view(torch.uint8).numpy().data)
+        del flat  # before the next one is made
+    file.flush()
+
+
+def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a rank's weight file with ``tensors`` in place of those of the same names."""
+    from safetensors import safe_open
+
+    with safe_open(source, framework="pt") as file, open(target, "wb") as out:
+        names = list(file.keys())
+
+        def tensor(name: str) -> Tensor:
+            return tensors[name] if name in tensors else file.get_tensor(name)
+
+        specs = [WeightSpec.of(name, tensor(name)) for name in names]
+        write_safetensors(out, specs, lambda spec: tensor(spec.name))

@@ -1,0 +1,308 @@
+"""Reading an artifact: verify it, or refuse it by name.
+
+Reading needs neither the model's code nor a compiler, and nothing is unpickled. It does run native code, so the
+checksums are there to detect damage, not malice: load artifacts you trust, or pin one with ``expect_digest``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from nxd_infer.artifact.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
+from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
+from nxd_infer.artifact.verified import Stamp, changed_files, stamp_of, verify_files
+from nxd_infer.artifact.writer import (
+    CHECKSUM_KEY,
+    check_weight_file,
+    checked_name,
+    manifest_checksum,
+    no_constant,
+)
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError
+from nxd_infer.util.reading import unique_keys
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "LoadedArtifact",
+    "artifact_digest",
+    "read_artifact",
+]
+
+log = logging.getLogger(__name__)
+
+_MANIFEST_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True)
+class LoadedArtifact:
+    """A verified artifact on disk. Nothing of it has been read into memory but the manifest."""
+
+    manifest: Manifest
+    path: Path
+    digest: str
+    """sha256 of ``manifest.json``, which holds the sha256 of every other file: it names the whole artifact."""
+    temporary: bool = False
+    """Whether the directory belongs to this process and goes away with it (a traced model that was not saved)."""
+    stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
+    """Of every file that was verified: by them :meth:`verify_again` knows it."""
+    _found: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
+    """Of every file, before anything of it was read."""
+    _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
+    _ignored: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def find(self, name: str) -> Path | None:
+        """A file of the artifact; None for one that its manifest does not list, and so does not cover by its digest.
+
+        When such a file lies there all the same, a warning says once that it is ignored.
+        """
+        if name in self.manifest.files:
+            return self.path / name
+        if name not in self._ignored and os.path.lexists(self.path / name):
+            self._ignored.add(name)
+            log.warning("%s is ignored: the artifact's manifest does not list it", self.path / name)
+        return None
+
+    def find_in(self, folder: str) -> list[Path]:
+        """The files directly in a folder, as :meth:`find` finds them."""
+        there = (
+            {f"{folder}/{name}" for name in os.listdir(self.path / folder)} if (self.path / folder).is_dir() else set()
+        )
+        listed = {name for name in self.manifest.files if name.rpartition("/")[0] == folder}
+        return [path for name in sorted(there | listed) if (path := self.find(name)) is not None]
+
+    def file(self, name: str) -> Path:
+        """As :meth:`find`, of a file that must be there. Raises ArtifactCorruptError."""
+        path = self.find(name)
+        if path is None:
+            raise ArtifactCorruptError(f"the manifest of {self.path} does not list the file {name}, which is needed")
+        return path
+
+    def graph_dir(self, digest: str) -> Path:
+        """The folder of a graph. Raises ArtifactCorruptError when something else lies in it: loaders take a whole
+        folder, and what in it is code goes by endings."""
+        folder = self.path / "graphs" / digest
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(self.path).as_posix()
+            if name not in self.manifest.files and (path.is_symlink() or not path.is_dir()):
+                raise ArtifactCorruptError(
+                    f"{path} is not listed in the artifact's manifest, and might be run as code: remove that file"
+                )
+        return folder
+
+    def weight_file(self, rank: int) -> Path:
+        return self.file(weight_name(rank))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files of all ranks; those that are missing are told when they are read."""
+        files = [self.weight_file(rank) for rank in range(self.manifest.tp_degree)]
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def op_file(self, digest: str) -> Path:
+        return self.file(f"ops/{digest}.so")
+
+    @property
+    def bucket_kernel_file(self) -> Path | None:
+        """The user's bucket kernel, or None when the package routes."""
+        return self.file(BUCKET_KERNEL_NAME) if "bucket-kernel" in self.manifest.requires else None
+
+    def check_kernel(self, allowed: bool) -> None:
+        """Raise ArtifactError for a bucket kernel unless one is ``allowed``."""
+        if self.bucket_kernel_file is not None and not allowed:
+            why = "which is code, and allow_kernel=False (--no-kernel): allow it if you trust whoever made it"
+            raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
+
+    def verify(self) -> None:
+        """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written, or is another one than
+        when the artifact was loaded: some may have been read since."""
+        self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
+        self._require(name for name, stamp in self._found.items() if self.stamps[name] != stamp)
+
+    def verify_again(self, rank: int) -> None:
+        """Before rank ``rank`` reads anything: hash what it will read, where it may be other than what was verified;
+        nothing for what never was.
+
+        Raises ArtifactCorruptError as :meth:`verify` does, and when another artifact has taken this one's place.
+        """
+        if artifact_digest(self.path) != self.digest:
+            raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
+        changed = changed_files(self.path, self.stamps, self._own(rank))
+        self.stamps.update(verify_files(self.path, self.manifest.files, changed))
+
+    def require_unchanged(self, rank: int | None = None) -> None:
+        """After the files were read, or those of rank ``rank``: raise ArtifactCorruptError for one that was written to,
+        or replaced, since it was verified. To hash it again would not tell: it may be back in its place."""
+        self._require(changed_files(self.path, self.stamps, self.stamps if rank is None else self._own(rank)))
+
+    def _own(self, rank: int) -> list[str]:
+        code = ("graphs/", "ops/", BUCKET_KERNEL_NAME)
+        return [name for name in self.stamps if name.startswith(code) or name == weight_name(rank)]
+
+    def _require(self, changed: Iterable[str]) -> None:
+        for name in changed:
+            raise ArtifactCorruptError(
+                f"{name} of {self.path} was changed while it was loaded; load the artifact again"
+            )
+
+    def discard(self) -> None:
+        """Remove a temporary artifact's directory; nothing for any other."""
+        for finalizer in self._owner:
+            finalizer()
+
+
+def artifact_digest(path: str | os.PathLike[str]) -> str:
+    """The digest that ``expect_digest`` compares: sha256 of ``manifest.json``."""
+    return hashlib.sha256(_read_manifest(Path(path))).hexdigest()
+
+
+def read_artifact(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    temporary: bool = False,
+    later: bool = False,
+    check: Callable[[Path, Manifest], None] | None = None,
+) -> LoadedArtifact:
+    """Check the artifact at ``path`` and return its manifest.
+
+    ``verify`` hashes every file (in parallel threads); sizes are checked in any case. ``expect_digest`` pins the
+    artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. Files the manifest
+    does not list are ignored. ``temporary`` hands the directory over: it is removed when the returned object goes away.
+    ``later`` leaves hashing to who starts the ranks: ``verify()``. ``check`` is called with the directory and the
+    manifest once its format is known and before its contents are believed: it may refuse an artifact of another
+    version.
+
+    Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, ArtifactCorruptError
+    (it names the file) for anything damaged.
+    """
+    root = Path(os.path.abspath(path))
+    data = _read_manifest(root)
+    digest = hashlib.sha256(data).hexdigest()
+    if expect_digest is not None and expect_digest.removeprefix("sha256:").lower() != digest:
+        raise ArtifactCorruptError(
+            f"the artifact {root} has digest {digest}, expected {expect_digest}: it is another one"
+        )
+    manifest = _parse(root, data, check)
+    artifact = LoadedArtifact(manifest, root, digest, temporary, _found=_check_files(root, manifest))
+    if (verify or expect_digest is not None) and not later:
+        artifact.verify()
+    for rank in range(manifest.tp_degree):
+        check_weight_file(root / weight_name(rank), manifest)
+    if temporary:
+        artifact._owner.append(weakref.finalize(manifest, _remove, root, os.getpid()))
+    return artifact
+
+
+def _remove(root: Path, owner: int) -> None:
+    """Remove a temporary artifact, in the process that made it: a forked child that ends leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _read_manifest(root: Path) -> bytes:
+    if not root.is_dir():
+        raise ArtifactError(f"{root} is not an artifact: there is no such directory")
+    path = root / MANIFEST_NAME
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        if (root / "config.json").is_file():
+            raise ArtifactError(
+                f"{root} is not an artifact but a model to trace: "
+                f"`nxd-infer trace {root} --out artifact` makes one of it"
+            ) from None
+        raise ArtifactError(
+            f"{root} is not an artifact: it has no {MANIFEST_NAME}, which is written last; "
+            "give the directory that parallel_model_save or `nxd-infer trace --out` wrote"
+        ) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise ArtifactCorruptError(f"{path} is not a regular file; refusing it")
+    if info.st_size > _MANIFEST_LIMIT:
+        raise ArtifactCorruptError(
+            f"{path} has {info.st_size} bytes, more than the {_MANIFEST_LIMIT} a manifest may have"
+        )
+    return path.read_bytes()
+
+
+def _parse(root: Path, data: bytes, check: Callable[[Path, Manifest], None] | None) -> Manifest:
+    """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
+    path = root / MANIFEST_NAME
+    try:
+        fields = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+    require_flat(fields, path)
+    if rb"\ud" in data.lower():  # half a character, perhaps, which is no text and would be written as another
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ArtifactCorruptError(f"{path} is damaged: it holds half a character ({error.reason})") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("format"), str):
+        raise ArtifactCorruptError(f"{path} is damaged: it has no format")
+    found, known = fields["format"], FORMAT
+    if found.split(".")[0] != known.split(".")[0]:
+        raise ArtifactVersionError(
+            f"the artifact {root} has format {found}; this package reads {known.split('.')[0]}.x: "
+            "trace again with this version, or load it with the one that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise ArtifactCorruptError(f"{path} is damaged: {where}: {first['msg']}") from error
+    for weight in manifest.weights:
+        if weight.encoding not in KNOWN_ENCODINGS:
+            raise ArtifactVersionError(
+                f"the artifact {root} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
+                "version of nxd_infer does not know: upgrade it"
+            )
+    unknown = sorted(set(manifest.requires) - KNOWN_REQUIREMENTS)
+    if unknown:
+        raise ArtifactVersionError(
+            f"the artifact {root} requires {', '.join(unknown)}, which this version of nxd_infer does not know: "
+            "upgrade it"
+        )
+    if check is not None:
+        check(root, manifest)
+    if fields.get(CHECKSUM_KEY) != manifest_checksum(fields):
+        raise ArtifactCorruptError(f"{path} is damaged: its contents differ from its own checksum")
+    check_structure(path, manifest)
+    return manifest
+
+
+def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:
+    """Every listed file is a regular file inside ``root`` of the recorded size; their stamps."""
+    stamps = {}
+    real_root = os.path.realpath(root)
+    for name, spec in manifest.files.items():
+        path = root / checked_name(name)
+        parent = os.path.realpath(path.parent)
+        if parent != real_root and not parent.startswith(real_root.rstrip(os.sep) + os.sep):
+            raise ArtifactCorruptError(f"{path} leads out of the artifact; refusing it")
+        try:
+            info = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ArtifactCorruptError(f"the artifact {root} lacks its file {name}") from None
+        if not stat.S_ISREG(info.st_mode):
+            raise ArtifactCorruptError(f"{path} is a link or not a regular file; an artifact holds plain files only")
+        if info.st_size != spec.size:
+            short = "truncated" if info.st_size < spec.size else "altered"
+            raise ArtifactCorruptError(f"{name} of {root} is {short}: {info.st_size} bytes, recorded {spec.size}")
+        stamps[name] = stamp_of(info)
+    return stamps

@@ -1,0 +1,71 @@
+"""Whether a manifest holds together: how deep it is, whether its references resolve, whether its files are listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.util.reading import MOST_LEVELS
+
+BUCKET_KERNEL_NAME = "bucket_kernel.pt"
+"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``.
+
+Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save`` to
+a path aborts the whole process.
+"""
+
+
+def require_flat(value: Any, what: Path) -> None:
+    """Raise ArtifactCorruptError when the JSON of the file ``what`` is nested more deeply than anything of ours."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        held = [item for item in level if isinstance(item, dict | list)]
+        level = [inner for item in held for inner in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise ArtifactCorruptError(f"{what} is damaged: it is nested more than {MOST_LEVELS} levels deep")
+
+
+def weight_name(rank: int) -> str:
+    return f"weights/rank_{rank:02d}.safetensors"
+
+
+def check_structure(path: Path, manifest: Manifest) -> None:
+    """What the rest of the package relies on: every reference resolves, every file it needs is listed."""
+    problems: list[str] = []
+    if manifest.tp_degree < 1:
+        problems.append(f"tp degree {manifest.tp_degree}")
+    if not manifest.buckets:
+        problems.append("no buckets")
+    names = [bucket.name for bucket in manifest.buckets]
+    problems += [f"bucket {name!r} twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    states = {state.name for state in manifest.states}
+    weights = {weight.name for weight in manifest.weights}
+    for bucket in manifest.buckets:
+        if len(bucket.graphs) != manifest.tp_degree:
+            problems.append(f"bucket {bucket.name!r} has {len(bucket.graphs)} graphs for {manifest.tp_degree} ranks")
+        problems += [f"graph {g} of bucket {bucket.name!r}" for g in bucket.graphs if g not in manifest.graphs]
+        named = set() if bucket.structure is None else set(_names_in(bucket.structure))
+        strange = sorted(named - {output.name for output in bucket.outputs})
+        problems += [f"output {name!r} of bucket {bucket.name!r}" for name in strange]
+    for key, graph in manifest.graphs.items():
+        problems += [f"state {name!r} of graph {key}" for name in graph.states if name not in states]
+        problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
+        if not any(name.startswith(f"graphs/{key}/") for name in manifest.files):
+            problems.append(f"no file of graph {key}")
+    ranks = range(0 if problems else manifest.tp_degree)  # which is then the number of graphs
+    needed = [weight_name(rank) for rank in ranks] + [f"ops/{op}.so" for op in manifest.ops]
+    if "bucket-kernel" in manifest.requires:
+        needed.append(BUCKET_KERNEL_NAME)
+    problems += [f"file {name} is not listed" for name in needed if name not in manifest.files]
+    if problems:
+        raise ArtifactCorruptError(f"{path} does not hold together: {'; '.join(problems[:5])}")
+
+
+def _names_in(structure: Any) -> list[str]:
+    """The output names in a bucket's structure, and as text what can be none."""
+    if not isinstance(structure, dict | list):
+        return [str(structure)]
+    return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]

@@ -1,0 +1,93 @@
+"""Files that were verified, and the stamps by which a rank that starts later knows them for the same.
+
+To hash gigabytes again whenever a rank starts anew would double the time that it takes. A file whose inode, size and
+times are those that it had when it was hashed is not hashed again: every write sets a file's change time (ctime), which
+nobody but the machine's administrator can set back. A file with another stamp is hashed, and refused when it differs.
+What this does not see is a store into a writable mapping whose page has been dirty since before the hash: to wait for
+the disk at every start would be the price.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from nxd_infer.artifact.manifest import FileSpec
+from nxd_infer.artifact.writer import hash_open_file, on_every_core
+from nxd_infer.errors import ArtifactCorruptError
+
+Stamp = tuple[int, int, int, int, int]
+"""Device, inode, size, and the times of the last write and change in nanoseconds."""
+
+_TICK = 0.02
+"""Seconds that are longer than the step in which any file system counts time."""
+
+
+def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]) -> dict[str, Stamp]:
+    """Hash ``names`` of ``files`` below ``root``, and return their stamps.
+
+    Raises ArtifactCorruptError naming one that is not as ``files`` records it.
+    """
+    names = list(names)
+    stamps = on_every_core(lambda name: _verify_file(root, name, files[name]), names)
+    return dict(zip(names, stamps, strict=True))
+
+
+def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that have a stamp and no longer have that one."""
+    changed = []
+    for name in names:
+        if name in stamps:
+            try:
+                now = stamp_of(os.stat(root / name, follow_symlinks=False))
+            except OSError:
+                now = None
+            if now != stamps[name]:
+                changed.append(name)
+    return changed
+
+
+@contextlib.contextmanager
+def stamps_file(stamps: Mapping[str, Stamp]) -> Iterator[int]:
+    """The descriptor of a file without a name that holds ``stamps``, for ranks to read."""
+    fd = os.memfd_create("nxd-stamps", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(json.dumps(stamps).encode())
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_stamps(fd: int) -> dict[str, Stamp]:
+    """What :func:`stamps_file` has written. Several processes may read it at once: the position in it is theirs too."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    return {name: tuple(stamp) for name, stamp in json.loads(data).items()}
+
+
+def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
+    try:
+        with open(root / name, "rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
+            if time.time() - before.st_ctime < _TICK:
+                time.sleep(_TICK)  # what is written from here on has another time
+            found = hash_open_file(file)
+            after = os.fstat(file.fileno())
+    except OSError as error:
+        raise ArtifactCorruptError(f"{name} of {root} cannot be read: {error.strerror}") from error
+    if found.sha256 != spec.sha256:
+        raise ArtifactCorruptError(
+            f"{name} of {root} is altered: sha256 {found.sha256[:16]}..., recorded {spec.sha256[:16]}..."
+        )
+    if stamp_of(before) != stamp_of(after):
+        raise ArtifactCorruptError(f"{name} of {root} was written to while it was verified; load the artifact again")
+    return stamp_of(after)
+
+
+def stamp_of(info: os.stat_result) -> Stamp:
+    """What tells that a file is the same, and was not written to or renamed."""
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

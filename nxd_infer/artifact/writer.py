@@ -1,0 +1,385 @@
+"""Writing an artifact so that a half of one is never loadable: a directory beside the target, renamed when whole.
+
+The writer fills a hidden temporary directory next to the target. ``commit`` hashes and fsyncs every file, writes
+``manifest.json`` last, and renames the directory into place; an existing artifact is exchanged in one system call
+where the file system can (``renameat2``). Any exception, an interrupt included, removes the temporary directory.
+What a killed writer leaves behind is removed by the next one: a live writer holds a lock on its directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nxd_infer.artifact.manifest import MANIFEST_NAME, FileSpec, Manifest
+from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceError
+from nxd_infer.util.dtypes import SAFETENSORS_DTYPES
+from nxd_infer.util.processors import processors
+from nxd_infer.util.reading import sha256_and_size
+from nxd_infer.util.units import size
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CHECKSUM_KEY = "manifest_sha256"
+"""Checksum of the manifest's other fields, so that a damaged byte of the manifest itself is noticed."""
+
+_YOUNG = 5.0
+"""Seconds during which an unlocked temporary directory is taken to be in use."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXTS = ("no space left", "os error 28", "disk quota exceeded", "os error 122", "file too large", "os error 27")
+
+
+def hash_file(path: Path) -> FileSpec:
+    """Size and sha256 of one file; the hash runs without the GIL, so files hash in parallel threads."""
+    with open(path, "rb", buffering=0) as file:
+        return hash_open_file(file)
+
+
+def hash_open_file(file: io.FileIO) -> FileSpec:
+    """:func:`hash_file` of what is left to read of an open one."""
+    sha256, nbytes = sha256_and_size(file)
+    return FileSpec(size=nbytes, sha256=sha256)
+
+
+def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
+    """Hash many files at once."""
+    return dict(zip(paths, on_every_core(hash_file, paths.values()), strict=True))
+
+
+def on_every_core(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """``read`` of each of ``items``, in one thread a core; for what leaves the interpreter to others."""
+    with ThreadPoolExecutor(max_workers=min(16, processors())) as pool:
+        return list(pool.map(read, items))
+
+
+def manifest_checksum(fields: Mapping[str, Any]) -> str:
+    """sha256 of the manifest's fields in canonical JSON, without the checksum itself."""
+    rest = {key: value for key, value in fields.items() if key != CHECKSUM_KEY}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def no_constant(name: str) -> Any:
+    """For ``NaN`` and ``Infinity``, which are no JSON and become null when they are written again: a ValueError."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The contents of ``manifest.json``, checksum included."""
+    fields = json.loads(manifest.model_dump_json())
+    fields[CHECKSUM_KEY] = manifest_checksum(fields)
+    return json.dumps(fields, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def check_weight_file(path: Path, manifest: Manifest) -> None:
+    """The file is safetensors and holds the weights of the manifest with their dtypes and shapes.
+
+    Only the header is read. Anything else in its place (a pickle, say) is refused without being interpreted.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = f"weights/{path.name}"
+    try:
+        with safe_open(path, framework="np") as file:  # of either framework: no tensor is made
+            keys = set(file.keys())
+            for weight in manifest.weights:
+                if weight.name not in keys:
+                    raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
+                piece = file.get_slice(weight.name)
+                if list(piece.get_shape()) != weight.shape or SAFETENSORS_DTYPES.get(piece.get_dtype()) != weight.dtype:
+                    raise ArtifactCorruptError(
+                        f"{name}: {weight.name!r} is {piece.get_dtype()}{list(piece.get_shape())}, "
+                        f"recorded {weight.dtype}{weight.shape}"
+                    )
+    except SafetensorError as error:
+        raise ArtifactCorruptError(f"{name} is not a safetensors file ({error}); nothing else is ever read") from error
+
+
+def checked_name(name: str) -> str:
+    """``name`` when it is a plain relative path that stays inside its directory, else ArtifactCorruptError."""
+    parts = PurePosixPath(name).parts
+    plain = name == "/".join(parts) and ".." not in parts and "." not in parts
+    if not name or not plain or name.startswith("/") or "\\" in name or "\0" in name:
+        raise ArtifactCorruptError(f"{name!r} is not a path inside an artifact; refusing it")
+    return name
+
+
+class ArtifactWriter:
+    """Write an artifact at ``target``, all or nothing.
+
+    ::
+
+        with ArtifactWriter("out") as writer:
+            (writer.path / "graphs" / digest).mkdir(parents=True)     # write below writer.path as you like,
+            writer.write_safetensors("weights/rank_00.safetensors", tensors)
+            writer.add("config.json", source_file)
+            writer.commit(manifest)                                   # manifest.files is filled in here
+
+    Leaving the block without ``commit``, by an exception or not, removes everything that was written.
+
+    Raises ArtifactError when ``target`` exists and is neither an artifact nor an empty directory (nothing else is
+    ever replaced), or exists at all with ``replace=False``; ArtifactSpaceError when the disk or a quota is full.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, replace: bool = True):
+        self.target = Path(os.path.abspath(target))
+        self.replace = replace
+        self._path: Path | None = None
+        self._lock = -1
+        self._known: dict[str, FileSpec] = {}
+        self._committed = False
+
+    @property
+    def path(self) -> Path:
+        """The temporary directory: write files and subdirectories here."""
+        if self._path is None:
+            raise ArtifactError("ArtifactWriter is used as a context manager: `with ArtifactWriter(target) as writer:`")
+        return self._path
+
+    def __enter__(self) -> ArtifactWriter:
+        self.check_target()
+        with _disk_errors(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.target)
+            self._path = self.target.parent / f".{self.target.name}.tmp-{secrets.token_hex(6)}"
+            try:
+                self._path.mkdir()
+                self._lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                with contextlib.suppress(OSError):  # NFS has no locks on directories: nothing is tidied up there
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                self.abandon()
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        full = isinstance(error, Exception) and is_disk_full(error)
+        self.abandon()
+        if full and not isinstance(error, ArtifactSpaceError):
+            raise _space_error(self.target) from error
+
+    def abandon(self) -> None:
+        """Remove what was written. Does nothing after ``commit``."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def file(self, name: str) -> Path:
+        """Where to write the file ``name`` (a relative path with ``/``); its directory is made."""
+        path = self.path / checked_name(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        path = self.file(name)
+        path.write_bytes(data)
+        return path
+
+    def write_safetensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+        """Write ``tensors`` (each contiguous) as a safetensors file."""
+        from safetensors.torch import save_file
+
+        path = self.file(name)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        free = shutil.disk_usage(path.parent).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f"{needed} bytes needed, {free} free", str(path))
+        save_file(dict(tensors), path)
+        return path
+
+    def add(self, name: str, source: str | os.PathLike[str], *, link: bool = False, known: FileSpec | None = None):
+        """Take a file in under ``name``: a copy, or with ``link`` a hard link where the file system allows one.
+
+        ``known`` is the size and checksum the source had when it was written. A linked file keeps it without being
+        read again; a copy is hashed at ``commit`` and must still match it.
+        """
+        path = self.file(name)
+        if link:
+            try:
+                os.link(source, path, follow_symlinks=False)
+            except OSError as error:
+                if is_disk_full(error):
+                    raise
+            else:
+                if known is not None and path.stat().st_size == known.size:
+                    self._known[name] = known
+                return path
+        shutil.copyfile(source, path)
+        if known is not None and (found := hash_file(path)) != known:
+            raise ArtifactCorruptError(
+                f"{os.fspath(source)} differs from its checksum ({found.size} bytes, sha256 {found.sha256[:12]}..., "
+                f"recorded {known.size} bytes, {known.sha256[:12]}...): it was changed after it was traced; trace again"
+            )
+        return path
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Fill ``manifest.files``, make everything durable, write ``manifest.json`` and rename into place."""
+        with _disk_errors(self.target):
+            links = [path for path in self.path.rglob("*") if path.is_symlink()]
+            if links:
+                raise ArtifactError(f"an artifact holds no symbolic links, found {links[0].relative_to(self.path)}")
+            files = {
+                str(path.relative_to(self.path).as_posix()): path
+                for path in sorted(self.path.rglob("*"))
+                if path.is_file() and path != self.path / MANIFEST_NAME
+            }
+            new = hash_files({name: path for name, path in files.items() if name not in self._known})
+            manifest.files = {name: new.get(name) or self._known[name] for name in files}
+            mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # as the caller's umask says
+            for path in files.values():
+                if stat.S_IMODE(path.stat().st_mode) != mode:
+                    path.chmod(mode)  # safetensors writes files that only their owner can read
+                _fsync(path)
+            _write_durably(self.path / MANIFEST_NAME, manifest_bytes(manifest))
+            for directory in [*(p for p in self.path.rglob("*") if p.is_dir()), self.path]:
+                _fsync(directory)
+            self.check_target()
+            self._rename()
+            _fsync(self.target.parent)
+        return self.target
+
+    def _rename(self) -> None:
+        """Put the finished directory at the target. From here on an interrupt leaves the old or the new one, whole."""
+        try:
+            os.rename(self.path, self.target)  # onto nothing, or onto an empty directory
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if self.replace:
+                self._replace()
+            else:
+                raise ArtifactError(f"{self.target} has appeared meanwhile; choose another directory") from error
+        self._path = None
+
+    def _replace(self) -> None:
+        if _exchange(self.path, self.target):
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        # Two steps, where a file system knows no better. The old artifact's name is not one of those that a later
+        # writer removes: a machine that stops between the two leaves it there.
+        old = self.target.parent / f".{self.target.name}.old-{secrets.token_hex(6)}"
+        try:
+            os.rename(self.target, old)
+            os.rename(self.path, self.target)
+        except BaseException:
+            if not self.target.exists() and old.exists():
+                os.rename(old, self.target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def check_target(self) -> None:
+        """Raise ArtifactError when what is at the target now must not be replaced."""
+        if not os.path.lexists(self.target):
+            return
+        if not self.replace:
+            raise ArtifactError(f"{self.target} exists already; remove it or choose another directory")
+        if self.target.is_symlink() or not self.target.is_dir():
+            raise ArtifactError(f"{self.target} exists and is not a directory; choose another place for the artifact")
+        if os.path.ismount(self.target):
+            raise ArtifactError(
+                f"{self.target} is a mount point, which cannot be replaced in one step; give a directory below it"
+            )
+        entries = os.listdir(self.target)
+        if entries and MANIFEST_NAME not in entries:
+            raise ArtifactError(
+                f"{self.target} holds {len(entries)} entries and no {MANIFEST_NAME}, so it is not an artifact; "
+                "it is left alone: choose an empty or new directory"
+            )
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories in one step (``renameat2`` with RENAME_EXCHANGE); False where that does not exist."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove temporary directories of writers that were killed: nobody holds their lock."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if time.time() - os.fstat(fd).st_ctime < _YOUNG:
+                continue  # its writer may not have taken the lock yet
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # in use, or nobody can say whether it is
+        finally:
+            os.close(fd)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether ``error`` or what caused it says that the disk is full; not every library keeps the error number."""
+    seen = 0
+    while error is not None and seen < 8:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if not isinstance(error, OSError) and any(text in str(error).lower() for text in _FULL_TEXTS):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _space_error(target: Path) -> ArtifactSpaceError:
+    try:
+        free = f"{size(shutil.disk_usage(target.parent).free)} free"
+    except OSError:
+        free = "free space unknown"
+    return ArtifactSpaceError(
+        f"no space left while writing the artifact {target} ({free} after removing what was written); "
+        "nothing of it is left: free space or choose another directory"
+    )
+
+
+@contextlib.contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """Turn what the operating system says about a full or unwritable disk into errors of ours."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise _space_error(target) from error
+        raise ArtifactError(f"cannot write the artifact {target}: {error}") from error

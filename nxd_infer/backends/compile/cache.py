@@ -1,0 +1,170 @@
+"""Compiled graphs of earlier traces, under ``cache_dir()/graphs``: keyed by digest, verified, bounded, shared.
+
+The digest covers graph, options, torch and operators; the C++ compiler's version is part of the key as well. Entries
+appear by a rename, are checked file by file when used, and the least recently used go first when the total passes
+``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; ``500M`` and ``4G`` are understood too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxd_infer.errors import TraceConfigError
+from nxd_infer.util.cache_dir import cache_dir, opened
+
+ENTRY = "entry.json"
+LIMIT = 4 << 30
+
+
+def cache_limit() -> int:
+    """``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 turns the cache off. Raises TraceConfigError for what is no size."""
+    text = os.environ.get("NXD_INFER_CACHE_LIMIT", "").strip()
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:I?B)?", text.upper())
+    if text and not found:
+        raise TraceConfigError(
+            f"NXD_INFER_CACHE_LIMIT={text!r} is no size: give bytes, or a whole number with K, M, G or T, such as 4G"
+        )
+    return int(found[1]) << 10 * " KMGT".index(found[2] or " ") if found else LIMIT
+
+
+@functools.cache
+def compiler_version() -> str:
+    """What the C++ compiler says it is; empty where there is none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [os.environ.get("CXX", "g++"), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
+        return done.stdout.split("\n")[0]
+    return ""
+
+
+WAIT = 30.0
+"""Seconds to wait for another process that looks after the cache; after that this one does without."""
+
+
+def _root() -> Path | None:
+    """The cache's directory; None where there is none to write in, or the cache is turned off.
+
+    Raises UntrustedCacheError where others could change what is in it: a trace does not go on as if there were none.
+    """
+    if not cache_limit():
+        return None
+    with contextlib.suppress(OSError):
+        return cache_dir("graphs")
+    return None
+
+
+def _key(digest: str) -> str:
+    return f"{digest}-{hashlib.sha256(compiler_version().encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
+def _locked(root: Path, exclusive: bool) -> Iterator[None]:
+    """Readers share, the one that removes entries is alone. Raises OSError after ``WAIT`` seconds."""
+    end = time.monotonic() + WAIT
+    with open(root / ".lock", "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        yield
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fetch(digest: str, graph_dir: Path) -> bool:
+    """Replace ``graph_dir`` by the cached graph; False (and nothing done) when there is none, or it is damaged."""
+    root = _root()
+    if root is None:
+        return False
+    entry = root / _key(digest)
+    copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
+    try:
+        with _locked(root, exclusive=False):
+            with opened(entry / ENTRY) as file:  # others' entries are refused; the files are what ours says they are
+                files = json.load(file)
+            for name, checksum in files.items():
+                target = copy / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(entry / name, target)
+                if _hash(target) != checksum:
+                    raise ValueError(f"{name} is damaged")
+            os.utime(entry / ENTRY)
+    except (OSError, ValueError, AttributeError) as error:
+        shutil.rmtree(copy, ignore_errors=True)
+        # A full disk, or a lock that another process keeps, says nothing about the entry.
+        if isinstance(error, (ValueError, AttributeError, FileNotFoundError)) and entry.exists():
+            with contextlib.suppress(OSError), _locked(root, exclusive=True):
+                shutil.rmtree(entry, ignore_errors=True)
+        return False
+    shutil.rmtree(graph_dir, ignore_errors=True)
+    os.rename(copy, graph_dir)
+    return True
+
+
+def store(digest: str, graph_dir: Path) -> None:
+    """Keep a compiled graph. Another process's entry of the same key is left; a full disk is not an error here."""
+    root = _root()
+    if root is None:
+        return
+    entry = root / _key(digest)
+    if entry.exists():
+        return
+    temporary = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        files = {}
+        for path in sorted(p for p in graph_dir.rglob("*") if p.is_file()):
+            name = path.relative_to(graph_dir).as_posix()
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            files[name] = _hash(target)
+        (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
+        (temporary / ENTRY).chmod(0o600)  # whatever the umask: one that others may write to is refused
+        os.rename(temporary, entry)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+    prune()
+
+
+def prune(limit: int | None = None) -> None:
+    """Remove the least recently used entries until the rest fits; and what killed processes left behind."""
+    limit = cache_limit() if limit is None else limit
+    root = _root()
+    if root is None:
+        return
+    with contextlib.suppress(OSError), _locked(root, exclusive=True):
+        entries: list[tuple[float, int, Path]] = []
+        for path in root.iterdir():
+            if path.name.startswith(".tmp-") and time.time() - path.stat().st_mtime > 3600:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_dir() and (path / ENTRY).exists():
+                size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+                entries.append(((path / ENTRY).stat().st_mtime, size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= limit:
+                break
+            shutil.rmtree(path, ignore_errors=True)
+            total -= size

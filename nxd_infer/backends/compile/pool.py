@@ -1,0 +1,213 @@
+"""A bounded pool of compile processes. Each keeps its imports between graphs; none outlives the call."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.backends.compile import footprint
+from nxd_infer.errors import TraceConfigError, TraceError
+from nxd_infer.util.child_process import child_environment, python_module
+from nxd_infer.util.memory import available_memory
+from nxd_infer.util.processors import processors
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[str]
+    answers: int
+    log: Path
+    """What the compiler printed."""
+    graph: Path | None = None
+    started: float = 0.0
+    rest: str = ""
+
+
+def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
+    """How many graphs of ``tensors`` tensors to compile at a time: at most two, as fit into memory, at least one."""
+    fitting = max(1, int(available_memory() * 0.8) // footprint.compiling(tensors))
+    return max(1, min(graphs, 2, processors(), fitting, limit or 2))
+
+
+def make_workdir(path: Path | None) -> None:
+    """Make the directory that the user wants the compiler's files in. Raises TraceConfigError where it cannot be."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceConfigError(
+            f"compiler_workdir: the directory {path} cannot be made: {error.strerror}; choose another"
+        ) from error
+
+
+def compile_graphs(
+    backend: str,
+    graph_dirs: Sequence[Path],
+    options: Mapping[str, Any],
+    *,
+    tensors: int = 0,
+    workdir: Path | None = None,
+    workers: int | None = None,
+    timeout: float = 3600.0,
+    report: Callable[[Path, float], None] | None = None,
+) -> None:
+    """Compile every graph directory. What compilers write beside it is put below ``workdir`` (None: removed after).
+
+    Until then it lies in a directory that nobody else can write to or foresee: compilers run what they find in theirs.
+
+    ``tensors`` is the number of weights and states of the largest graph, by which the memory is judged.
+    ``timeout`` bounds each graph. ``report(graph directory, seconds)`` is called as each is done. Raises TraceError
+    with what the compiler said.
+    """
+    if not graph_dirs:
+        return
+    with workplace(workdir) as place:
+        pool: list[_Worker] = []
+        try:
+            pending = list(graph_dirs)
+            for _ in range(worker_count(len(pending), tensors, workers)):
+                pool.append(_start(backend, place))
+            active = 0
+            while pending or active:
+                for worker in pool:
+                    if worker.graph is None and pending:
+                        _assign(worker, pending.pop(0), options)
+                        active += 1
+                for worker, answer in _answers(pool, timeout):
+                    if answer["error"]:
+                        raise TraceError(
+                            f"compiling graph {worker.graph and worker.graph.name} failed: {answer['error']}",
+                            remote_traceback=answer.get("traceback", ""),
+                        )
+                    if report is not None and worker.graph is not None:
+                        report(worker.graph, answer["seconds"])
+                    worker.graph = None
+                    active -= 1
+        finally:
+            for worker in pool:
+                _end(worker)
+
+
+@contextlib.contextmanager
+def workplace(workdir: Path | None) -> Iterator[Path]:
+    """A directory that nobody else can write to or foresee, moved below ``workdir`` at the end, or removed.
+
+    Raises TraceError when it cannot be moved, unless the block raises what matters more.
+    """
+    place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
+    done = False
+    try:
+        yield place
+        done = True
+    finally:
+        try:
+            if workdir is not None:
+                shutil.move(place, workdir / place.name)
+        except OSError as error:
+            if workdir is not None:
+                shutil.rmtree(workdir / place.name, ignore_errors=True)  # the part that had room
+            if done:
+                raise TraceError(
+                    f"compiler_workdir: what the compiler wrote cannot be moved to {workdir}: {error}; make room "
+                    "there, choose another directory, or leave it out"
+                ) from error
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _start(backend: str, place: Path) -> _Worker:
+    answers, theirs = os.pipe()
+    temporary = place / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environment = child_environment(
+        TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
+        TRITON_CACHE_DIR=str(place / "triton"),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        # What the target needs is known, and the compiler is given its flags: trying them out first takes seconds.
+        TORCHINDUCTOR_VEC_ISA_OK="1",
+        TMPDIR=str(temporary),
+        PYTHONWARNINGS="ignore",
+    )
+    log = place / f"compile-{secrets.token_hex(4)}.log"
+    try:
+        with open(log, "wb") as errors:
+            process = subprocess.Popen(  # nosec B603  # this interpreter, code and numbers of ours
+                python_module("nxd_infer.backends.compile.worker", backend, str(theirs), str(os.getpid())),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(theirs,),
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
+    finally:
+        os.close(theirs)
+    return _Worker(process, answers, log)
+
+
+def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
+    worker.graph, worker.started = graph, time.monotonic()
+    assert worker.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
+        worker.process.stdin.write(json.dumps({"graph": str(graph.absolute()), "options": dict(options)}) + "\n")
+        worker.process.stdin.flush()
+
+
+def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[str, Any]]]:
+    """Wait until a worker answers. Raises TraceError when one died or took longer than ``timeout``."""
+    busy = [worker for worker in pool if worker.graph is not None]
+    left = min(worker.started + timeout for worker in busy) - time.monotonic()
+    poll = select.poll()  # select() knows no descriptor above 1023
+    for worker in busy:
+        poll.register(worker.answers, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}
+    if not ready and time.monotonic() - min(worker.started for worker in busy) >= timeout:
+        names = ", ".join(worker.graph.name for worker in busy if worker.graph)
+        raise TraceError(f"compiling {names} took longer than {timeout:.0f} s")
+    found = []
+    for worker in busy:
+        if worker.answers not in ready:
+            continue
+        data = os.read(worker.answers, 1 << 20).decode()
+        if not data:
+            code = worker.process.wait(10)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            name = worker.graph.name if worker.graph else ""
+            raise TraceError(f"the process that compiled {name} ended with {how}{hint}\n{_tail(worker.log)}")
+        worker.rest += data
+        if worker.rest.endswith("\n"):
+            found.append((worker, json.loads(worker.rest)))
+            worker.rest = ""
+    return found
+
+
+def _tail(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace")[-2000:]
+    except OSError:
+        return ""
+
+
+def _end(worker: _Worker) -> None:
+    with contextlib.suppress(BrokenPipeError, OSError):
+        if worker.process.stdin is not None:
+            worker.process.stdin.close()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.process.pid, signal.SIGKILL)  # it and the compilers it runs
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(10)
+    os.close(worker.answers)

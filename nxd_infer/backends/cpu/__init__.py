@@ -1,0 +1,1 @@
+"""The backends of a plain CPU: inductor (compiled) and eager (node by node)."""

@@ -1,0 +1,319 @@
+"""Saving and resuming a training job.
+
+Source: NxD Core training API, "Save Checkpoint" and "Load Checkpoint". The files are safetensors and JSON; nothing is
+pickled. :mod:`nxd_infer.checkpoint.folder` says what lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from nxd_infer.checkpoint import folder as folders
+from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.load import (
+    data_position,
+    extra_change,
+    load_state,
+    model_change,
+    optimizer_change,
+    require_adapter,
+    same_degrees,
+)
+from nxd_infer.checkpoint.neuronx import archive as reference_files
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive
+from nxd_infer.checkpoint.save import (
+    Content,
+    checksums,
+    collect,
+    local_module,
+    outstanding,
+    restore_random_state,
+    wait_for_ranks,
+    write_rank,
+)
+from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
+from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.context import AXES, ParallelContext, current_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.lora.peft import collect_adapter
+from nxd_infer.optimizer.sharded_files import in_turns, world_max
+
+__all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
+
+WORKERS = range(1, 33)
+NOTHING, REFERENCE = 0, 1 << 62
+"""Instead of the number of a checkpoint. The largest of all ranks counts, and only rank 0 looks."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str = "",
+    model: nn.Module | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    *,
+    nxd_config: Mapping[str, Any] | None = None,
+    dataloader: Any = None,
+) -> None:
+    """Save a training job under ``path/tag``, all or nothing. Every rank calls it, and ``path`` is shared by them.
+
+    Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
+
+    Args:
+        path: the folder of the job's checkpoints, or ``s3://bucket/prefix`` (with boto3).
+        tag: the name of this one; one of the same name is replaced in the end.
+        model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
+        optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
+            writes its share, float32 masters included.
+        scheduler: anything with ``state_dict()`` of such values as ``user_content``.
+        user_content: what one would give to ``torch.save``: tensors, arrays, numbers, text, bytes, dates, paths, and
+            collections and dataclasses of them; rank 0's is saved. A dataclass comes back as its class where
+            ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
+            :mod:`~nxd_infer.layout.files.values`.
+        num_workers: ranks that write at the same time, 1 to 32.
+        use_xser: all ranks write at the same time, whatever ``num_workers`` is.
+        num_kept_ckpts: remove all but so many newest checkpoints of ``path`` once this one is whole; None keeps all.
+        async_save: return once this rank's tensors are copied, and write beside the training. One save at a time: the
+            next one, :func:`load_checkpoint`, :func:`wait_for_save` and the end of the process wait for it, and raise
+            what went wrong.
+        zero1_optimizer: an ``optimizer`` that is a dictionary differs between data-parallel ranks.
+        nxd_config: accepted; the model and the optimizer know their configuration.
+        dataloader: anything with ``state_dict()`` that knows the position in the data, such as
+            :class:`~nxd_infer.trainer.data.ResumableLoader`; every rank's is saved.
+
+    The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents could be
+    stored in a pickle only, with the path to them (``user_content['a'][3]``), or a rank cannot write.
+    """
+    _check_workers(num_workers)
+    if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
+        raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
+    tag = folders.checked_tag(tag)
+    require_no_lonely_rank("save_checkpoint")
+    context, storage = current_context(), storage_of(path)
+    contents: list[Content] = []
+
+    def prepare() -> None:
+        outstanding.wait()
+        values = {"user_content": user_content}
+        if scheduler is not None:
+            values["scheduler"] = scheduler.state_dict()
+        own_values = {} if dataloader is None else {"dataloader": dataloader.state_dict()}
+        contents.append(collect(context, model, optimizer, zero1_optimizer, values, own_values, copy=async_save))
+
+    _together(context, prepare)
+    inner = local_module(model) if isinstance(model, nn.Module) else None
+    if isinstance(inner, LoRAModel):
+        contents[0].adapter = collect_adapter(inner)  # a collective
+    counter = _number_of(context, _told(storage, lambda: folders.begin(storage, tag)))
+    folder = folders.folder_of(storage, tag, counter)
+    facts = {
+        "world_size": context.world_size,
+        "degrees": {axis: context.axis(axis).degree for axis in AXES},
+        "torch": str(torch.__version__),
+    }
+
+    def write() -> None:
+        write_rank(storage, folder, context.rank, contents[0])
+
+    def finish() -> None:
+        if context.rank == 0:
+            wait_for_ranks(storage, folder, context.world_size)
+            sha256 = checksums(storage, folder, context.world_size)
+            folders.finish(storage, tag, counter, facts, sha256, num_kept_ckpts)
+
+    def write_and_finish() -> None:
+        try:
+            write()
+            finish()
+        except Exception:
+            if context.rank == 0:
+                folders.abandon(storage, tag, counter)
+            raise
+
+    if async_save:
+        outstanding.start(storage, folder, context.rank, _told(storage, write_and_finish))
+        return
+    try:
+        in_turns(context, context.world_size if use_xser else num_workers, _told(storage, write), of_world=True)
+        _together(context, _told(storage, finish))
+    except Exception:
+        if context.rank == 0:
+            folders.abandon(storage, tag, counter)
+        raise
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    *,
+    dataloader: Any = None,
+    verify: bool = True,
+) -> Any:
+    """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
+
+    A folder that the reference wrote can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
+    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.archive`.
+
+    Args:
+        path, tag: where; without a tag the newest complete checkpoint. Where there is none yet, nothing is loaded, so
+            that a job's first start is like every other; a tag that is not there is an error.
+        model, optimizer, scheduler: are given what was saved of them. An optimizer is loaded after its model. With an
+            optimizer the random generators go on too, where the degrees are those of the saving job.
+        num_workers: ranks that read at the same time, 1 to 32.
+        strict: False leaves parameters alone that the checkpoint does not hold, and passes over what only it holds.
+        dataloader: anything with ``load_state_dict()``, is given the position in the data: of the same rank at the
+            degrees of the save; at others the one that all ranks had.
+        verify: compare the files with their checksums before anything is changed. Each file is read for it once, by
+            one rank, and is in memory when the ranks read their parts.
+
+    Returns the user contents, None without. At equal degrees training goes on bit by bit.
+
+    Raises CheckpointError when there is no complete checkpoint of the tag, a file is missing or damaged (by name), or
+    the checkpoint holds none of what is asked for; WeightMismatchError, which lists names and shapes, when it is of
+    another model.
+    """
+    _check_workers(num_workers)
+    context, storage = current_context(), storage_of(path)
+    tag = None if tag is None else str(tag)
+    _together(context, outstanding.wait)
+    counter = _number_of(context, _told(storage, lambda: _find(storage, tag)))
+    if counter == NOTHING:
+        if context.rank == 0:
+            logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
+        return None
+    archive = _open(storage, counter, tag, context, verify)
+    wanted = {"model": model, "optimizer": optimizer}
+    kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
+    verify_share = _told(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
+    in_turns(context, num_workers, verify_share, of_world=True)
+    user_content: list[Any] = []
+    changes: list[Callable[[], object]] = []
+
+    def compare() -> None:
+        values = archive.value(0, "values")
+        if scheduler is not None and "scheduler" not in values:
+            raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
+        if dataloader is not None:  # what can refuse its state comes first
+            changes.append(partial(load_state, "position in the data", dataloader, data_position(archive, context)))
+        if scheduler is not None:
+            changes.append(partial(load_state, "scheduler", scheduler, values["scheduler"]))
+        if model is not None:
+            changes.append(model_change(model, archive, strict, context))
+            extra = extra_change(model, archive, strict, context)
+            changes.extend([extra] if extra is not None else [])
+        if optimizer is not None:
+            changes.append(optimizer_change(optimizer, archive, context))
+            if model is not None:
+                require_adapter(model, archive)
+        if optimizer is not None and same_degrees(archive, context):
+            random_state = archive.value(context.rank, "values").get("random")
+            if random_state is not None:
+                changes.append(partial(restore_random_state, random_state, archive.where))
+        user_content.append(values["user_content"])
+
+    def change() -> None:
+        for one in changes:
+            one()
+
+    for step in (compare, change):  # no rank changes anything unless what each has read fits
+        in_turns(context, num_workers, _told(storage, step), of_world=True)
+    return user_content[0]
+
+
+def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
+    """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it names."""
+    storage, tag = storage_of(path), None if tag is None else str(tag)
+    if folders.holds_checkpoint(storage, tag):
+        return True
+    return isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None
+
+
+def wait_for_save() -> None:
+    """Wait until this rank's part of an asynchronous save is written, on rank 0 all of it.
+
+    Raises CheckpointError with what went wrong.
+    """
+    outstanding.wait()
+
+
+def _check_workers(num_workers: Any) -> None:
+    if not isinstance(num_workers, int) or num_workers not in WORKERS:
+        raise CheckpointError(f"num_workers must be a whole number of 1 to {WORKERS[-1]}, got {num_workers!r}")
+
+
+def _told(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
+    """``action``, whose failures to read and write are CheckpointErrors that name the folder."""
+
+    def told() -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(f"{storage.where()} cannot be read or written: {error}") from error
+
+    return told
+
+
+def _together(context: ParallelContext, action: Callable[[], object]) -> None:
+    """On all ranks at once; all wait, and all fail, together."""
+    in_turns(context, context.world_size, action, of_world=True)
+
+
+def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
+    """The number that ``action`` gives on rank 0, on every rank."""
+    number: list[int] = []
+    _together(context, lambda: number.append(action()) if context.rank == 0 else None)
+    return world_max(context, number[0] if number else 0)
+
+
+def _find(storage: Storage, tag: str | None) -> int:
+    """The number of the checkpoint to load, NOTHING, or REFERENCE for one that the reference wrote."""
+    if isinstance(storage, LocalStorage) and storage.root.is_file():
+        raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
+    ours = folders.holds_checkpoint(storage, tag)
+    if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
+        return REFERENCE
+    if tag is None and not ours:
+        return NOTHING
+    return folders.find_checkpoint(storage, tag).counter
+
+
+def _open(storage: Storage, counter: int, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive:
+    """The checkpoint that rank 0 has found, on every rank."""
+
+    def find() -> None:
+        if counter == REFERENCE and isinstance(storage, LocalStorage):
+            found.append(reference_files.open_reference(storage.root, tag))
+            return
+        checkpoint = folders.find_checkpoint(storage, tag)
+        if checkpoint.counter != counter:
+            raise CheckpointError(
+                f"rank {context.rank} does not see the checkpoint number {counter} of {storage.where()} that rank 0 "
+                "sees: the folder must be on a file system that all ranks share"
+            )
+        found.append(Archive(checkpoint, verify))
+
+    found: list[AnyArchive] = []
+    _together(context, _told(storage, find))
+    return found[0]

@@ -1,0 +1,266 @@
+"""Logical tensors out of what ranks have written, read slice by slice through the runs, at any degrees.
+
+:class:`RunsSource` is a weight source like any other: a model of another degree reads its slices from it, and tools
+read whole tensors one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.checkpoint.folder import Checkpoint
+from nxd_infer.checkpoint.record import FIX, read_piece, read_record
+from nxd_infer.checkpoint.save import rank_stem
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.files.unpack import unpack
+from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.merge import Holding, shared_holdings
+from nxd_infer.layout.params import ParamLayout
+from nxd_infer.layout.runs import TensorLayout
+from nxd_infer.layout.sources import SafetensorsSource, Slices, WeightSource, unknown_name
+from nxd_infer.modules.lora.peft import SUBFOLDER
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start..stop`` of a flattened tensor of one rank, with the runs that the whole of it is made of."""
+
+    param: str
+    tp_rank: int
+    file: WeightSource
+    layout: TensorLayout
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    logical: Mapping[str, tuple[int, ...]]
+    """The logical tensors the parameter is made of, and their whole shapes."""
+    values: Mapping[str, Any]
+    """State of it that is no tensor."""
+    plans: ParamLayout | None = None
+    """How the parameter is cut at any other degree, where the checkpoint says so."""
+
+    def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
+        """Copy what this piece holds of a rectangle of the rank's tensor into ``out``; returns how many elements."""
+        count = 0
+        if self.file.shape(key) == self.shape:
+            out.copy_(self.file.read(key, [slice(*bounds) for bounds in rectangle]))
+            return out.numel()
+        for part in flat_rectangles(self.shape, self.start, self.stop):
+            both = overlap(part, rectangle)
+            if both is None:
+                continue
+            # The part is contiguous, and stays so when its first dimension of several elements is narrowed.
+            lead = 1 + next((dim for dim, (a, b) in enumerate(part) if b - a > 1), len(part) - 1)
+            part = (*both[:lead], *part[lead:])
+            sizes = [b - a for a, b in part]
+            at = flat_index(part, self.shape) - self.start
+            stored = self.file.read(key, [slice(at, at + math.prod(sizes))]).view(sizes)
+            out[relative(both, rectangle)] = stored[relative(both, part)]
+            count += math.prod(b - a for a, b in both)
+        return count
+
+
+class RunsSource:
+    """The logical tensors that ``pieces`` hold under ``key`` ("" is the parameter itself)."""
+
+    def __init__(self, pieces: Iterable[Piece], key: str = ""):
+        self._key = key
+        self._ranks: dict[str, dict[int, list[Piece]]] = {}
+        self._param_of: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._holdings: dict[str, list[Holding]] = {}
+        for piece in pieces:
+            self._ranks.setdefault(piece.param, {}).setdefault(piece.tp_rank, []).append(piece)
+            for name, shape in piece.logical.items():
+                self._param_of[name] = piece.param
+                self._shapes[name] = shape
+
+    def keys(self) -> list[str]:
+        return list(self._param_of)
+
+    def _find(self, name: str) -> str:
+        try:
+            return self._param_of[name]
+        except KeyError:
+            raise unknown_name(name, self._param_of, "the checkpoint") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._find(name)
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        param = self._find(name)
+        return next(iter(self._ranks[param].values()))[0].file.dtype(self._stored(param))
+
+    def _stored(self, param: str) -> str:
+        return f"{param}|{self._key}" if self._key else param
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The logical tensor, or a slice of it. Raises CheckpointError when the files do not hold all of it."""
+        param = self._find(name)
+        ranks = list(self._ranks[param].values())
+        if param not in self._holdings:
+            self._holdings[param] = shared_holdings([pieces[0].layout for pieces in ranks])
+        shape = self._shapes[name]
+        wanted = tuple(s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True))
+        out = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
+        covered = 0
+        for holding in self._holdings[param]:
+            both = overlap(holding.logical, wanted) if holding.name == name else None
+            if both is None:
+                continue
+            rank, local = holding.places[0]
+            rectangle = moved(both, holding.logical, local)
+            for piece in ranks[rank]:
+                covered += piece.read_into(out[relative(both, wanted)], rectangle, self._stored(param))
+        if covered != out.numel():
+            raise CheckpointError(
+                f"{name!r}: the checkpoint holds {covered} of the {out.numel()} elements asked for, so it is damaged"
+            )
+        return out
+
+
+def adapter_of(source: WeightSource) -> tuple[list[str], bool]:
+    """The names of a LoRA adapter's factors among the weights of a checkpoint, and whether the base weights are not."""
+    names = sorted(source.keys())
+    factors = [name for name in names if ".lora_" in name]
+    if not factors:
+        return [], False
+    layer, _, factor = factors[0].partition(".lora_")
+    if factor.count(".") > 1:  # "A.q.weight": the base of a joint layer has the names of q, k and v beside it
+        layer = layer.rpartition(".")[0]
+    return factors, not any(name.startswith(f"{layer}." if layer else "") for name in set(names) - set(factors))
+
+
+def require_no_adapter(source: WeightSource, where: str) -> None:
+    """Raise CheckpointError when what was saved is a LoRA adapter: alone, or beside weights that are without it."""
+    factors, alone = adapter_of(source)
+    if not factors:
+        return
+    fix = "save with LoraConfig(save_lora_base=True, merge_lora=True)"
+    if alone:
+        raise CheckpointError(
+            f"{where} holds only a LoRA adapter ({factors[0]}, ...), not the weights of the model: serve "
+            f"{where}/{SUBFOLDER} with --lora-slots, or {fix}"
+        )
+    raise CheckpointError(
+        f"{where} holds a LoRA adapter beside the weights ({factors[0]}, ...), which are not merged: {fix}, or give "
+        "the model itself to a trace"
+    )
+
+
+class _File:
+    """One of the checkpoint's safetensors, opened when it is first needed; one in a bucket is fetched then."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, verify: Callable[[str], None] | None):
+        self._checkpoint, self._name, self._verify = checkpoint, name, verify
+
+    @cached_property
+    def _source(self) -> SafetensorsSource:
+        if self._verify is not None:
+            self._verify(self._name)
+        return SafetensorsSource(self._checkpoint.path(self._name))
+
+    def keys(self) -> Iterable[str]:
+        return self._source.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(name)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._source.read(name, slices)
+
+
+class Archive:
+    """A checkpoint that is open for reading.
+
+    The JSON that ranks have written is always checked; their tensors are by :meth:`verify`, and, with ``verify`` in a
+    bucket, each file once more when another rank than the one that has checked it fetches it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True):
+        checkpoint.require_files()
+        self.checkpoint = checkpoint
+        self._verify = verify
+        self._verified: set[str] = set()
+        self._records: dict[int, dict[str, Any]] = {}
+        self._files: dict[str, WeightSource] = {}
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Of the job that saved it, by axis."""
+        return self.checkpoint.degrees
+
+    @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return self.checkpoint.where
+
+    def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
+        """Compare the files of ``kinds`` with their checksums, or of them every ``of``-th, from ``share`` on.
+
+        Each file is read once, by one rank, whatever number of ranks goes on to read it.
+        Raises CheckpointError, which names the file.
+        """
+        if self._verify:
+            for name in sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})[share::of]:
+                self._verify_one(name)
+
+    def _verify_one(self, name: str) -> None:
+        if name not in self._verified:
+            self.checkpoint.verify([name])
+            self._verified.add(name)
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """What a rank said of its files."""
+        if rank not in self._records:
+            name = f"{rank_stem(rank)}.json"
+            self._records[rank] = read_record(self.checkpoint.read(name), f"{self.where}/{name}")
+        return self._records[rank]
+
+    def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """``(rank, description)`` of the model or the optimizer, of the ranks that saved a part of it."""
+        for rank in range(self.checkpoint.manifest["world_size"]):
+            part = self.record(rank).get(kind)
+            if part is not None:
+                yield rank, part
+
+    def pieces(self, kind: str) -> list[Piece]:
+        """All pieces of the model or the optimizer. Raises CheckpointError when there are none."""
+        found: list[Piece] = []
+        for rank, part in self.parts(kind):
+            tp_rank = self.record(rank)["place"]["tp"]
+            file, where = self.file(part["file"]), f"{self.where}/{rank_stem(rank)}.json"
+            for name, piece in part.get("pieces", {}).items():
+                found.append(Piece(name, tp_rank, file, **read_piece(name, piece, where)))
+        if not found:
+            raise CheckpointError(f"{self.where} holds no {kind}, or not of a module; it was saved without")
+        return found
+
+    def file(self, name: str) -> WeightSource:
+        if name not in self._files:
+            fetched = self._verify and not self.checkpoint.storage.local
+            self._files[name] = _File(self.checkpoint, name, self._verify_one if fetched else None)
+        return self._files[name]
+
+    def value(self, rank: int, kind: str) -> Any:
+        """What a rank saved without runs: ``"values"``, or a model or an optimizer that was a dictionary."""
+        where, part = f"{self.where}/{rank_stem(rank)}.json", self.record(rank).get(kind)
+        if part is None:
+            raise CheckpointError(f"{where} holds no {kind!r}; {FIX}")
+        if "structure" not in part:
+            raise CheckpointError(f"{where}: {kind!r}: it has no 'structure'; {FIX}")
+        found = unpack(part["structure"], lambda number: self.file(part["file"]).read(str(number)))
+        if kind == "values" and not (isinstance(found, dict) and (rank or "user_content" in found)):
+            raise CheckpointError(f"{where}: {kind!r}: it has no 'user_content'; {FIX}")
+        return found

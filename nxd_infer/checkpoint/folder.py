@@ -1,0 +1,349 @@
+"""The folder of a job's checkpoints: each tag is there as a whole or not at all, numbered in the order of saving.
+
+::
+
+    ckpts/step_100/manifest.json                  what was saved, by how many ranks, each file with its size and sha256
+                   done                           written last: it is whole; the manifest's sha256 and the number
+                   rank_00000.json ...            the runs: what each tensor of this rank's files is made of
+                   rank_00000.safetensors ...     its random state; of rank 0 the tensors of user contents too
+                   model.tp_rank_00.pp_rank_00.safetensors
+                   optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors
+    ckpts/.saving-00000007/                       being written, renamed to its tag when it is whole
+
+A checkpoint is known by its manifest, not by the name of its folder: whatever holds ``done`` is whole, so a job killed
+between ``done`` and the rename has saved. The next save tidies up. One job at a time saves into a folder. In a bucket,
+which cannot rename, the folder is ``step_100.00000007`` from the first file on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.checkpoint.storage import Storage
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.files.files import sha256_of
+from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
+from nxd_infer.util.beneath import AnyPath
+
+UNTAGGED = "_untagged"
+"""The folder of the tag ""."""
+_SAVING = ".saving-"
+_OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/|$)|manifest\.json")
+"""How the files of a checkpoint are called that has no DONE yet."""
+_NUMBERED = {True: re.compile(r"^\.saving-(\d{1,18})$"), False: re.compile(r"\.(\d{8,18})$")}
+"""Folders that have their number in their name, in a file system (True) and in a bucket."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint."""
+
+    storage: Storage
+    folder: str
+    manifest: Mapping[str, Any]
+
+    @property
+    def tag(self) -> str:
+        return self.manifest["tag"]
+
+    @property
+    def counter(self) -> int:
+        """1 for the first that was saved into the folder, and so on."""
+        return self.manifest["counter"]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Of the job that saved it, by axis."""
+        return self.manifest["degrees"]
+
+    @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return self.storage.where(self.folder)
+
+    def path(self, name: str) -> AnyPath:
+        """A file of it, to be opened. Raises CheckpointError when it is not there any more, or no file of it."""
+        if name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")
+        try:
+            return self.storage.path(_inside(self.folder, name))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"the checkpoint {self.where} is damaged: {name} is missing") from error
+
+    def read(self, name: str) -> bytes:
+        """The contents of a small file, checked. Raises CheckpointError when it is missing or not what was written."""
+        try:
+            data = self.storage.read(_inside(self.folder, name))
+        except OSError as error:
+            raise CheckpointError(f"{self.where}/{name} cannot be read: {error}") from error
+        self._compare(name, hashlib.sha256(data).hexdigest())
+        return data
+
+    def require_files(self) -> None:
+        """Raise CheckpointError, naming them, when files are missing or of another size than they were written."""
+        there = self.storage.files(self.folder)
+        wrong = []
+        for name, size in self.manifest["files"].items():
+            if name not in there:
+                wrong.append(f"{name} is missing")
+            elif there[name] != size:
+                wrong.append(f"{name} has {there[name]} bytes instead of {size}")
+        if wrong:
+            shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            raise CheckpointError(
+                f"the checkpoint {self.where} of {self.manifest['world_size']} ranks is damaged: {shown}; restore "
+                "the files, or load another tag"
+            )
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError when one of these files is not what was written, byte for byte.
+
+        The files are read once from front to back, so that whoever reads them next finds them in memory.
+        """
+        known = self.manifest.get("sha256", {})  # the first checkpoints had none
+        for name in names:
+            if name in known:
+                self._compare(name, sha256_of(self.path(name)))
+
+    def _compare(self, name: str, found: str) -> None:
+        recorded = self.manifest.get("sha256", {}).get(name, found)
+        if found != recorded:
+            raise CheckpointError(
+                f"{self.where}/{name} differs from its checksum (sha256 {found[:12]}..., recorded {recorded[:12]}...): "
+                "it was damaged or changed after it was saved; restore the file, or load another tag"
+            )
+
+
+def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
+    """The whole checkpoints of a folder, oldest first; one a tag."""
+    return _survey(storage)[0]
+
+
+def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
+    """Whether :func:`find_checkpoint` has something to say: a checkpoint, whole or damaged."""
+    there, damaged, _ = _survey(storage)
+    if tag is not None:
+        return any(found.tag == tag for found in there) or any(_tag_of(storage, folder) == tag for folder in damaged)
+    try:
+        return bool(there or damaged) or _read(storage, "") is not None
+    except CheckpointError:
+        return True
+
+
+def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
+    """The checkpoint of ``tag``, or the newest one. ``storage`` may be the folder of one checkpoint itself.
+
+    Raises CheckpointError, which lists those that there are; when the manifest of one that could be meant is damaged,
+    so that nothing older is taken for the newest; and when a folder is a copy of another one.
+    """
+    itself = _read(storage, "") if tag is None else None
+    if itself is not None:
+        return itself
+    there, damaged, copies = _survey(storage)
+    fitting = [checkpoint for checkpoint in there if tag is None or checkpoint.tag == tag]
+    last = fitting[-1].counter if fitting else 0
+    for folder, error in damaged.items():
+        number = _number_of(storage, folder)
+        if (tag is None or _tag_of(storage, folder) == tag) and (number is None or number > last):
+            raise error
+    if fitting:
+        chosen = fitting[-1]
+        if chosen.counter in copies:
+            names = " and ".join(copies[chosen.counter])
+            raise CheckpointError(
+                f"{names} of {storage.where()} are both checkpoint number {chosen.counter} (tag {chosen.tag!r}): one "
+                "is a copy of the other; move it to a folder of its own"
+            )
+        return chosen
+    if storage.local and not Path(storage.where()).exists():
+        raise CheckpointError(f"{storage.where()} does not exist; give the folder that save_checkpoint() was given")
+    listed = ", ".join(repr(checkpoint.tag) for checkpoint in there[-8:]) or "none"
+    what = "no complete checkpoint" if tag is None else f"no complete checkpoint with the tag {tag!r}"
+    raise CheckpointError(f"{storage.where()} holds {what}; complete are: {listed}")
+
+
+def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
+    """Whole checkpoints, oldest first, one a tag; damaged folders; folders that have the same number."""
+    newest: dict[str, Checkpoint] = {}
+    damaged: dict[str, CheckpointError] = {}
+    folders: dict[int, list[str]] = {}
+    for folder in storage.folders():
+        try:
+            found = _read(storage, folder)
+        except CheckpointError as error:
+            damaged[folder] = error
+            continue
+        if found is None:
+            continue
+        folders.setdefault(found.counter, []).append(folder)
+        if found.tag not in newest or newest[found.tag].counter < found.counter:
+            newest[found.tag] = found
+    copies = {counter: names for counter, names in folders.items() if len(names) > 1}
+    return sorted(newest.values(), key=lambda checkpoint: checkpoint.counter), damaged, copies
+
+
+def _read(storage: Storage, folder: str) -> Checkpoint | None:
+    """The checkpoint of a folder, None when it is not whole or something else. Raises CheckpointError when damaged."""
+    manifest = read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
+    return None if manifest is None else Checkpoint(storage, folder, manifest)
+
+
+def _reader(storage: Storage, folder: str) -> Callable[[str], bytes]:
+    return lambda name: storage.read(_inside(folder, name))
+
+
+def _number_of(storage: Storage, folder: str) -> int | None:
+    """The number of a damaged checkpoint, from its folder's name or its mark: its manifest is not to be believed."""
+    named = _NUMBERED[storage.local].search(folder)
+    return int(named[1]) if named else marked_number(_reader(storage, folder))
+
+
+def _tag_of(storage: Storage, folder: str) -> str:
+    """The tag that a folder is named after."""
+    tag = folder if storage.local else _NUMBERED[False].sub("", folder)
+    return "" if tag == UNTAGGED else tag
+
+
+def _highest_number(storage: Storage, folder: str) -> int:
+    """The highest number that anything of a folder says it has: its name, its mark, or a manifest that may be damaged.
+
+    Whatever state it is in, the next checkpoint must be above it.
+    """
+    found = [0, marked_number(_reader(storage, folder)) or 0]
+    named = _NUMBERED[storage.local].search(folder)
+    if named and (storage.local or any(map(_OURS.match, storage.files(folder)))):
+        found.append(int(named[1]))
+    with contextlib.suppress(OSError):
+        claimed = re.search(rb'"counter": (\d{1,15})\b', storage.read(_inside(folder, MANIFEST)))
+        found.append(int(claimed[1]) if claimed else 0)
+    return max(found)
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+def checked_tag(tag: Any) -> str:
+    """``tag`` as text. Raises CheckpointError unless it can be the name of a folder."""
+    text = str(tag)
+    if "/" in text or "\0" in text or text.startswith(".") or text == UNTAGGED or len(os.fsencode(text)) > 200:
+        raise CheckpointError(
+            f"{text!r} cannot be a tag: it becomes the name of a folder, so it holds no '/', does not begin with '.', "
+            f"is not {UNTAGGED!r} and has at most 200 bytes"
+        )
+    return text
+
+
+def begin(storage: Storage, tag: str) -> int:
+    """Tidy up, make the folder to write into, and return the checkpoint's number. One rank calls it."""
+    storage.tidy_up()
+    highest = max((_highest_number(storage, folder) for folder in storage.folders()), default=0)
+    for folder in storage.folders():
+        if _unfinished(storage, folder):
+            try:
+                found = _read(storage, folder)
+            except CheckpointError:  # damaged; it stays for whoever can restore it, and loading names it
+                continue
+            if found is None or _saved_since(found):
+                storage.remove(folder)
+            else:
+                _publish(found)
+    target = tag or UNTAGGED
+    if storage.local and _is_foreign(Path(storage.where(target))):
+        raise CheckpointError(
+            f"{storage.where(target)} exists and is no checkpoint; it is left alone: choose another tag or path"
+        )
+    storage.make(folder_of(storage, tag, highest + 1))
+    return highest + 1
+
+
+def folder_of(storage: Storage, tag: str, counter: int) -> str:
+    """Where the ranks write the checkpoint of this number."""
+    return f"{_SAVING}{counter:08d}" if storage.local else f"{tag or UNTAGGED}.{counter:08d}"
+
+
+def finish(
+    storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], sha256: Mapping[str, str], keep: int | None
+) -> None:
+    """Every rank has written: make the checkpoint whole, give it its name, and remove all but the newest ``keep``.
+
+    ``sha256`` are the checksums by file.
+    """
+    folder = folder_of(storage, tag, counter)
+    manifest = {
+        "format": FORMAT,
+        "tag": tag,
+        "counter": counter,
+        "saved_at": time.time(),
+        **facts,
+        "files": storage.files(folder),
+        "sha256": dict(sha256),
+    }
+    text = json.dumps(manifest, indent=1).encode()
+    storage.write(f"{folder}/{MANIFEST}", text)
+    storage.write(f"{folder}/{DONE}", mark_of(text, counter))
+    _publish(Checkpoint(storage, folder, manifest))
+    there = complete_checkpoints(storage)
+    for old in there[:-keep] if keep else ():
+        storage.remove(old.folder)
+
+
+def abandon(storage: Storage, tag: str, counter: int) -> None:
+    """Remove what was written of a checkpoint that failed, unless it is whole: then only what came after it failed."""
+    folder = folder_of(storage, tag, counter)
+    with contextlib.suppress(OSError, CheckpointError):
+        if folder in storage.folders() and DONE not in storage.files(folder):
+            storage.remove(folder)
+
+
+def _saved_since(checkpoint: Checkpoint) -> bool:
+    """Whether its tag was saved again: it was damaged when that save tidied up, and was restored later."""
+    tag, counter = checkpoint.tag, checkpoint.counter
+    return any(one.tag == tag and one.counter > counter for one in complete_checkpoints(checkpoint.storage))
+
+
+def _publish(checkpoint: Checkpoint) -> None:
+    """Give a whole checkpoint the name of its tag. Killed halfway, it is still found under the name it had."""
+    storage, target = checkpoint.storage, checkpoint.tag or UNTAGGED
+    if storage.local:
+        storage.replace(checkpoint.folder, target)
+        return
+    for folder in storage.folders():  # one a tag, as in a file system
+        try:
+            older = _read(storage, folder)
+            replaced = older is not None and older.tag == checkpoint.tag and older.counter < checkpoint.counter
+        except CheckpointError:
+            number = _number_of(storage, folder)
+            replaced = _tag_of(storage, folder) == checkpoint.tag and number is not None and number < checkpoint.counter
+        if replaced:
+            storage.remove(folder)
+
+
+def _unfinished(storage: Storage, folder: str) -> bool:
+    """Whether it is what a killed job left, renamed or not."""
+    if storage.local:
+        return folder.startswith(_SAVING)
+    if _NUMBERED[False].search(folder) is None:
+        return False
+    files = storage.files(folder)  # a folder with a date in its name, say, is somebody else's
+    return DONE not in files and all(map(_OURS.match, files))
+
+
+def _is_foreign(target: Path) -> bool:
+    """Whether there is something that no save of ours has left, which a new one must not replace."""
+    if not target.is_dir():
+        return target.exists()
+    ours = (target / MANIFEST).is_file() or ((target / DONE).is_file() and not (target / "checkpoint").exists())
+    return not ours and any(target.iterdir())

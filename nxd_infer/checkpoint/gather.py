@@ -1,0 +1,93 @@
+"""The weights of a model in training, whole and under their logical names: what a traced model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.checkpoint.save import local_module
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, merge_state_dicts, weight_layout
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+
+__all__ = ["gather_weights", "whole_weights"]
+
+
+@torch.no_grad()
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The logical weights of ``model``, which may be an NxDModel; adapters of a LoRAModel are merged into theirs.
+
+    Every rank of a tensor-parallel group calls it. Tensors are gathered one by one, and the group's first rank gets
+    copies of them all, on the CPU; the others get none. (``save_checkpoint`` needs no memory for the whole model.)
+
+    Raises CheckpointError with pipeline parallelism.
+    """
+    context = current_context()
+    _require_one_stage()
+    degree = context.tp.degree
+    found: dict[str, Tensor] = {}
+    for name, tensor, layout in _weights(model):
+        ranks = [tensor] * degree
+        if layout.sharded and degree > 1:
+            ranks = list(comm.all_gather(tensor[None].contiguous(), context, "tp", dim=0).unbind(0))
+        if context.tp.rank == 0:
+            found.update(merge_state_dicts([{name: rank.cpu()} for rank in ranks], {name: layout}))
+    return found
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module) -> WeightSource:
+    """The logical weights of a ``model`` of degree 1, read from it as they are asked for: no copy of it is made.
+
+    Raises CheckpointError when this process holds only a shard of it.
+    """
+    context = current_context()
+    _require_one_stage()
+    if context.tp.degree > 1:
+        raise CheckpointError(
+            f"this process holds the shard of rank {context.tp.rank} of {context.tp.degree}: call "
+            "nxd_infer.trainer.gather_weights(model) on all of them, and give what it returns on the first"
+        )
+    weights = list(_weights(model))
+    tensors = {name: tensor for name, tensor, _ in weights}
+    return MergedSource([tensors], {name: layout for name, _, layout in weights})
+
+
+def _require_one_stage() -> None:
+    stages = current_context().pp.degree
+    if stages > 1:
+        raise CheckpointError(
+            f"this rank holds one of {stages} pipeline stages: save the model with save_checkpoint() and take the "
+            "weights from there"
+        )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamLayout]]:
+    """Name, tensor of this rank and layout of everything a state dict holds, tied weights once."""
+    module = local_module(model)
+    if not isinstance(module, LoRAModel):
+        here = named_tensors(module)
+        for name, layout in weight_layout(module).items():
+            if not layout.alias_of:
+                yield name, here[name].detach(), layout
+        return
+    merged = {
+        f"{path}.{name}": weight
+        for path, layer in module.lora_layers.items()
+        for name, weight in layer.merged_weights().items()
+    }
+    for name, tensor in module.module.state_dict().items():
+        if name in module.adapter_names:
+            continue
+        base = module.base_name(name)
+        layout = module.base_layouts[base]
+        if base in merged:  # a tied weight has a value of its own where it is merged
+            yield base, merged[base], replace(layout, alias_of=None)
+        elif not layout.alias_of:
+            yield base, tensor, layout

@@ -1,0 +1,210 @@
+"""What loading a checkpoint changes of a job. What may not fit is read and compared before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.checkpoint.archive import RunsSource
+from nxd_infer.checkpoint.load_optimizer import optimizer_layouts, read_optimizer
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
+from nxd_infer.checkpoint.save import EXTRA, local_module, modules_with_extra_state
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import ParamLayout, check_weights, fill_tensor, load_weights, weight_layout
+from nxd_infer.layout.files.values import pack
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import take_over
+
+
+def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
+    """What to give this rank's data loader."""
+    return _of_this_rank(
+        archive,
+        context,
+        "dataloader",
+        "position in the data",
+        "it was saved without dataloader=",
+        "a trainer.data.ResumableLoader can go on at any",
+    )
+
+
+def extra_states(archive: AnyArchive, context: ParallelContext) -> Any:
+    """What ``get_extra_state`` of each module gave, by its name."""
+    return _of_this_rank(
+        archive,
+        context,
+        EXTRA,
+        "extra state of modules",
+        "it was saved by a model without; pass strict=False to go on without",
+        "pass strict=False to go on without",
+    )
+
+
+def _of_this_rank(archive: AnyArchive, context: ParallelContext, key: str, what: str, without: str, fix: str) -> Any:
+    """What this rank saved under ``key``; at other degrees what all ranks did, if that is the same."""
+
+    def of(rank: int) -> Any:
+        values = archive.value(rank, "values")
+        if key not in values:
+            raise CheckpointError(f"{archive.where} holds no {what}; {without}")
+        return values[key]
+
+    if same_degrees(archive, context):
+        return of(context.rank)
+    first, *others = (pack(of(rank)) for rank in range(math.prod(archive.degrees.values())))
+    if any(other[0] != first[0] or not all(map(torch.equal, other[1], first[1])) for other in others):
+        raise CheckpointError(
+            f"{archive.where} holds another {what} for each rank, so it goes on at the degrees of the save only, "
+            f"{dict(archive.degrees)}; {fix}"
+        )
+    return of(0)
+
+
+def same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
+    return all(archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
+
+
+def extra_change(
+    model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext
+) -> Callable[[], object] | None:
+    """What gives modules with a ``set_extra_state`` theirs. Raises CheckpointError when there is none for one."""
+    modules = modules_with_extra_state(local_module(model))
+    if not modules or isinstance(archive, ReferenceArchive):
+        return None
+    try:
+        states = extra_states(archive, context)
+        missing = sorted(modules.keys() - states.keys())
+        if missing and strict:
+            raise CheckpointError(f"{archive.where} holds no extra state of {missing[:8]}; pass strict=False")
+    except CheckpointError:
+        if strict:
+            raise
+        return None
+
+    def give() -> None:
+        for name, module in modules.items():
+            if name in states:
+                module.set_extra_state(states[name])
+
+    return give
+
+
+def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:
+    """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
+    parts = dict(archive.parts(kind))
+    if not any("structure" in part for part in parts.values()):
+        return None
+    if not same_degrees(archive, context):
+        raise CheckpointError(
+            f"the {kind} of {archive.where} was saved as a dictionary at "
+            f"{dict(archive.degrees)}; it can be loaded at these degrees only: save the "
+            "object itself to load it at others"
+        )
+    rank = context.rank if context.rank in parts else context.rank - context.dp.rank * context.layout.stride("dp")
+    return archive.value(rank, kind)
+
+
+def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> Callable[[], object]:
+    """What loads the model. Raises WeightMismatchError now, before anything changes, when it does not fit."""
+    module = local_module(model)
+    state = _whole("model", archive, context)
+    if state is not None:
+        return partial(load_state, "model, a dictionary,", module, state, strict=strict)
+    if isinstance(archive, ReferenceArchive):
+        if isinstance(module, LoRAModel):
+            raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
+        archive.know(weight_layout(module))
+    source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
+    if isinstance(module, LoRAModel):
+        module.weights_of(source, strict)
+        return partial(module.load_weights, source, rank, degree, strict)
+    layouts, names = weight_layout(module), set(source.keys())
+    if strict:
+        check_weights(layouts, source)
+    present = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
+    # A tied weight under each of the names that are there.
+    check_weights({name: replace(one, alias_of=None) for name, one in present.items()}, source, strict=False)
+    here = named_tensors(module)
+    _require_equal_ties(present, here, source, context)
+    if strict:
+        return partial(load_weights, module, source, rank=rank, degree=degree)
+
+    def fill() -> None:
+        for name, layout in present.items():
+            fill_tensor(here[name], source, layout.rank_layout(degree, rank))
+
+    return fill
+
+
+def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
+    """Raise CheckpointError when the optimizer's state in ``archive`` is of an adapter that lies merged in the weights.
+
+    Loaded together, the adapter would begin anew beside weights that hold it, with moments that are not its own.
+    """
+    module = local_module(model)
+    if not isinstance(module, LoRAModel) or not any("pieces" in part for _, part in archive.parts("model")):
+        return
+    if not module.adapter_names & module.weights_of(RunsSource(archive.pieces("model")), strict=False).keys():
+        raise CheckpointError(
+            f"{archive.where} holds merged weights and no adapter beside them: merged checkpoints are for serving: "
+            "resume from one that was saved with LoraConfig(save_lora_base=True, merge_lora=False), or load the model "
+            "without the state of training (optimizer=None)"
+        )
+
+
+def _require_equal_ties(
+    layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
+) -> None:
+    """Raise WeightMismatchError when what is one weight of the model is two different ones in the checkpoint.
+
+    ``layouts`` are those of the weights that are in ``source``.
+    """
+    for name, layout in layouts.items():
+        first = layouts.get(layout.alias_of or "")
+        if first is None:
+            continue
+        values = []
+        for one in (layout, first):
+            values.append(torch.zeros_like(here[name]))
+            fill_tensor(values[-1], source, one.rank_layout(context.tp.degree, context.tp.rank))
+        if not torch.equal(*values):
+            raise WeightMismatchError(
+                f"{name!r} and {layout.alias_of!r} are one weight in this model, and two different ones in the "
+                "checkpoint: build the model without tying them"
+            )
+
+
+def load_state(what: str, target: Any, state: Any, **options: Any) -> None:
+    """``target.load_state_dict(state)``, whose failures are CheckpointErrors that say ``what`` does not fit."""
+    try:
+        target.load_state_dict(state, **options)
+    except CheckpointError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's {what} does not fit this one: {error}") from error
+
+
+def optimizer_change(
+    optimizer: torch.optim.Optimizer, archive: AnyArchive, context: ParallelContext
+) -> Callable[[], object]:
+    """What loads the optimizer. Raises CheckpointError now, before anything changes, when it does not fit."""
+    state = _whole("optimizer", archive, context)
+    if state is not None:
+        return partial(load_state, "optimizer, a dictionary,", optimizer, state)
+    if not isinstance(optimizer, NxDOptimizer):
+        raise CheckpointError(
+            f"the checkpoint holds the state of a parallel optimizer, which a {type(optimizer).__name__} cannot take; "
+            "make the optimizer with initialize_parallel_optimizer()"
+        )
+    if isinstance(archive, ReferenceArchive):
+        archive.know(optimizer_layouts(optimizer), optimizer.names)
+    return partial(take_over, optimizer, *read_optimizer(optimizer, archive, context))

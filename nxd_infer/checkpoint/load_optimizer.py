@@ -1,0 +1,121 @@
+"""An optimizer's state out of a checkpoint of any degrees, with or without ZeRO-1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.checkpoint.archive import Piece, RunsSource
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
+from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.shard import write_fills
+from nxd_infer.optimizer import pieces as optimizer_pieces
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, layout_by_name, require_same_groups
+
+
+def read_optimizer(
+    optimizer: NxDOptimizer, archive: AnyArchive, context: ParallelContext
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of the elements that each piece of ``optimizer`` stands for, for :func:`take_over`.
+
+    State of the shape of its parameter is read element by element; what is one number a parameter (``step``) is the
+    same for all of it. Anything else can be read at the degrees it was saved at only.
+
+    Raises WeightMismatchError for an optimizer of other parameters.
+    """
+    stored = archive.pieces("optimizer")
+    layouts = optimizer_layouts(optimizer)
+    shapes = {name: torch.empty(shape, device="meta") for piece in stored for name, shape in piece.logical.items()}
+    check_weights(layouts, DictSource(shapes))
+    elementwise, single = classify(stored)
+    sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
+    names_of = {key: set(source.keys()) for key, source in sources.items()}
+    first_of = {name: piece for piece in reversed(stored) for name in piece.logical}
+    same_degrees = archive.degrees["tp"] == context.tp.degree
+    same = {(p.param, p.tp_rank, p.start, p.stop): p for p in stored if same_degrees}
+    tensors: dict[str, Tensor] = {}
+    values = {}
+    for piece in optimizer.pieces:
+        name = optimizer.names[piece.index]
+        layout = layouts[name].rank_layout(context.tp.degree, context.tp.rank)
+        logical = layouts[name].logical_names
+        for key, source in sources.items():
+            if names_of[key].issuperset(logical):  # this rank may hold nothing but filling
+                tensors[f"{name}|{key}"] = _read(source, key, piece, layout, source.dtype(logical[0]))
+        equal = same.get((name, context.tp.rank, piece.start, piece.stop))
+        like = equal or first_of[logical[0]]
+        values[name] = {"values": like.values}
+        for key in single.get(id(like), ()):
+            found = like.file.read(f"{like.param}|{key}")
+            if found.numel() > 1 and equal is None:
+                raise CheckpointError(
+                    f"the optimizer's {key!r} of {name!r} has the shape {list(found.shape)}, not its parameter's: it "
+                    "can be loaded at the degrees it was saved at only, which are "
+                    f"{dict(archive.degrees)}"
+                )
+            tensors[f"{name}|{key}"] = found
+    stored_part = next(part for _, part in archive.parts("optimizer"))
+    description = {"pieces": values, **{key: stored_part[key] for key in GROUP_KEYS if key in stored_part}}
+    require_same_groups(optimizer, description, archive.where)
+    return tensors, description
+
+
+def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:
+    """What each trained parameter is made of, by its name."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return {name: layout_by_name(param, name) for name, param in zip(optimizer.names, params, strict=True)}
+
+
+def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
+    """Pieces by the keys that they hold a value an element of; and by piece the keys of other tensors."""
+    keys_of: dict[int, dict[str, list[str]]] = {}
+    elementwise: dict[str, list[Piece]] = {}
+    single: dict[int, list[str]] = {}
+    for piece in stored:
+        if id(piece.file) not in keys_of:
+            by_param = keys_of[id(piece.file)] = {}
+            for full in piece.file.keys():  # noqa: SIM118  (a source is no mapping)
+                param, _, key = full.rpartition("|")
+                by_param.setdefault(param, []).append(key)
+        for key in keys_of[id(piece.file)].get(piece.param, ()):
+            if piece.file.shape(f"{piece.param}|{key}") in (piece.shape, (piece.stop - piece.start,)):
+                elementwise.setdefault(key, []).append(piece)
+            else:
+                single.setdefault(id(piece), []).append(key)
+    return elementwise, single
+
+
+def _read(
+    source: RunsSource, key: str, piece: optimizer_pieces.Piece, layout: TensorLayout, dtype: torch.dtype
+) -> Tensor:
+    """The state of a piece; where its parameter is filling, nothing has ever been stepped."""
+    if key == MASTER:  # what the parameter holds there may be something else until its weights are loaded
+        whole = torch.zeros(layout.shape, dtype=piece.param.dtype)
+        write_fills(whole, layout)
+        out = whole.reshape(-1)[piece.start : piece.stop].to(dtype, copy=True)
+    else:
+        out = torch.zeros(piece.stop - piece.start, dtype=dtype)
+    read_flat(out, source, layout, tuple(piece.param.shape), piece.start, piece.stop)
+    return out.view(piece.tensor.shape)
+
+
+def read_flat(
+    out: Tensor, source: RunsSource, layout: TensorLayout, shape: tuple[int, ...], start: int, stop: int
+) -> None:
+    """Elements ``start..stop`` of a rank's flattened tensor of ``shape`` into ``out`` [stop - start], but filling."""
+    for part in flat_rectangles(shape, start, stop):
+        sizes = [b - a for a, b in part]
+        at = flat_index(part, shape) - start
+        here = out[at : at + math.prod(sizes)].view(sizes)
+        for block in layout.blocks():
+            both = overlap(block.local, part)
+            if both is not None:
+                wanted = moved(both, block.local, block.logical)
+                here[relative(both, part)] = source.read(block.name, [slice(*b) for b in wanted])

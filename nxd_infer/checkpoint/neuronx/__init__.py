@@ -1,0 +1,1 @@
+"""Checkpoints that neuronx_distributed wrote."""

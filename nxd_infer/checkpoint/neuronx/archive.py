@@ -1,0 +1,397 @@
+"""Checkpoints that the reference wrote, read without unpickling anything but tensors and plain values.
+
+::
+
+    ckpts/step_100/checkpoint, done, user_content.pt, scheduler.pt              save_checkpoint of its trainer
+                   model/dp_rank_00_tp_rank_00_pp_rank_00.pt [and .pt.tensors/tensor_0.pt with use_xser]
+                   optim/dp_rank_00_tp_rank_00_pp_rank_00.pt [...]              of every rank with ZeRO-1
+    ckpts/tp_rank_00_pp_rank_00/checkpoint.pt                                   its parallel_layers.save
+    ckpts/tp_rank_00_pp_rank_00 and tp_rank_00_pp_rank_00.tensors/tensor_0.pt   the same with save_xser
+
+These files hold each rank's tensors and not what they are parts of. That comes from the model that is loaded
+(:meth:`ReferenceArchive.know`), or offline from a model's configuration, from rules, or from the tensors themselves
+(:mod:`nxd_infer.checkpoint.neuronx.layouts`). With it a checkpoint of this kind is one like any other. ZeRO-1 states
+are those of ``torch_xla``'s optimizer: of each parameter, padded along its first dimension, one of ``dp`` equal parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer.checkpoint.archive import Archive, Piece
+from nxd_infer.context import AXES
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import DictSource, ParamLayout, duplicates
+from nxd_infer.layout.files import files
+from nxd_infer.optimizer.sharded_files import MASTER
+
+MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
+_RANK = re.compile(r"^(?:dp_rank_(\d+)_)?(ep_rank_\d+_)?tp_rank_(\d+)_pp_rank_(\d+)(?:_dp_rank_(\d+))?(?:\.pt)?$")
+
+Place = tuple[int, int, int]
+"""Data-parallel, tensor-parallel and pipeline rank."""
+
+
+def find(root: Path, tag: str | None) -> Path | None:
+    """The folder of the reference's checkpoint of ``tag``; without, that of the newest complete one, or ``root``."""
+    if tag is not None:
+        return root / tag if _is_whole(root / tag) else None
+    if _is_whole(root):
+        return root
+    there = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
+    return max(there, key=_saved_at, default=None)
+
+
+def _saved_at(folder: Path) -> tuple[int, str]:
+    done = folder / DONE
+    return (done if done.exists() else folder).stat().st_mtime_ns, folder.name
+
+
+def _is_whole(folder: Path) -> bool:
+    trainers = (folder / MARK).exists() and (folder / DONE).exists() and not (folder / "manifest.json").exists()
+    return trainers or any(_RANK.match(path.name.removesuffix(TENSORS)) for path in folder.glob("tp_rank_*"))
+
+
+def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
+    """:func:`find` and open. Raises CheckpointError when there is none, or a rank's file is missing or there twice."""
+    folder = find(root, tag)
+    if folder is None:
+        raise CheckpointError(f"{root} holds no checkpoint of the reference" + (f" {tag!r}" if tag else ""))
+    return ReferenceArchive(folder)
+
+
+class ReferenceArchive:
+    """One of them, open for reading: like an Archive, once it has been told the layouts."""
+
+    def __init__(self, folder: Path):
+        self.where = str(folder)
+        self._folder = folder
+        self._flat = not (folder / MARK).exists()  # of parallel_layers.save
+        self._model = _ranks(folder if self._flat else folder / "model")
+        self._optimizer = self._model if self._flat else _ranks(folder / "optim")
+        places = [*self._model, *self._optimizer]
+        self.degrees: dict[str, int] = dict.fromkeys(AXES, 1)
+        for axis, number in (("dp", 0), ("tp", 1), ("pp", 2)):
+            self.degrees[axis] = 1 + max((place[number] for place in places), default=0)
+        self._require_all("model", folder if self._flat else folder / "model", self._model)
+        self._require_all("optimizer", folder / "optim", {} if self._flat else self._optimizer)
+        self._states: dict[Path, Any] = {}
+        self._layouts: dict[str, ParamLayout] | None = None
+        self._names: list[str] = []
+
+    def _require_all(self, what: str, folder: Path, ranks: Mapping[Place, Path]) -> None:
+        if not ranks:
+            return
+        dp = 1 + max(place[0] for place in ranks) if what == "optimizer" else 1
+        tp, pp = self.degrees["tp"], self.degrees["pp"]
+        every = (divmod(number, tp * pp) for number in itertools.count())  # a name may have any number in it
+        places = ((d, *divmod(rest, pp)) for d, rest in every if d < dp)
+        lacking = dp * tp * pp - sum(place[0] < dp for place in ranks)
+        if lacking:
+            first = itertools.islice((place for place in places if place not in ranks), min(lacking, 8))
+            names = [f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_{p:02d}" for d, t, p in first]
+            raise CheckpointError(
+                f"{folder} lacks the {what} of {lacking} rank(s): {', '.join(names)}; restore the files"
+            )
+
+    # --- what the files hold --------------------------------------------------------------------------
+
+    def _load(self, path: Path) -> Any:
+        if path not in self._states:
+            self._states[path] = _read(path)
+        return self._states[path]
+
+    def _state(self, ranks: Mapping[Place, Path], place: Place, key: str) -> Any:
+        """What a rank saved as its model or its optimizer."""
+        path = ranks[place]
+        value = self._load(path)
+        inner = value.get(key) if isinstance(value, Mapping) else None
+        if inner is None and (not self._flat or (key == "model" and _has_tensors(value))):
+            inner = value
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(f"{path} holds no {key!r} state; it holds {type(value).__name__} {_keys(value)}")
+        return _as_optimizer(inner, path) if key == "optimizer" else inner
+
+    def _has_optimizer(self) -> bool:
+        if not self._flat or not self._optimizer:
+            return bool(self._optimizer)
+        value = self._load(self._optimizer[0, 0, 0])
+        return isinstance(value, Mapping) and "optimizer" in value
+
+    def stages(self) -> Iterator[list[Mapping[str, Tensor]]]:
+        """Of each pipeline stage the model's tensors of every tensor-parallel rank. Raises CheckpointError without."""
+        if not self._model:
+            raise CheckpointError(f"{self.where} holds no model; it was saved without")
+        for pp in range(self.degrees["pp"]):
+            ranks = [self._state(self._model, (0, tp, pp), "model") for tp in range(self.degrees["tp"])]
+            strange = [name for rank in ranks for name in rank if not isinstance(name, str)]
+            if strange:
+                raise CheckpointError(
+                    f"{self.where}: the model has a tensor named {strange[0]!r:.80}, which is no text"
+                )
+            yield [{name: item for name, item in rank.items() if isinstance(item, Tensor)} for rank in ranks]
+
+    # --- as an Archive --------------------------------------------------------------------------------
+
+    def know(self, layouts: Mapping[str, ParamLayout], optimizer_names: Sequence[str] = ()) -> None:
+        """What the parameters are made of, by name, and the order in which the optimizer got them."""
+        self._layouts = {**one_by_one(layouts), **layouts}
+        self._names = list(optimizer_names)
+
+    def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
+        """Nothing: these files have no checksums (those of their form that are zip files have one for each tensor)."""
+
+    def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """As :meth:`Archive.parts`; there is one."""
+        if kind == "model" and self._model:
+            yield 0, {"pieces": {}}
+        if kind == "optimizer" and self._has_optimizer():
+            state = self._state(self._optimizer, (0, 0, 0), "optimizer")
+            groups = [{key: item for key, item in group.items() if key != "params"} for group in state["param_groups"]]
+            yield 0, {"pieces": {}, "param_groups": groups}
+
+    def value(self, rank: int, kind: str) -> Any:
+        """As :meth:`Archive.value`, of ``"values"``."""
+        if self._flat:
+            state = self._load(self._model[0, 0, 0])
+            if not isinstance(state, Mapping) or ("model" not in state and _has_tensors(state)):
+                state = {}
+            rest = {key: item for key, item in state.items() if key not in ("model", "optimizer", "scheduler")}
+            found = {"user_content": rest or None, "scheduler": state.get("scheduler")}
+        else:
+            found = {name: self._beside(self._folder / f"{name}.pt") for name in ("user_content", "scheduler")}
+        return {name: item for name, item in found.items() if item is not None or name == "user_content"}
+
+    def _beside(self, path: Path) -> Any:
+        try:
+            return _read(path) if path.exists() else None
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Move {path.name} away to load the rest of the checkpoint") from error
+
+    def pieces(self, kind: str) -> list[Piece]:
+        """As :meth:`Archive.pieces`. Raises CheckpointError when the layouts are not known or do not fit."""
+        if self._layouts is None:
+            raise CheckpointError(f"{self.where}: these files do not say what their tensors are parts of")
+        return self._model_pieces(self._layouts) if kind == "model" else self._optimizer_pieces(self._layouts)
+
+    def _model_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Piece]:
+        found: list[Piece] = []
+        seen: set[str] = set()
+        wrong: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        degree = self.degrees["tp"]
+        for ranks in self.stages():
+            for name in (name for name in ranks[0] if name not in seen):
+                layout = layouts.get(name) or ParamLayout.of(list(ranks[0][name].shape), name)
+                shapes = [tuple(rank[name].shape) if name in rank else () for rank in ranks]
+                wanted = layout.rank_shape(degree)
+                if any(shape != wanted for shape in shapes):
+                    wrong.append((name, next(shape for shape in shapes if shape != wanted), wanted))
+                    continue
+                for tp, rank in enumerate(ranks):
+                    found.append(_piece(name, tp, DictSource(rank), layout, degree))
+                self._require_equal_copies(name, layout, ranks)
+            seen |= ranks[0].keys()
+        if wrong:
+            shown = ", ".join(f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in wrong[:12])
+            raise WeightMismatchError(
+                f"{self.where}: at {degree} tensor-parallel rank(s) the model's tensors would have other shapes: "
+                f"{shown}" + (f", ... ({len(wrong)} in all)" if len(wrong) > 12 else ""),
+                mismatched=tuple(wrong),
+            )
+        return found
+
+    def _require_equal_copies(self, name: str, layout: ParamLayout, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Replicated key/value heads lie in different orders on different hardware; only ours can be read."""
+        for holding in duplicates(layout, len(ranks)):
+            copies = [ranks[rank][name][tuple(slice(*b) for b in local)] for rank, local in holding.places]
+            if any(not copy.equal(copies[0]) for copy in copies[1:]):
+                places = [rank for rank, _ in holding.places]
+                raise CheckpointError(
+                    f"{self.where}: {name!r} should have the same heads on ranks {places}, and they differ: its "
+                    "key/value heads are replicated in another order (whole blocks one after the other). Convert it to "
+                    "an unsharded checkpoint with the tool that wrote it, and load that"
+                )
+
+    def _optimizer_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Piece]:
+        if not self._has_optimizer():
+            raise CheckpointError(f"{self.where} holds no optimizer; it was saved without")
+        if self.degrees["pp"] > 1:
+            raise CheckpointError(
+                f"{self.where}: the optimizer of {self.degrees['pp']} pipeline stages numbers the parameters of each "
+                "stage by itself, so it cannot be read; load the model, and start the optimizer anew"
+            )
+        dp, tp = 1 + max(place[0] for place in self._optimizer), self.degrees["tp"]
+        found: list[Piece] = []
+        for d, t in itertools.product(range(dp), range(tp)):
+            state = self._state(self._optimizer, (d, t, 0), "optimizer")
+            entries = state.get("base_state", state.get("state"))
+            count = sum(len(group["params"]) for group in state.get("param_groups", ()))
+            if not isinstance(entries, Mapping) or count != len(self._names):
+                raise WeightMismatchError(
+                    f"{self.where}: the optimizer's state is of {count} parameters, and this one has "
+                    f"{len(self._names)}; make it with the same parameters in the same groups"
+                )
+            masters = state.get("sharded_master_weights", {})
+            sharded = dp if "base_state" in state else 1
+            if sharded == 1 and d > 0:
+                continue  # without ZeRO-1 all data-parallel ranks have the same
+            found += self._rank_pieces(entries, masters, layouts, t, d, sharded)
+        return found
+
+    def _rank_pieces(
+        self,
+        entries: Mapping[int, Mapping[str, Any]],
+        masters: Mapping[int, Tensor],
+        layouts: Mapping[str, ParamLayout],
+        tp: int,
+        dp: int,
+        parts: int,
+    ) -> list[Piece]:
+        """The pieces of one rank, in the order of the parameters."""
+        tensors: dict[str, Tensor] = {}
+        found = []
+        source = DictSource(tensors)
+        for number, name in enumerate(self._names):
+            layout = layouts[name]
+            shape = layout.rank_shape(self.degrees["tp"])
+            rows = shape[0] if shape else 1
+            share = -(-rows // parts)
+            first, last = min(dp * share, rows), min((dp + 1) * share, rows)
+            inner = math.prod(shape[1:])
+            values: dict[str, Any] = {}
+            state = dict(entries.get(number, {}))
+            if number in masters:
+                state[MASTER] = masters[number]
+            for key, item in state.items():
+                if not isinstance(item, Tensor):
+                    values[key] = item
+                elif item.numel() == 1 and item.dim() == 0:
+                    tensors[f"{name}|{key}"] = item
+                elif tuple(item.shape) == (share, *shape[1:]):
+                    tensors[f"{name}|{key}"] = item[: last - first].reshape(-1)
+                else:
+                    raise WeightMismatchError(
+                        f"{self.where}: the optimizer's {key!r} of {name!r} is {list(item.shape)}, wanted "
+                        f"{[share, *shape[1:]]} (part {dp} of {parts})",
+                        mismatched=((name, tuple(item.shape), (share, *shape[1:])),),
+                    )
+            if first < last:
+                found.append(_piece(name, tp, source, layout, self.degrees["tp"], first * inner, last * inner, values))
+        return found
+
+
+AnyArchive = Archive | ReferenceArchive
+
+
+def _piece(
+    name: str,
+    tp: int,
+    source: DictSource,
+    layout: ParamLayout,
+    degree: int,
+    start: int = 0,
+    stop: int | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Piece:
+    shape = layout.rank_shape(degree)
+    stop = math.prod(shape) if stop is None else stop
+    return Piece(
+        name,
+        tp,
+        source,
+        layout.rank_layout(degree, tp),
+        shape,
+        start,
+        stop,
+        layout.logical_shapes,
+        values or {},
+        layout,
+    )
+
+
+def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
+    """The logical tensors of fused parameters, for files that have them one by one."""
+    found: dict[str, ParamLayout] = {}
+    for layout in layouts.values():
+        for part, name in layout.sources:
+            axes = [dict(getattr(plan, "named", ())).get(part, plan) for plan in layout.axes]
+            found[name] = ParamLayout.of(axes, name)
+    return found
+
+
+def _ranks(folder: Path) -> dict[Place, Path]:
+    """The file, or the folder, of each rank."""
+    found: dict[Place, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _RANK.match(path.name.removesuffix(TENSORS))
+        if match is None:
+            continue
+        if path.name.endswith(TENSORS):
+            if not path.with_name(path.name.removesuffix(TENSORS)).is_file():
+                raise CheckpointError(f"{path} lacks the file {path.name.removesuffix(TENSORS)} beside it; restore it")
+            continue
+        dp, ep, tp, pp, dp_last = match.groups()
+        if ep:
+            raise CheckpointError(f"{path}: checkpoints of expert parallelism cannot be read")
+        place = int(dp or dp_last or 0), int(tp), int(pp)
+        if place in found:
+            raise CheckpointError(f"{found[place].name} and {path.name} of {folder} are of the same rank; keep one")
+        found[place] = path
+    return found
+
+
+def _read(path: Path) -> Any:
+    """A file or folder of one rank in whatever form it has."""
+    if path.is_dir():
+        ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
+        if ours.is_file() and theirs.is_file():
+            raise CheckpointError(f"{path} has both {ours.name} and {theirs.name}; keep one")
+        return files.read_one_file(ours)[0] if ours.is_file() else files.read_pickle(theirs, mapped=True)
+    if not files.tensors_folder(path).is_dir():
+        return files.read_pickle(path, mapped=True)
+    if files.is_pickle(path):
+        return files.read_reference_xser(path, mapped=True)
+    return files.read_many_files(path)[0]
+
+
+def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
+    """``state`` itself. Raises CheckpointError when it is no optimizer's."""
+
+    def check(key: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise CheckpointError(
+                f"{path}: the optimizer's {key!r} must be {wanted}, got {type(state.get(key)).__name__}"
+            )
+
+    groups = state.get("param_groups")
+    listed = isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+    )
+    check("param_groups", listed, "a list of dictionaries, each with its 'params'")
+    key = "base_state" if "base_state" in state else "state"
+    entries = state.get(key)
+    check(key, isinstance(entries, Mapping) and _all_mappings(entries), "a dictionary of dictionaries")
+    masters = state.get("sharded_master_weights", {})
+    tensors = isinstance(masters, Mapping) and all(isinstance(item, Tensor) for item in masters.values())
+    check("sharded_master_weights", tensors, "a dictionary of tensors")
+    return state
+
+
+def _all_mappings(entries: Mapping[Any, Any]) -> bool:
+    return all(isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry) for entry in entries.values())
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a state dict itself."""
+    return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
+
+
+def _keys(value: Any) -> str:
+    return str([str(key) for key in value][:8]) if isinstance(value, Mapping) else ""

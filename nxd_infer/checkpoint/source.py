@@ -1,0 +1,50 @@
+"""Logical weights out of whatever a caller has: tensors, safetensors, a training checkpoint, a model in training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout import WeightSource, as_source
+
+Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
+
+
+def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
+    """The unsharded weights of ``weights``, read slice by slice where they lie in files.
+
+    Args:
+        weights: tensors by name; a WeightSource; the path of safetensors (a file or a directory), or of a folder that
+            ``save_checkpoint`` wrote into, at whatever degrees; or the model itself, where this process holds all of
+            it (degree 1; adapters are merged).
+        tag: which checkpoint of the folder. Default: the newest complete one.
+
+    Raises CheckpointError when there is no such checkpoint, it holds no weights of a module, or it is damaged.
+    """
+    if isinstance(weights, str | os.PathLike):
+        return _stored(weights, tag)
+    if tag is not None:
+        raise CheckpointError(f"the tag {tag!r} names a checkpoint in a folder, and {type(weights).__name__} is none")
+    if isinstance(weights, nn.Module):
+        from nxd_infer.checkpoint.gather import whole_weights
+
+        return whole_weights(weights)
+    return as_source(weights)
+
+
+def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
+    from nxd_infer.checkpoint.archive import Archive, RunsSource, require_no_adapter
+    from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
+    from nxd_infer.checkpoint.storage import storage_of
+
+    storage = storage_of(path)
+    if tag is None and not holds_checkpoint(storage):
+        return as_source(path)
+    archive = Archive(find_checkpoint(storage, tag))
+    archive.verify(["model"])
+    source = RunsSource(archive.pieces("model"))
+    require_no_adapter(source, archive.where)
+    return source

@@ -1,0 +1,339 @@
+"""Export one rank's module for one bucket: ``(states, inputs, weights) -> outputs``, states changed in place.
+
+Every state is lifted to an input under its qualified name; each aliased output is copied into its state and dropped.
+Whatever else the module changes while it runs is found in the graph: a registered buffer or parameter becomes a state,
+a plain tensor attribute is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from nxd_infer.errors import NxdError, TraceConfigError, TraceError
+from nxd_infer.graph import passes
+from nxd_infer.graph.functional_call import not_registered, swapped
+from nxd_infer.graph.names import key_text, named_tensors, shared_memory
+
+_PREFIX = "module."
+
+
+@dataclass
+class Step:
+    """What to export: a module, named example inputs in order, and what stays with the rank."""
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    keyword: bool = False
+    """Whether forward takes the inputs by name."""
+    states: list[str] = field(default_factory=list)
+    """Qualified names of buffers and parameters that are changed in place."""
+    aliases: dict[int, str] = field(default_factory=dict)
+    """Number of an output (flattened) -> the state it becomes."""
+    views: Any = None
+    """``views(list of state tensors) -> list of tensors the module sees``; None where it sees the states."""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """States whose tensor is not the module's own (a shared state buffer), by name."""
+    overlaps: dict[str, str] | None = None
+    """``names.shared_memory`` of the module as ``func`` returned it; None: found when it is needed."""
+
+
+@dataclass
+class Exported:
+    """A flat graph, and where its placeholders come from."""
+
+    module: fx.GraphModule
+    states: list[str]
+    inputs: list[str]
+    weights: list[str]
+    constants: dict[str, Tensor]
+    """Values of weights that are neither parameters nor buffers, by name."""
+    outputs: list[str]
+    structure: Any
+    """How the outputs are put together again: names in nested lists (tuples) and dictionaries."""
+
+
+# --- the wrapper that is exported ---------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """What the wrapper learns while it runs. An object of its own: export undoes assignments to the module."""
+
+    outputs: list[str] = field(default_factory=list)
+    structure: Any = None
+    reassigned: list[str] = field(default_factory=list)
+
+
+class _Traced(nn.Module):
+    """Calls the user's module on lifted states; flattens its outputs and copies the aliased ones into their states."""
+
+    def __init__(self, step: Step, clone_inputs: set[str]):
+        super().__init__()
+        self.module = step.module
+        self.step = step
+        self.clone_inputs = clone_inputs
+        self.seen = _Seen()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        step = self.step
+        count = len(step.states)
+        states = dict(zip(step.states, tensors[:count], strict=True))
+        values = [
+            value.clone() if name in self.clone_inputs else value
+            for name, value in zip(step.inputs, tensors[count:], strict=True)
+        ]
+        seen = states
+        if step.views is not None:
+            seen = dict(zip(step.states, step.views(list(states.values())), strict=True))
+        with swapped(self.module, seen) as changed:
+            args, kwargs = _call_arguments(step, values)
+            result = self.module(*args, **kwargs)
+        self.seen.reassigned = [name for name in changed if name not in seen]
+        stores = [
+            (seen[name], value, f"the state {name!r} was assigned") for name, value in changed.items() if name in seen
+        ]
+        return self._outputs(result, seen, stores)
+
+    def _outputs(
+        self, result: Any, states: dict[str, Tensor], stores: list[tuple[Tensor, Any, str]]
+    ) -> tuple[Tensor, ...]:
+        """The outputs that are kept, after ``stores`` (state, its next value, text) and the aliased outputs are done.
+
+        The model saw the states' old values throughout. So what shares memory with a state that is about to be
+        overwritten is copied first: an output that is the old value, two states that change places.
+        """
+        leaves, _ = pytree.tree_flatten(result)
+        aliases = self.step.aliases
+        bad = [index for index in aliases if not 0 <= index < len(leaves)]
+        if bad:
+            raise TraceConfigError(
+                f"input_output_aliases names output {bad[0]}, but the model returned {len(leaves)} outputs"
+            )
+        names: list[str | None] = []
+        kept: list[Tensor] = []
+        self.seen.outputs = []
+        labels = _leaf_names(result)
+        for index, leaf in enumerate(leaves):
+            if index in aliases:
+                state = states[aliases[index]]
+                if not isinstance(leaf, Tensor):
+                    raise TraceConfigError(f"output {index} becomes a state but is {type(leaf).__name__}")
+                stores.append((state, leaf, f"output {index} becomes the state {aliases[index]!r}"))
+                names.append(None)
+            elif isinstance(leaf, Tensor):
+                name = labels[index] or f"output_{len(kept)}"
+                names.append(name)
+                self.seen.outputs.append(name)
+                kept.append(leaf)
+            else:
+                names.append(None)
+        self.seen.structure = _structure(result, iter(names))
+        if not kept and not states:
+            raise TraceError("the model returned no tensor and keeps no state: there is nothing to run")
+        stores = [(state, value, what) for state, value, what in stores if value is not state]
+        for state, value, what in stores:
+            if value.shape != state.shape or value.dtype != state.dtype:
+                raise TraceConfigError(
+                    f"{what}, but is {value.dtype}{list(value.shape)} where the state is "
+                    f"{state.dtype}{list(state.shape)}"
+                )
+        overwritten = {_memory(state) for state, _, _ in stores}
+        kept = [leaf.clone() if _memory(leaf) in overwritten else leaf for leaf in kept]
+        values = [value.clone() if _memory(value) in overwritten else value for _, value, _ in stores]
+        for (state, _, _), value in zip(stores, values, strict=True):
+            state.copy_(value)
+        return tuple(kept)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that are views of one memory, fake ones too."""
+    return tensor.untyped_storage()._cdata
+
+
+def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The flat named values as forward's arguments, nested ones put together again."""
+    tree: dict[str, Any] = {}
+    for name, value in zip(step.inputs, values, strict=True):
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+
+    def build(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        built = {key: build(value) for key, value in node.items()}
+        return tuple(built.values()) if all(key.isdigit() for key in built) else built
+
+    arguments = {name: build(value) for name, value in tree.items()}
+    return ([], arguments) if step.keyword else (list(arguments.values()), {})
+
+
+def _leaf_names(result: Any) -> list[str]:
+    """A name for each leaf that is reached through keys only; "" for the others."""
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(result)[0]:
+        keyed = bool(path) and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey))
+        names.append(".".join(key_text(part) for part in path) if keyed else "")
+    return names
+
+
+def _structure(result: Any, names: Iterator[str | None]) -> Any:
+    """``result`` with names in place of tensors, without what was dropped (None when that is all of it)."""
+    if pytree.tree_is_leaf(result):
+        return next(names)
+    if isinstance(result, Mapping):
+        named = {str(key): _structure(value, names) for key, value in result.items()}
+        return {key: value for key, value in named.items() if value is not None}
+    if isinstance(result, (list, tuple)):
+        entries = [_structure(value, names) for value in result]
+        return [entry for entry in entries if entry is not None]
+    keys = [key_text(path[0]) for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    found = [next(names) for _ in keys]
+    if len(set(keys)) < len(keys):
+        return [name for name in found if name is not None]
+    return {key: name for key, name in zip(keys, found, strict=True) if name is not None}
+
+
+# --- export -------------------------------------------------------------------------------------------
+
+
+def export(step: Step) -> Exported:
+    """Export ``step``; fills ``step.states`` up with the buffers and parameters that the graph turns out to change.
+
+    Raises TraceError when the module cannot be exported, with torch's own reason.
+    """
+    clone_inputs: set[str] = set()
+    for name in step.aliases.values():
+        if name not in step.states:
+            step.states.append(name)
+    for _ in range(4):
+        wrapper = _Traced(step, clone_inputs)
+        program = _run_export(wrapper, step)
+        found = _flat_graph(program, wrapper, step)
+        new_states, new_clones = _undeclared(found)
+        new_states = [*wrapper.seen.reassigned, *(n for n in new_states if n not in wrapper.seen.reassigned)]
+        if not new_states and new_clones <= clone_inputs:
+            return found
+        for name in new_states:
+            step.states.append(name)
+        clone_inputs |= new_clones
+    raise TraceError("the model changes other tensors each time it is exported; its forward must not depend on calls")
+
+
+def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
+    own = named_tensors(step.module)
+    _refuse_overlap(step, own)
+    # Untouched memory of the right form: export never reads a value, and a view would bring its base along.
+    states = [
+        torch.empty_like(step.shared.get(name, own[name]), memory_format=torch.contiguous_format, requires_grad=False)
+        for name in step.states
+    ]
+    args = tuple(states) + tuple(step.inputs.values())
+    try:
+        with torch.no_grad():
+            return torch.export.export(wrapper, args, strict=False)
+    except NxdError:
+        raise
+    except Exception as error:
+        raise TraceError(f"{type(step.module).__name__} cannot be exported: {type(error).__name__}: {error}") from error
+
+
+def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
+    """A state is memory of its own: what another tensor shows of it would not follow once it is lifted."""
+    tensors: dict[int, str] = {}
+    for name in step.states:
+        if id(own[name]) in tensors:
+            raise TraceConfigError(f"the states {tensors[id(own[name])]!r} and {name!r} are one tensor; name it once")
+        tensors[id(own[name])] = name
+    if step.overlaps is None:
+        step.overlaps = shared_memory(step.module)
+    for name in step.states:
+        if name in step.overlaps:
+            raise TraceConfigError(
+                f"the state {name!r} shares memory with {step.overlaps[name]!r}: give each a tensor of its own, or "
+                f"slice {name!r} inside forward"
+            )
+
+
+def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: Step) -> Exported:
+    """Reorder the placeholders to states, inputs, then the weights in use; flatten nested graphs; simplify."""
+    from torch.export.graph_signature import InputKind
+
+    module = program.graph_module
+    passes.flatten_nested(module)
+    passes.simplify(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    user: list[fx.Node] = []
+    weights: list[tuple[str, fx.Node]] = []
+    constants: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    own = {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(step.module).items()}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            user.append(node)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            if node.users:
+                name = (spec.target or "").removeprefix(_PREFIX)
+                name = own.get(name, name)  # a tied tensor goes by its first name
+                known = next((other for other_name, other in weights if other_name == name), None)
+                if known is None:
+                    weights.append((name, node))
+                else:
+                    node.replace_all_uses_with(known)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            if node.users:
+                name = "constant:" + (spec.target or "").removeprefix(_PREFIX)
+                weights.append((name, node))
+                value = program.constants[spec.target or ""]
+                if not isinstance(value, Tensor):
+                    raise TraceError(f"the model holds {spec.target!r}, a {type(value).__name__} that cannot be traced")
+                constants[name] = value
+        else:
+            raise TraceError(f"the model holds {spec.target!r} of a kind that cannot be traced ({spec.kind.name})")
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in [*user, *(node for _, node in weights)]:
+        values[node] = graph.placeholder(node.name)
+        values[node].meta = {"val": node.meta["val"]}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(tuple(node.args[0]), lambda n: values[n]))
+        elif node.op != "placeholder":
+            values[node] = graph.node_copy(node, lambda n: values[n])
+    return Exported(
+        module=fx.GraphModule(module, graph),
+        states=list(step.states),
+        inputs=list(step.inputs),
+        weights=[name for name, _ in weights],
+        constants=constants,
+        outputs=list(wrapper.seen.outputs),
+        structure=wrapper.seen.structure,
+    )
+
+
+def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
+    """Buffers and parameters that are written without being states, and inputs that are written."""
+    placeholders = [node for node in found.module.graph.nodes if node.op == "placeholder"]
+    names = [*found.states, *found.inputs, *found.weights]
+    written = passes.mutated_placeholders(found.module.graph)
+    first_input, first_weight = len(found.states), len(found.states) + len(found.inputs)
+    states: list[str] = []
+    clones: set[str] = set()
+    for place, (node, name) in enumerate(zip(placeholders, names, strict=True)):
+        if node not in written or place < first_input:
+            continue
+        if place < first_weight:
+            clones.add(name)
+        elif name in found.constants:
+            raise TraceError(not_registered(name.removeprefix("constant:")))
+        else:
+            states.append(name)
+    return states, clones

@@ -1,0 +1,42 @@
+"""The native operators that a graph calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.graph.stored import GraphFile
+
+
+def native_library() -> Any | None:
+    """The native operators, or None where they cannot be built (no compiler, no headers)."""
+    from nxd_infer import native
+    from nxd_infer.errors import BackendUnavailableError
+
+    if not native.availability().ok:
+        return None
+    try:
+        return native.load()
+    except BackendUnavailableError:
+        return None
+
+
+def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
+    """The native libraries that the graph calls, registered: those in ``ops/`` beside ``graphs/``, else this package's.
+
+    Raises BackendUnavailableError when the graph calls those of another version that are not there.
+    """
+    from nxd_infer import native
+
+    libraries = []
+    for content_hash in graph.ops:
+        beside = graph_dir.parents[1] / "ops" / f"{content_hash}.so"
+        found = native.load_file(beside) if beside.is_file() else native.load()
+        if found.hash != content_hash:
+            raise BackendUnavailableError(
+                f"graph {graph.digest} calls the operators {content_hash}, and this version has {found.hash}: "
+                "trace the model again"
+            )
+        libraries.append(found)
+    return libraries

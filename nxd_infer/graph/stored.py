@@ -1,0 +1,111 @@
+"""A stored graph: ``graph.json`` (the specs of its tensors, in order) and ``ir.json`` (its operators)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nxd_infer.artifact.manifest import GraphSpec, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.errors import ArtifactCorruptError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+GRAPH_FILE = "graph.json"
+
+
+IR_FILE = "ir.json"
+
+
+class GraphFile(BaseModel):
+    """``graph.json``: every tensor of one graph, in the order the graph takes them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    digest: str
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    states: list[TensorSpec]
+    weights: list[WeightSpec]
+    collectives: list[str] = Field(default_factory=list)
+    ops: list[str] = Field(default_factory=list)
+    """Content hashes of the operator libraries that the graph calls."""
+
+    def spec(self) -> GraphSpec:
+        """The entry of ``manifest.graphs``."""
+        return GraphSpec(
+            digest=self.digest,
+            states=[s.name for s in self.states],
+            weights=[w.name for w in self.weights],
+            collectives=self.collectives,
+        )
+
+
+@dataclass
+class Lowered:
+    """One bucket of one rank, ready to compile.
+
+    The graph takes states, inputs and weights as placeholders, in that order, and no constant of its own: a compiler
+    never sees a value of a weight, so it cannot bake one in.
+    """
+
+    ir: dict[str, Any]
+    """The graph as data; see :mod:`nxd_infer.graph.ir`."""
+    graph: GraphFile
+    text: str
+    """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    """Values of the weights that are neither parameters nor buffers of the module, by name."""
+    structure: Any = None
+    """How the outputs go together: names in nested lists and dictionaries."""
+
+    @property
+    def digest(self) -> str:
+        return self.graph.digest
+
+
+def ir_text(ir: dict[str, Any]) -> str:
+    """The canonical text: equal for equal graphs, one node a line."""
+    compact: dict[str, Any] = {"sort_keys": True, "separators": (",", ":"), "allow_nan": False}
+    lines = ",\n".join(json.dumps(node, **compact) for node in ir["nodes"])
+    rest = {key: value for key, value in ir.items() if key != "nodes"}
+    return f'{json.dumps(rest, **compact)[:-1]},"nodes":[\n{lines}\n]}}\n'
+
+
+def write_graph(lowered: Lowered, graph_dir: str | os.PathLike[str]) -> Path:
+    """Write ``graph.json`` and ``ir.json``."""
+    path = Path(graph_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / IR_FILE).write_text(ir_text(lowered.ir), encoding="utf-8")
+    (path / GRAPH_FILE).write_text(lowered.graph.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read_graph(graph_dir: str | os.PathLike[str], digest: str | None = None) -> GraphFile:
+    """Read ``graph.json``. Raises ArtifactCorruptError when it is not there, not one, or of another digest."""
+    path = Path(graph_dir) / GRAPH_FILE
+    try:
+        graph = GraphFile.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArtifactCorruptError(f"{path} cannot be read: {error}") from error
+    if digest is not None and graph.digest != digest:
+        raise ArtifactCorruptError(f"{path} is graph {graph.digest}, expected {digest}")
+    return graph
+
+
+def read_ir(graph_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read ``ir.json``. Raises ArtifactCorruptError when it is not there or not one."""
+    path = Path(graph_dir) / IR_FILE
+    try:
+        ir = json.loads(path.read_bytes())
+        if not {"inputs", "nodes", "outputs"} <= ir.keys():
+            raise ValueError("it is no graph")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ArtifactCorruptError(f"{path} cannot be read: {error}") from error
+    return ir

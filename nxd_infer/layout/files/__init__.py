@@ -1,0 +1,1 @@
+"""Nested values with tensors as safetensors and JSON, without a pickle."""

@@ -1,0 +1,260 @@
+"""Nested values as JSON and tensors: what one would give to ``torch.save``, without a pickle. The way back is in
+:mod:`~nxd_infer.layout.files.unpack`.
+
+Plain JSON values stand for themselves; everything else is an object with one key, the kind::
+
+    {"tensor": 3}    {"dict": [[1, "one"]]}    {"set": [1, 2]}    {"path": ["PosixPath", "/data"]}
+
+Nothing that a file names is imported, looked up among the loaded modules, or called. A dataclass, a named tuple or an
+enumeration comes back as its class where the process has allowed it, with ``torch.serialization.add_safe_globals``, as
+it would for ``torch.load``; its fields are then set without calling it. Elsewhere a dataclass is a :class:`Record` of
+its fields, a named tuple one of an equal class made for it, and a member of an enumeration its value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import json
+import math
+import pathlib
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.files.arrays import pack_numpy
+from nxd_infer.layout.sources import DTYPES
+
+__all__ = ["Record", "pack"]
+
+INLINE = 4096
+"""Bytes up to which raw memory is base64 text in the structure; longer ones are tensors."""
+HOW = "it takes tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them"
+FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""What a defaultdict may make."""
+PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
+SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+NAMESPACES: dict[str, Any] = {"namespace": types.SimpleNamespace, "arguments": argparse.Namespace}
+TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _whole(number: Any) -> int:
+    """A part of a fraction, which would read a text of ten bytes as a number of a million digits."""
+    if type(number) is not int:
+        raise ValueError(f"{number!r:.80} is no part of a fraction")
+    return number
+
+
+BUILT: dict[str, Callable[..., Any]] = {
+    "complex": complex,
+    "range": range,
+    "slice": slice,
+    "size": lambda *sizes: torch.Size(sizes),
+    "device": torch.device,
+    "decimal": decimal.Decimal,
+    "fraction": lambda *parts: fractions.Fraction(*map(_whole, parts)),
+    "uuid": uuid.UUID,
+    "date": datetime.date,
+    "timedelta": datetime.timedelta,
+    "timezone": datetime.timezone,
+    "zone": zoneinfo.ZoneInfo,
+    "time": lambda fold, zone, *parts: datetime.time(*parts, tzinfo=zone, fold=fold),
+    "datetime": lambda fold, zone, *parts: datetime.datetime(*parts, tzinfo=zone, fold=fold),
+}
+"""Kinds that are a call of their own with values; of Python and of torch, and free of effects."""
+
+
+class Record(types.SimpleNamespace):
+    """The fields of a dataclass that this process has not allowed; ``class_name`` is what it was, with its module."""
+
+    __slots__ = ("class_name",)
+    class_name: str
+
+    def __hash__(self) -> int:  # type: ignore[override]  # may have been a key
+        return hash(tuple(vars(self).items()))
+
+    def __reduce__(self) -> Any:  # a namespace's own knows no slots
+        return Record, (), (vars(self), {"class_name": self.class_name})
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _arguments(item: Any) -> tuple[str, tuple[Any, ...]] | None:
+    """The kind of BUILT that makes ``item``, and its arguments."""
+    kind = type(item)
+    if kind is complex:
+        return "complex", (item.real, item.imag)
+    if kind is range or kind is slice:
+        return kind.__name__, (item.start, item.stop, item.step)
+    if kind is torch.Size:
+        return "size", tuple(item)
+    if kind in (torch.device, decimal.Decimal, uuid.UUID):
+        return kind.__name__.lower(), (str(item),)
+    if kind is fractions.Fraction:
+        return "fraction", (item.numerator, item.denominator)
+    if kind is datetime.date:
+        return "date", (item.year, item.month, item.day)
+    if kind is datetime.timedelta:
+        return "timedelta", (item.days, item.seconds, item.microseconds)
+    if kind is datetime.timezone:
+        name = item.tzname(None)
+        offset = item.utcoffset(None)
+        return "timezone", (offset,) if name == datetime.timezone(offset).tzname(None) else (offset, name)
+    if kind is zoneinfo.ZoneInfo and item.key is not None:
+        return "zone", (item.key,)
+    if kind is datetime.time or kind is datetime.datetime:
+        day = (item.year, item.month, item.day) if kind is datetime.datetime else ()
+        clock = (item.hour, item.minute, item.second, item.microsecond)
+        return kind.__name__, (item.fold, item.tzinfo, *day, *clock)
+    return None
+
+
+class _Packer:
+    def __init__(self, down_cast_bf16: bool):
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[tuple, int] = {}
+        self._sources: list[Tensor] = []
+        """What was numbered, if only for this: as long as it lives, nothing else has its address."""
+        self._down_cast = down_cast_bf16
+
+    def number_of(self, tensor: Tensor) -> int:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if not tensor.numel() or key not in self._numbers:
+            self._numbers[key] = len(self.tensors)
+            self._sources.append(tensor)
+            wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 2
+            self.tensors.append(tensor.to(torch.bfloat16) if self._down_cast and wide else tensor)
+        return self._numbers[key]
+
+    def raw(self, data: bytes) -> Any:
+        """Bytes: base64 text, or a tensor when they are many."""
+        if len(data) <= INLINE:
+            return base64.b64encode(data).decode("ascii")
+        return {"tensor": self.number_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))}
+
+    def tensor(self, item: Tensor, path: str) -> Any:
+        if item.layout != torch.strided or item.is_meta or item.is_quantized:
+            form = "quantized" if item.is_quantized else str(item.layout)
+            raise CheckpointError(f"{path} is a {form} tensor on {item.device}; only dense ones can be saved")
+        requires_grad, is_parameter = item.requires_grad, isinstance(item, nn.Parameter)
+        item = item.detach().resolve_conj().resolve_neg()  # views that negate what is in memory
+        if item.dtype in DTYPES.values():
+            stored: Any = {"tensor": self.number_of(item)}
+        else:  # as its bytes: safetensors has no such type, or none that can be read in slices
+            raw = item.contiguous().reshape(-1).view(torch.uint8)
+            stored = {"viewed": [self.number_of(raw), str(item.dtype).removeprefix("torch."), list(item.shape)]}
+        return {"parameter": [stored, requires_grad]} if is_parameter else stored
+
+    def fields(self, found: Mapping[str, Any], path: str) -> list[Any]:
+        return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
+
+    def start(self, value: Any, what: str) -> Any:
+        """:meth:`visit` of a whole value."""
+        try:
+            return self.visit(value, what)
+        except RecursionError:
+            raise CheckpointError(
+                f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+            ) from None
+
+    def visit(self, item: Any, path: str) -> Any:
+        kind = type(item)
+        if item is None or kind in (bool, str):
+            return item
+        if kind is int:
+            return item if item.bit_length() < 4096 else {"int": hex(item)}  # Python reads no longer ones in decimal
+        if kind is float:
+            return item if math.isfinite(item) else {"float": str(item)}
+        if isinstance(item, Tensor):
+            return self.tensor(item, path)
+        if isinstance(item, enum.Enum):
+            return {"enum": [name_of(kind), self.visit(item.value, f"{path}.value")]}
+        if kind in (bytes, bytearray):
+            return {kind.__name__: self.raw(bytes(item))}
+        if kind is Record:
+            return {"dataclass": [item.class_name, self.fields(vars(item), path)]}
+        for name, namespace in NAMESPACES.items():
+            if kind is namespace:
+                return {name: self.fields(vars(item), path)}
+        if dataclasses.is_dataclass(kind) and not isinstance(item, Mapping):
+            names = [field.name for field in dataclasses.fields(kind) if hasattr(item, field.name)]
+            found = {name: getattr(item, name) for name in names} | getattr(item, "__dict__", {})
+            return {"dataclass": [name_of(kind), self.fields(found, path)]}
+        names = getattr(kind, "_fields", None) if isinstance(item, tuple) else None
+        if names is not None:
+            return {"named_tuple": [name_of(kind), self.fields(dict(zip(names, item, strict=True)), path)]}
+        if isinstance(item, Mapping):
+            return self.mapping(item, path)
+        if isinstance(item, collections.deque):
+            return {"deque": [item.maxlen, self.visit(list(item), path)]}
+        if kind in (set, frozenset):  # in an order that is the same in every process
+            return {kind.__name__: sorted((self.visit(one, f"{path} element") for one in item), key=json.dumps)}
+        built = _arguments(item)
+        if built is not None:
+            return {built[0]: [self.visit(one, path) for one in built[1]]}
+        if isinstance(item, list | tuple):
+            name = "list" if isinstance(item, list) else "tuple"
+            return {name: [self.visit(one, f"{path}[{i}]") for i, one in enumerate(item)]}
+        if isinstance(item, TORCH_NAMES):
+            return {"dtype": str(item).removeprefix("torch.")}
+        if kind.__name__ in PATHS and isinstance(item, pathlib.PurePath):
+            return {"path": [kind.__name__, str(item)]}
+        if item is ...:
+            return {"ellipsis": 0}
+        packed = pack_numpy(item, self.raw, lambda one, at: self.visit(one, f"{path}{at}"))
+        if packed is None:
+            raise CheckpointError(
+                f"{path} is {_described(item)}, which a checkpoint does not hold, because only a pickle could: {HOW}"
+            )
+        return packed
+
+    def mapping(self, item: Mapping[Any, Any], path: str) -> Any:
+        """A dictionary, or what is used like one and comes back as one."""
+        pairs = [[self.visit(k, f"{path} key"), self.visit(v, f"{path}[{k!r}]")] for k, v in item.items()]
+        if type(item) is collections.defaultdict:
+            factory = item.default_factory
+            name = None if factory is None else getattr(factory, "__name__", "")
+            if name is not None and FACTORIES.get(name) is not factory:
+                raise CheckpointError(
+                    f"{path} is a defaultdict that makes {_described(factory)}, which a checkpoint does not hold: save "
+                    f"dict(...) of it, or let it make one of {', '.join(FACTORIES)}"
+                )
+            return {"default": [name, pairs]}
+        return {next((name for name, one in MAPPINGS.items() if type(item) is one), "dict"): pairs}
+
+
+def _described(item: Any) -> str:
+    return f"a {type(item).__name__}" if type(item).__module__ == "builtins" else f"a {name_of(type(item))}"
+
+
+def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> tuple[Any, list[Tensor]]:
+    """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
+
+    With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed; ``what`` is
+    what messages call it. Raises CheckpointError for a value of another kind, with the path to it.
+    """
+    packer = _Packer(down_cast_bf16)
+    return packer.start(value, what), packer.tensors
+
+
+def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    """:func:`pack` of a dictionary whose values are what messages call by its keys."""
+    packer = _Packer(False)
+    return {"dict": [[name, packer.start(value, name)] for name, value in values.items()]}, packer.tensors

@@ -1,0 +1,1 @@
+"""Run an artifact: TensorParallelModel and RankModel, their rank processes, new weights."""

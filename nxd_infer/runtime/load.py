@@ -1,0 +1,97 @@
+"""Load an artifact to run it here: for this torch, processor and backend. Each refusal says what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nxd_infer import backends
+from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.reader import LoadedArtifact, read_artifact
+from nxd_infer.backends.base import names as backend_names
+from nxd_infer.errors import ArtifactBackendError, ArtifactCorruptError, ArtifactVersionError, NxdError
+from nxd_infer.util.machine import architecture, cpu_features, torch_minor, torch_version
+
+
+def load_artifact(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    backend: str | None = None,
+    temporary: bool = False,
+    runs_here: bool = True,
+    later: bool = False,
+) -> LoadedArtifact:
+    """Check the artifact at ``path``, and that it can run here, and return its manifest.
+
+    ``verify``, ``expect_digest`` and ``temporary``: see :func:`~nxd_infer.artifact.reader.read_artifact`. ``backend``
+    refuses an artifact of any other. ``runs_here=False`` takes code that this machine cannot run, too. ``later`` leaves
+    what takes long to who starts the ranks: ``verify()``, and to ask the backend, as each rank does.
+
+    Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, torch or CPU,
+    ArtifactBackendError for another backend, ArtifactCorruptError (it names the file) for anything damaged.
+    """
+
+    def check(root: Path, manifest: Manifest) -> None:
+        check_torch(root, manifest)
+        if runs_here:
+            check_machine(root, manifest)
+            check_backend(root, manifest, backend, probe=not later)
+
+    return read_artifact(
+        path, verify=verify, expect_digest=expect_digest, temporary=temporary, later=later, check=check
+    )
+
+
+def check_torch(root: Path, manifest: Manifest) -> None:
+    """Raise ArtifactVersionError for another torch than that which compiled it."""
+    recorded, installed = manifest.versions.get("torch", ""), torch_version()
+    if torch_minor(recorded) != torch_minor(installed):
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled with torch {recorded or 'of an unknown version'} and this is torch "
+            f"{installed}: compiled graphs need the same major.minor; install torch {torch_minor(recorded)} or "
+            "trace again"
+        )
+
+
+def check_machine(root: Path, manifest: Manifest) -> None:
+    """Raise ArtifactVersionError for a processor that lacks what the graphs need."""
+    arch = manifest.target.get("arch")
+    if arch and arch != architecture():
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace it again here"
+        )
+    features = manifest.target.get("cpu_features") or []
+    if not isinstance(features, list):
+        raise ArtifactCorruptError(f"the manifest of {root} is damaged: its cpu_features are {features!r:.80}")
+    missing = sorted({str(feature) for feature in features} - cpu_features()) if cpu_features() else []
+    if missing:
+        raise ArtifactVersionError(
+            f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
+            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
+        )
+
+
+def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
+    """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here; what only the
+    backend itself can tell is asked with ``probe``."""
+    if backend is not None and backend != manifest.backend:
+        raise ArtifactBackendError(
+            f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
+            f"load it without a backend, or trace again with backend={backend!r}"
+        )
+    if not probe and manifest.backend in backend_names():
+        return
+    try:
+        found = backends.get(manifest.backend)
+        answer = found.probe()
+    except (NxdError, ImportError) as error:
+        raise ArtifactBackendError(
+            f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
+        ) from error
+    if not answer.ok:
+        raise ArtifactBackendError(
+            f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
+        )
+    found.check_target(manifest.target, manifest.versions)

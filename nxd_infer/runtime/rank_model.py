@@ -1,0 +1,357 @@
+"""RankModel: an artifact's ranks, started, called and ended, in a process that holds no torch.
+
+Torch takes a second to import and 200 MB, and who starts ranks does no arithmetic: a server that generates has this
+model, whose calls take and give NumPy arrays. :class:`~nxd_infer.runtime.model.TensorParallelModel` adds what a user's
+program wants: tensors, routing, and degree 1 in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nxd_infer.artifact.manifest import BucketSpec, Manifest
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
+from nxd_infer.runtime.ranks.arena import InputBlock
+from nxd_infer.runtime.ranks.base import Ranks
+from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.ranks.cores import check_degree, default_threads
+from nxd_infer.runtime.ranks.health import RankHealth
+from nxd_infer.runtime.ranks.lock import Turns
+from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
+from nxd_infer.runtime.ranks.supervisor import Supervisor
+from nxd_infer.runtime.time_bounds import Bounds, check_seconds
+from nxd_infer.runtime.updates.swap import WeightSwaps
+from nxd_infer.util.processors import processors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nxd_infer.checkpoint.source import Weights
+    from nxd_infer.runtime.updates.weights import NewWeights
+
+
+_Model = TypeVar("_Model", bound="RankModel")
+
+
+class RankModel:
+    """The ranks of ``artifact`` in processes of their own; see TensorParallelModel for arguments, calls and errors.
+
+    ``before_load`` is called at the first start, once the ranks' processes run and import torch. None of them reads the
+    artifact before its end: it is the time to verify its files.
+    """
+
+    arrays = True
+    """Whether ``run_bucket`` takes NumPy's arrays, and then gives them."""
+
+    def __init__(
+        self,
+        artifact: LoadedArtifact,
+        *,
+        call_timeout: float = 30.0,
+        start_timeout: float | None = None,
+        threads_per_rank: int | None = None,
+        before_load: Callable[[], None] | None = None,
+    ):
+        if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
+            raise InputMismatchError(
+                f"threads_per_rank must be a whole number of at least 1, or None, got {threads_per_rank!r}"
+            )
+        degree = artifact.manifest.tp_degree
+        check_degree(degree)
+        self.artifact = artifact
+        self.bounds = Bounds(artifact.manifest.buckets, artifact.weight_bytes, call_timeout, start_timeout)
+        self.in_process = False
+        self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
+        self._before_load = before_load
+        self._index = {bucket.name: i for i, bucket in enumerate(artifact.manifest.buckets)}
+        self._checks: dict[int, Callable[[Mapping[str, Any]], None]] = {}
+        self._turn = Turns()
+        self._ranks: Ranks | None = None
+        self._closed = False
+        self._finalizer: weakref.finalize | None = None
+        self._swaps = WeightSwaps(artifact.manifest, self.bounds)
+
+    # --- what it is ---
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.artifact.manifest
+
+    @property
+    def buckets(self) -> list[BucketSpec]:
+        """The traced shapes, in the manifest's order."""
+        return self.artifact.manifest.buckets
+
+    @property
+    def tp_degree(self) -> int:
+        return self.artifact.manifest.tp_degree
+
+    @property
+    def spare_cores(self) -> int:
+        """Cores that this process may use and that the ranks' threads leave free."""
+        return processors() - self.tp_degree * self.threads_per_rank
+
+    @property
+    def lead_cores(self) -> list[int]:
+        """The cores of the first threads of ranks that have several and keep to cores: one that is kept from running
+        keeps its whole rank waiting, where the others go on without one of theirs."""
+        return getattr(self._ranks, "lead_cores", [])
+
+    def bucket_table(self) -> str:
+        """The buckets as text."""
+        from nxd_infer.runtime.router import bucket_table
+
+        return bucket_table(self.buckets)
+
+    # --- life ---
+
+    def start(self: _Model) -> _Model:
+        """Start the ranks unless they run; returns the model. Raises what kept a rank from starting."""
+        with self._turn.take():
+            self._started()
+        return self
+
+    def close(self) -> None:
+        """End the ranks. Calls afterwards raise ModelClosedError; ``restart`` starts them again."""
+        if os.getpid() != self._turn.owner:
+            return
+        self._closed = True
+        ranks = self._ranks
+        if ranks is None:
+            return  # or about to start: that looks again once they run
+        if self.in_process:
+            with self._turn.lock:  # a graph that runs here keeps its memory until it returns
+                ranks.close()
+        else:
+            ranks.close()  # without the lock: it must end a call that is stuck
+
+    def restart(self: _Model) -> _Model:
+        """Start the ranks anew, whatever state they are in. States begin as traced; updated weights are kept."""
+        self.close()
+        with self._turn.take():
+            self._ranks = None
+            self._closed = False
+            self._started()
+        return self
+
+    def __enter__(self: _Model) -> _Model:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _started(self) -> Ranks:
+        """The running ranks; the caller holds the lock."""
+        if self._ranks is not None:
+            self._ranks.check()
+            return self._ranks
+        if self._closed:
+            raise ModelClosedError("the model was closed; call restart() to start its ranks again")
+        ranks = self._ranks = self._new_ranks()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, ranks.close)
+        try:
+            if self._closed:  # close() came before there was anything to close
+                raise ModelClosedError("the model was closed; call restart() to start its ranks again")
+            begin = time.monotonic()
+            ranks.start()
+            self.bounds.loaded(time.monotonic() - begin)
+            self._before_load = None
+            self._swaps.replay(ranks)
+        except BaseException:
+            ranks.close()
+            self._ranks = None  # nothing of it is left; the next call tries again
+            raise
+        return ranks
+
+    def _new_ranks(self) -> Ranks:
+        return Supervisor(
+            self.artifact,
+            threads=self.threads_per_rank,
+            bounds=self.bounds,
+            before_load=self._before_load,
+        )
+
+    # --- calls ---
+
+    def run_bucket(
+        self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """Run bucket ``name`` with arrays of exactly its shapes. Outputs by name.
+
+        Inputs with a default may be left out; an :class:`InputBlock` of the bucket costs least. ``timeout``: seconds
+        for this call, in place of what ``call_timeout`` comes to.
+        """
+        index = self._bucket_index(name, timeout)
+        self._check_arrays(index, inputs)
+        with self._turn.take():
+            return self._begin(index, inputs, timeout).take(copy=True)
+
+    def begin_bucket(
+        self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
+    ) -> PendingStep:
+        """As :meth:`run_bucket`, without waiting for the outputs: ``result()`` of what is returned does.
+
+        The ranks do steps in the order in which they were begun. At most two may be begun and not taken:
+        StepsPendingError, here and in calls. ``inputs`` may be changed as soon as this returns. ``checked``: whoever
+        filled the InputBlock has seen to it that every value is within its input's limits.
+        """
+        index = self._bucket_index(name, timeout)
+        if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):
+            self._check_arrays(index, inputs)
+        with self._turn.take():
+            return self._begin(index, inputs, timeout)
+
+    def _check_arrays(self, index: int, inputs: Mapping[str, np.ndarray]) -> None:
+        bucket = self.buckets[index]
+        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
+            inputs.check()
+            return
+        if index not in self._checks:
+            self._checks[index] = array_check(bucket)
+        self._checks[index](inputs)
+
+    def _begin(self, index: int, inputs: Mapping[str, np.ndarray], timeout: float | None) -> PendingStep:
+        ranks = self._started()
+        number, side = free_side(ranks)
+        bucket = self.buckets[index]
+        if isinstance(inputs, InputBlock) and inputs.bucket is bucket:
+            side.input_bytes[index][:] = inputs.bytes
+        else:
+            for spec, view in zip(bucket.inputs, side.input_arrays[index], strict=True):
+                array = inputs.get(spec.name)
+                view[...] = spec.default if array is None else array
+        side.last = ranks.begin(Kind.STEP, index, number, timeout=self._limit(index, timeout))
+        return PendingStep(ranks, self._turn, side, index, self.bounds)
+
+    def _limit(self, index: int, timeout: float | None) -> float:
+        return self.bounds.call(index) if timeout is None else timeout
+
+    def _bucket_index(self, name: str, timeout: float | None) -> int:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        index = self._index.get(name)
+        if index is None:
+            raise BucketError(f"there is no bucket {name!r}. The buckets:\n{self.bucket_table()}")
+        return index
+
+    def reset_states(self) -> None:
+        """Put every state of every rank back to its traced value."""
+        with self._turn.take():
+            if self._ranks is not None:
+                self._ranks.check()
+                self._ranks.exchange(Kind.RESET)
+
+    def cut_weights(self, weights: Weights, *, strict: bool = True, tag: str | None = None) -> NewWeights:
+        """What :meth:`update_weights` does first and takes longest for: check weights and cut them for every rank.
+
+        Nothing changes yet, and the ranks go on meanwhile. Who does not hand the result on closes it.
+        """
+        from nxd_infer.runtime.updates.weights import NewWeights, WeightUpdate
+
+        return NewWeights(WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
+
+    def update_weights(self, weights: Weights | NewWeights, *, strict: bool = True, tag: str | None = None) -> None:
+        """Swap the weights of every rank in place, between two calls, without compiling anything.
+
+        ``weights`` holds logical (unsharded) tensors by name: a mapping, a WeightSource, the path of a safetensors
+        file or directory, a folder that ``save_checkpoint`` wrote into at any degree (``tag``: which checkpoint;
+        default: the newest complete one), a model in training of degree 1, or what :meth:`cut_weights` returned.
+        They are cut for each rank through the manifest's layout and converted to the traced floating-point type.
+        ``strict`` wants all of them and no other; without it, any part of them.
+        States stay as they are. ``restart`` keeps the new weights; the artifact on disk keeps the old.
+
+        Raises WeightSchemaError listing what differs, or when the weights are inlined; CheckpointError for files that
+        cannot be read. Nothing has changed then. RankFailedError when a rank failed with only some of them replaced:
+        the ranks have been ended, and ``restart`` starts them with the old weights.
+        """
+        from nxd_infer.runtime.updates.weights import NewWeights
+
+        new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
+        with self._turn.take():
+            ranks = self._started()
+            ranks.settle()  # a step that fails is not the weights' fault
+            self._swaps.swap(ranks, new)
+
+    def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> None:
+        """Put a LoRA adapter into ``slot`` (1 to the slots that were traced), between two calls; nothing is compiled.
+
+        ``folder`` holds PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``; None empties the slot. Rows
+        of a batch pick their slot by the input ``adapter``. ``restart`` keeps the adapter.
+
+        Raises AdapterError when the adapter or the slot does not fit; nothing has changed then.
+        """
+        self.update_weights(self.cut_adapter(slot, folder))
+
+    def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
+        """What :meth:`load_adapter` does first, as :meth:`cut_weights` for weights: the ranks go on meanwhile."""
+        from nxd_infer.runtime.updates.adapters import AdapterUpdate
+        from nxd_infer.runtime.updates.weights import NewWeights
+
+        return NewWeights(AdapterUpdate(self.manifest, slot, folder))
+
+    def updated_weights(self, rank: int) -> dict[str, Tensor]:
+        """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
+        with self._turn.take():
+            return self._swaps.tensors(rank)
+
+    def health(self) -> list[RankHealth]:
+        """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
+        ranks = self._ranks
+        return ranks.health() if ranks is not None else []
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the ranks: the error of the first that failed, before the others were ended for it, until
+        ``restart``. None where nothing did. Takes no lock."""
+        ranks = self._ranks
+        return ranks.failure if ranks is not None else None
+
+
+def takes_arrays(manifest: Manifest) -> bool:
+    """Whether calls of an artifact can be made in NumPy arrays: bfloat16, for one, is a type of torch's alone."""
+    specs = [spec for bucket in manifest.buckets for spec in (*bucket.inputs, *bucket.outputs)]
+    return all(hasattr(np, dtype) for dtype in {spec.dtype for spec in specs})
+
+
+def array_check(bucket: BucketSpec) -> Callable[[Mapping[str, Any]], None]:
+    """A function that raises InputMismatchError unless it is given the arrays that ``bucket`` takes.
+
+    A step of decoding calls it: what does not change from call to call is found out here.
+    """
+    names = {spec.name for spec in bucket.inputs}
+    rows = [
+        (spec, np.dtype(spec.dtype), tuple(spec.shape), spec.minimum is not None or spec.maximum is not None)
+        for spec in bucket.inputs
+    ]
+
+    def check(inputs: Mapping[str, Any]) -> None:
+        if unknown := sorted(inputs.keys() - names):
+            raise InputMismatchError(f"bucket {bucket.name!r}: there is no input {unknown[0]!r}")
+        for spec, dtype, shape, limited in rows:
+            array = inputs.get(spec.name)
+            if array is None:
+                if spec.default is None:
+                    raise InputMismatchError(
+                        f"bucket {bucket.name!r}: input {spec.name!r} is missing and has no default"
+                    )
+            elif not isinstance(array, np.ndarray):
+                raise InputMismatchError(f"input {spec.name!r} is a {type(array).__name__}, expected a numpy.ndarray")
+            elif array.dtype != dtype or array.shape != shape:
+                raise InputMismatchError(
+                    f"input {spec.name!r} is {array.dtype.name}{list(array.shape)}, bucket {bucket.name!r} takes "
+                    f"{spec.dtype}{spec.shape}"
+                )
+            elif limited and array.size:
+                spec.check(np.minimum.reduce(array, axis=None).item())
+                spec.check(np.maximum.reduce(array, axis=None).item())
+
+    return check

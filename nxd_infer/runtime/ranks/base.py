@@ -1,0 +1,43 @@
+"""What a model calls its ranks by, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.ranks.health import RankHealth
+
+if TYPE_CHECKING:
+    pass
+
+
+class Ranks(Protocol):
+    """Where the graphs run: processes (:class:`Supervisor`) or, at degree 1, this one (:class:`LocalRank`)."""
+
+    @property
+    def sides(self) -> Sequence[Any]:
+        """Places for a step's inputs and outputs."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the ranks, once something has."""
+        ...
+
+    def start(self) -> None: ...
+    def exchange(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        *,
+        timeout: float | None = None,
+        fds: list[int] | None = None,
+        fatal: bool = True,
+    ) -> None: ...
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> Any: ...
+    def finish(self, exchange: Any, timeout: float | None = None) -> None: ...
+    def settle(self) -> None: ...
+    def check(self) -> None: ...
+    def health(self) -> list[RankHealth]: ...
+    def close(self) -> None: ...

@@ -1,0 +1,140 @@
+"""Degree 1 in the caller's process: the same exchanges as with rank processes, over ordinary memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import TensorSpec
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.context import LOCAL
+from nxd_infer.errors import ModelClosedError, RankFailedError
+from nxd_infer.runtime.rank.rank import Rank, Runtime
+from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.ranks.health import RankHealth
+
+
+@dataclass
+class LocalSide:
+    """The tensors that a side of an arena would hold: inputs and outputs of every bucket."""
+
+    inputs: list[list[Tensor]]
+    outputs: list[list[Tensor]]
+    taken: bool = False
+    last: None = None
+
+
+class LocalRank:
+    """Run an artifact of degree 1 here.
+
+    A call that raises, or that an interrupt ends, leaves states undefined, so it closes a rank with states.
+    """
+
+    def __init__(self, artifact: LoadedArtifact, *, threads: int):
+        self.artifact = artifact
+        self.threads = threads
+        self.sides: list[LocalSide] = []
+        self._rank: Rank | None = None
+        self.failure: BaseException | None = None
+        self._inside = self._closing = False
+        self._steps = 0
+        self._clock: float | None = None
+
+    def start(self) -> None:
+        """Load the weights and every graph."""
+        self.artifact.verify_again(0)
+        self._rank = Rank(self.artifact, 0, Runtime(LOCAL, self.threads, self.artifact))
+        buckets = self.artifact.manifest.buckets
+        inputs = [[_zeros(spec) for spec in bucket.inputs] for bucket in buckets]
+        self.sides = [LocalSide(inputs, [[_zeros(spec) for spec in bucket.outputs] for bucket in buckets])]
+
+    def exchange(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        *,
+        timeout: float | None = None,
+        fds: list[int] | None = None,
+        fatal: bool = True,
+    ) -> None:
+        """Do what the record asks for, now. ``timeout`` cannot act here. For ``fatal`` see Supervisor."""
+        self.check()
+        assert self._rank is not None
+        self._clock = time.monotonic()
+        self._inside = True
+        try:
+            if kind == Kind.STEP:
+                side = self.sides[0]
+                side.outputs[bucket] = self._rank.run(bucket, side.inputs[bucket])
+            elif kind == Kind.ROUTE:
+                assert fds is not None
+                self._rank.route(fds[0])
+            elif kind == Kind.RESET:
+                self._rank.reset_states()
+            elif kind == Kind.PREPARE_WEIGHTS:
+                assert fds is not None
+                self._rank.prepare_weights(f"/proc/self/fd/{fds[0]}")
+            elif kind == Kind.COMMIT_WEIGHTS:
+                self._rank.commit_weights()
+            elif kind == Kind.ABORT_WEIGHTS:
+                self._rank.abort_weights()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._failed(error, fatal)
+                raise
+            import traceback
+
+            text = traceback.format_exc()
+            failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, text)
+            self._failed(failure, fatal)
+            raise failure from error
+        finally:
+            self._inside = False
+            if self._closing:
+                self.close()
+        self._steps += 1
+
+    def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> None:
+        """As :meth:`exchange`: there is nobody who would do it meanwhile."""
+        self.exchange(kind, bucket)
+
+    def finish(self, exchange: None, timeout: float | None = None) -> None:
+        """What was begun is done."""
+
+    def _failed(self, error: BaseException, fatal: bool) -> None:
+        if fatal and self.artifact.manifest.states:
+            self.failure = error
+
+    def settle(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ModelClosedError unless the graphs are loaded and usable."""
+        if self.failure is not None:
+            reason = str(self.failure) or f"a call was ended by {type(self.failure).__name__}"
+            raise ModelClosedError(f"the model was closed because {reason}; call restart()") from self.failure
+        if self._rank is None:
+            raise ModelClosedError("the model was closed; call restart() to load its graphs again")
+
+    def health(self) -> list[RankHealth]:
+        alive = self._rank is not None and self.failure is None
+        age = time.monotonic() - self._clock if self._clock is not None else None
+        return [RankHealth(0, os.getpid(), alive, "running" if alive else "ended", self._steps, 0, 0.0, age)]
+
+    def close(self) -> None:
+        """Free the graphs; by a signal handler amid a call, at its end."""
+        if self._inside:
+            self._closing = True
+            return
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None
+        self.sides = []
+
+
+def _zeros(spec: TensorSpec) -> Tensor:
+    return torch.zeros(spec.shape, dtype=spec.torch_dtype)

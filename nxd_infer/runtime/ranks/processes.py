@@ -1,0 +1,330 @@
+"""Start the processes of a model's ranks, follow them, and end them.
+
+A thread of this module starts the ranks and lives as long as they do. That matters: PDEATHSIG follows the *thread*
+that started a process. The thread also drains the ranks' output, keeping its end for error texts, and notices a rank
+that ends while nobody calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import mmap
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.comm.process import process_state
+from nxd_infer.comm.shm import create_segment, read_counters
+from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
+from nxd_infer.runtime.rank.main import WorkerConfig
+from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
+from nxd_infer.runtime.ranks.channel import Channel
+from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
+from nxd_infer.util.child_process import child_environment, python_module
+
+_TAIL = 16 << 10
+_COUNTER_BYTES = 64 << 10
+"""The part of a collectives segment that holds the counters."""
+_BEGIN_SECONDS = 0.5
+"""How long a thread whose start was interrupted gets to begin."""
+
+MOST_THREADS = 64
+"""Of a crew (``csrc/crew.h``); ranks of more use torch's."""
+
+
+class RankProcesses:
+    """The processes of all ranks of ``artifact``, with what they share with the caller.
+
+    ``on_exit(rank, text)`` is called from the following thread for every rank that ends; ``text`` says how, with the
+    end of what the rank printed.
+    """
+
+    def __init__(
+        self,
+        artifact: LoadedArtifact,
+        *,
+        threads: int,
+        collective_timeout: float,
+        on_exit: Callable[[int, str], None],
+    ):
+        self.artifact = artifact
+        self.degree = artifact.manifest.tp_degree
+        self.threads = threads
+        self.arena: Arena | None = None
+        self.channels: list[Channel] = []
+        self.ended = threading.Event()
+        """Set once all ranks have ended and their output is read."""
+        self._collective_timeout = collective_timeout
+        self._on_exit = on_exit
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._counters: list[mmap.mmap] = []
+        self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
+        self._cores: list[list[int]] = []
+        self._crews = know_crews(artifact)
+        self._directory: str | None = None
+        self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
+        self._stopped = False
+        self._following: threading.Thread | None = None
+        self._begun = False  # no event: a signal handler may ask, and an event's lock cannot be taken twice
+
+    @property
+    def lead_cores(self) -> list[int]:
+        """The first core of each rank that has a crew."""
+        return [cores[0] for cores in self._cores if self._has_crew(cores)]
+
+    def _has_crew(self, cores: list[int]) -> bool:
+        return 1 < len(cores) <= MOST_THREADS and self._crews
+
+    def start(self) -> None:
+        """Start every rank. Raises what kept a process from starting, RankStartError where that is the system; those
+        that did start are left to ``kill``."""
+        spawned = threading.Event()
+        errors: list[BaseException] = []
+
+        def live() -> None:
+            self._begun = True
+            try:
+                self._spawn()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                spawned.set()
+            self._follow()
+            self.ended.set()
+            self._on_exit = _nothing  # no cycle keeps the channels and the shared memory open
+
+        thread = self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._following = None
+            raise
+        spawned.wait()
+        for error in errors:
+            if isinstance(error, OSError):
+                text = f"the system does not let the ranks start ({error}): see its limits, of memory and of open files"
+                raise RankStartError(text) from error
+            raise error
+
+    def kill(self) -> None:
+        """End every rank, and wait for its end and, five seconds at most, for the following thread's; no rank starts
+        afterwards.
+
+        SIGKILL: a rank in native code runs no handler of Python's. The thread may be the last holder of the arena: one
+        that gives back its tensors while the interpreter ends aborts the process (SIGABRT).
+        """
+        with self._mutex:
+            self._stopped = True
+            processes = list(self._processes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                continue  # in the kernel, beyond any signal; it ends when its system call does
+        with self._mutex:
+            cores, self._cores = self._cores, []
+            directory, self._directory = self._directory, None
+        release_cores(cores)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._join()
+
+    def _join(self) -> None:
+        thread = self._following
+        if thread is None or thread.ident == threading.get_ident():
+            return
+        end = time.monotonic() + _BEGIN_SECONDS
+        while not self._begun and time.monotonic() < end:
+            time.sleep(0.001)
+        if self._begun:
+            thread.join(5.0)
+        self._following = None  # nobody waits twice
+
+    # --- what the ranks are doing ---
+
+    def pid(self, rank: int) -> int | None:
+        return self._processes[rank].pid if rank < len(self._processes) else None
+
+    def state(self, rank: int) -> str:
+        """``running``, ``stopped`` or ``ended``."""
+        if rank >= len(self._processes) or self._processes[rank].poll() is not None:
+            return "ended"
+        return process_state(self._processes[rank].pid)
+
+    def collectives(self, rank: int) -> int:
+        """Collectives the rank has passed, over all native libraries; counted natively, also inside a graph."""
+        return sum(read_counters(segment)[rank].collectives for segment in self._counters)
+
+    def tail(self, rank: int) -> str:
+        """The end of what the rank printed, under a heading; "" when it printed nothing."""
+        text = b"".join(tuple(self._tails[rank]))[-_TAIL:].decode("utf-8", "replace").strip()
+        return f"\n--- last output of rank {rank} ---\n{text}" if text else ""
+
+    # --- the thread that starts and follows ---
+
+    def _spawn(self) -> None:
+        manifest = self.artifact.manifest
+        fds: list[int] = []
+        try:
+            fds.append(create_arena(arena_layout(manifest)))
+            self.arena = Arena(fds[0], manifest, writable_inputs=True)
+            libraries: list[tuple[str, int]] = []
+            for path in _libraries(self.artifact):
+                segment = create_segment(self.degree)
+                fds.append(segment)
+                libraries.append((path, segment))
+                size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
+                self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
+            with self._going():
+                # Without one where they meet in shared memory, nothing is left of a caller that is killed.
+                if self.degree > 1 and not libraries:
+                    self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
+                directory = self._directory or ""
+                cores = self._cores = choose_cores(self.degree, self.threads)
+            for rank in range(self.degree):  # with what was made here: kill() takes the fields away at any moment
+                self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def _going(self) -> Iterator[None]:
+        """``kill`` comes before this block, which then raises ModelClosedError, or sees what the block has made."""
+        with self._mutex:
+            if self._stopped:
+                raise ModelClosedError("the model was closed while its ranks were starting")
+            yield
+
+    def _spawn_rank(
+        self, rank: int, fds: list[int], libraries: list[tuple[str, int]], cores: list[int], directory: str
+    ) -> Channel:
+        ours, theirs = Channel.pair()
+        config = WorkerConfig(
+            artifact=str(self.artifact.path),
+            digest=self.artifact.digest,
+            rank=rank,
+            degree=self.degree,
+            parent=os.getpid(),
+            socket=theirs.fileno(),
+            arena=fds[0],
+            threads=self.threads,
+            cores=cores,
+            crew=self._has_crew(cores),
+            timeout=self._collective_timeout,
+            libraries=libraries,
+            rendezvous=f"{directory}/rendezvous",
+        )
+        command = python_module("nxd_infer.runtime.rank.main", "rank", str(rank), "--config", config.to_json())
+        try:
+            with self._going():
+                process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads)),
+                    pass_fds=(theirs.fileno(), *fds),
+                    start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
+                )
+                self._processes.append(process)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    def _follow(self) -> None:
+        """Drain the ranks' output and report their ends, until all have ended."""
+        poll = select.poll()
+        outputs: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            outputs[rank] = process.stdout.fileno()
+            poll.register(outputs[rank], select.POLLIN)
+            try:
+                ends[rank] = os.pidfd_open(process.pid)
+            except OSError:
+                continue  # an old kernel: look at the processes four times a second
+            poll.register(ends[rank], select.POLLIN)
+        ranks = {fd: rank for rank, fd in outputs.items()}
+        running = set(ranks.values())
+        while running:
+            for fd, _ in poll.poll(None if running <= ends.keys() else 250):
+                if fd in ranks and not self._drain(fd, ranks[fd]):
+                    poll.unregister(fd)
+                    del ranks[fd]
+            for rank in sorted(running):
+                if self._processes[rank].poll() is None:
+                    continue
+                running.discard(rank)
+                if rank in ends:
+                    poll.unregister(ends[rank])
+                    os.close(ends[rank])
+                self._drain(outputs[rank], rank)
+                self._on_exit(rank, self._how(rank) + self.tail(rank))
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def _drain(self, fd: int, rank: int) -> bool:
+        """Keep what the rank printed; False at the end of its output."""
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._tails[rank].append(data[-_TAIL:])
+
+    def _how(self, rank: int) -> str:
+        code = self._processes[rank].returncode
+        if code >= 0:
+            return f"ended with status {code}"
+        name = signal.Signals(-code).name
+        why = " (a file that it has mapped was cut short or cannot be read)" if name == "SIGBUS" else ""
+        return f"was ended by {name}{why}"
+
+
+def _nothing(rank: int, text: str) -> None:
+    """The report of a rank's end when nobody waits for one any more."""
+
+
+def _libraries(artifact: LoadedArtifact) -> list[str]:
+    """The native libraries that the ranks connect: the artifact's own, else this package's where it can be built.
+
+    Empty at degree 1 (nothing to connect), and where there is neither: the ranks then use gloo, slower and the same.
+    """
+    manifest = artifact.manifest
+    if manifest.tp_degree == 1:
+        return []
+    if manifest.ops:
+        return [str(artifact.op_file(digest)) for digest in manifest.ops]
+    from nxd_infer import native
+
+    try:
+        return [str(native.load().path)]
+    except BackendUnavailableError:
+        return []
+
+
+def know_crews(artifact: LoadedArtifact) -> bool:
+    """Whether the artifact's operators can have threads of their own; those of older artifacts cannot."""
+    try:
+        libraries = [artifact.op_file(digest).read_bytes() for digest in artifact.manifest.ops]
+    except OSError:
+        return False  # whoever verifies the files says what is wrong with them
+    return bool(libraries) and all(b"nxd_engage_crew" in content for content in libraries)

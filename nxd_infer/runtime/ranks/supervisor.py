@@ -1,0 +1,316 @@
+"""Drive the ranks of one model: one record to all, one answer from each, within a bounded time.
+
+Whatever goes wrong first is *the* failure: a rank that raised, ended, or did not answer in time. Every rank is then
+ended, and every later exchange raises ModelClosedError that says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.artifact.verified import stamps_file
+from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.runtime.ranks.arena import Arena, Side
+from nxd_infer.runtime.ranks.channel import Answers, ChannelClosed, Kind, Request
+from nxd_infer.runtime.ranks.health import RankHealth
+from nxd_infer.runtime.ranks.processes import RankProcesses
+from nxd_infer.runtime.time_bounds import Bounds
+
+_GRACE = 0.5
+"""Seconds to wait, after one rank's error, for the end of another rank that may have caused it."""
+
+_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A record that every rank was sent, and what has come back."""
+
+    kind: Kind
+    sequence: int
+    waiting: set[int]
+    """Ranks that have not answered yet."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Tracebacks of the ranks that raised."""
+    nanoseconds: int = 0
+    """What the slowest rank worked on it."""
+    timeout: float | None = None
+    """Seconds that it may take; None: the model's ``call_timeout``."""
+
+    @property
+    def seconds(self) -> float:
+        return self.nanoseconds / 1e9
+
+
+class Supervisor:
+    """Start, drive and end the ranks of ``artifact``. Not thread-safe: the model's lock serialises its callers."""
+
+    def __init__(
+        self,
+        artifact: LoadedArtifact,
+        *,
+        threads: int,
+        bounds: Bounds,
+        before_load: Callable[[], None] | None = None,
+    ):
+        """``before_load`` is called once the processes run and import torch; no rank reads the artifact before its end,
+        or ever, when it raises."""
+        self.degree = artifact.manifest.tp_degree
+        self._before_load = before_load
+        self.bounds = bounds
+        self.failure: NxdError | None = None
+        """What ended the ranks, once something has."""
+        self._processes = RankProcesses(
+            artifact,
+            threads=threads,
+            # The deadlines of `bounds` come first; this one frees ranks whose caller cannot end them.
+            collective_timeout=1.5 * max(bounds.longest_call, bounds.load),
+            on_exit=self._on_exit,
+        )
+        self._owner = os.getpid()
+        self._sequence = 0
+        self._open: dict[int, Exchange] = {}
+        """Exchanges that nobody has finished yet, by number, in order."""
+        self._answers = Answers([])
+        self._mutex = threading.RLock()
+        self._closing = False
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._processes.arena
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        return self.arena.sides if self.arena is not None else ()
+
+    @property
+    def lead_cores(self) -> list[int]:
+        """See RankModel."""
+        return self._processes.lead_cores
+
+    def start(self) -> None:
+        """Start every rank and wait until all have loaded their graphs.
+
+        Raises RankFailedError (with the rank's traceback), RankDiedError or RankTimeoutError, or what
+        ``before_load`` raises; no rank is left then.
+        """
+        _live.add(self)
+        try:
+            self._processes.start()
+            self._answers = Answers(self._processes.channels)
+            if self._before_load is not None:
+                self._before_load()
+            with stamps_file(self._processes.artifact.stamps) as fd:
+                load = self.begin(Kind.START, fds=[fd] * self.degree)
+                self.finish(load, self.bounds.load)
+            self.bounds.least_load = min(self.bounds.least_load, load.seconds)
+        except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
+            self.close()
+            raise self.failure or error from None
+        except BaseException:
+            self.close()
+            raise
+
+    # --- exchanges with all ranks ---
+
+    def exchange(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        *,
+        timeout: float | None = None,
+        fds: list[int] | None = None,
+        fatal: bool = True,
+    ) -> None:
+        """Send one record to every rank, alone, and wait for all answers: ``settle``, ``begin`` and ``finish``."""
+        self.settle(timeout)
+        self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
+
+    def begin(
+        self,
+        kind: Kind,
+        bucket: int = 0,
+        side: int = 0,
+        *,
+        fds: list[int] | None = None,
+        timeout: float | None = None,
+    ) -> Exchange:
+        """Send one record to every rank; ``fds`` holds one descriptor a rank. Ranks do what they are sent in order.
+        ``timeout``: seconds that it may take, from when somebody waits for it.
+
+        Raises RankDiedError or ModelClosedError; the ranks have been ended then.
+        """
+        self.check()
+        self._sequence += 1
+        exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)), timeout=timeout)
+        record = Request(kind, bucket, self._sequence, side).record()
+        rank = 0
+        try:
+            for rank, channel in enumerate(self._processes.channels):
+                channel.send(record, (fds[rank],) if fds else ())
+        except ChannelClosed:
+            self._lost(rank)
+        except BaseException as error:  # some ranks have the record and some do not
+            raise self.fail(ModelClosedError(f"a call was interrupted: {error!r}")) from error
+        return exchange
+
+    def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
+        """Wait until every rank has done ``exchange``, and what was begun before it. Harmless the second time.
+
+        Each wait lasts at most ``timeout`` seconds (default: what the exchange was begun with, else the model's
+        call_timeout) and leaves the interpreter to other threads. With ``fatal`` False a rank that raises leaves the
+        ranks running.
+
+        Raises RankFailedError, RankDiedError, RankTimeoutError (the ranks have been ended then), ModelClosedError.
+        """
+        self.check()
+        while exchange.sequence in self._open:
+            first = next(iter(self._open.values()))
+            seconds = timeout or first.timeout or self.bounds.call_timeout
+            self._collect(first, seconds, fatal or first is not exchange)
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait out whatever was begun, so that the ranks are idle and the arena is free."""
+        self.check()
+        while self._open:
+            self.finish(next(iter(self._open.values())), timeout)
+
+    def check(self) -> None:
+        """Raise ModelClosedError unless the ranks are there to be called."""
+        if os.getpid() != self._owner:
+            raise ModelClosedError(
+                f"the ranks of this model belong to process {self._owner}; "
+                "a forked process must load the artifact itself"
+            )
+        if self.failure is not None:
+            first = str(self.failure).splitlines()[0]
+            raise ModelClosedError(
+                f"the ranks of this model were ended because {first}; call restart() to start them again"
+            ) from self.failure
+        if self._closing:
+            raise ModelClosedError("the model was closed; call restart() to start its ranks again")
+
+    def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
+        """Read answers until none to ``exchange`` is missing. The first error, end or lapse of time ends all ranks and
+        is raised."""
+        deadline, left = time.monotonic() + seconds, seconds
+        while exchange.waiting:
+            hurried = fatal and exchange.failures  # the others may wait for the one that failed
+            ready = self._answers.wait(min(left, _GRACE) if hurried else left)
+            for rank in ready:
+                self._take_answer(rank)
+            left = deadline - time.monotonic()
+            if not ready and hurried:
+                break
+            if not ready and left <= 0:
+                raise self._late(exchange, seconds)
+        self._open.pop(exchange.sequence, None)
+        if exchange.failures:
+            error = _raised(exchange.failures, self.degree, exchange.kind.words)
+            raise self.fail(error) if fatal else error
+
+    def _take_answer(self, rank: int) -> None:
+        try:
+            answer = self._processes.channels[rank].receive_response()
+        except ChannelClosed:
+            self._lost(rank)
+        exchange = self._open.get(answer.sequence)
+        if exchange is None:
+            return
+        exchange.waiting.discard(rank)
+        if answer.nanoseconds > exchange.nanoseconds:
+            exchange.nanoseconds = answer.nanoseconds
+        if not answer.ok:
+            exchange.failures[rank] = answer.text
+
+    def _lost(self, rank: int) -> NoReturn:
+        """A rank's end of the channel is gone: wait for its exit status, then end all and raise."""
+        if self._closing:
+            raise ModelClosedError("the model was closed during the call")
+        self._processes.ended.wait(5.0)  # the following thread reports the first end, which ends the others
+        raise self.fail(RankDiedError(f"rank {rank} of {self.degree} closed its channel and did not end", rank))
+
+    def _late(self, exchange: Exchange, seconds: float) -> NxdError:
+        """The time is over: say who is missing and what it was doing, and end all ranks."""
+        states = {rank: self._processes.state(rank) for rank in exchange.waiting}
+        passed = {rank: self._processes.collectives(rank) for rank in exchange.waiting}
+        stopped = [rank for rank in sorted(states) if states[rank] == "stopped"]
+        rank = stopped[0] if stopped else min(passed, key=lambda r: (passed[r], r))
+        details = "; ".join(
+            f"rank {r} (pid {self._processes.pid(r)}) is {states[r]}"
+            + (f", {passed[r]} collectives passed" if passed[r] else "")
+            for r in sorted(states)
+        )
+        setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.ROUTE, Kind.RESET) else "start_timeout"
+        text = (
+            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s ({details}); "
+            f"all ranks have been ended: raise {setting} if the work is that long, or call restart()"
+        )
+        return self.fail(RankTimeoutError(text + self._processes.tail(rank), rank))
+
+    # --- the end ---
+
+    def fail(self, error: NxdError) -> NxdError:
+        """Record ``error`` unless something failed before it, end every rank, and return the recorded one."""
+        with self._mutex:
+            if self.failure is None:
+                self.failure = error
+            failure = self.failure
+        self._processes.kill()
+        return failure
+
+    def _on_exit(self, rank: int, text: str) -> None:
+        if not self._closing and self.failure is None:
+            self.fail(RankDiedError(f"rank {rank} of {self.degree} {text}", rank))
+
+    def close(self) -> None:
+        """End every rank. Safe to call twice, from any thread, and at interpreter exit."""
+        if os.getpid() != self._owner:
+            return
+        self._closing = True
+        self._processes.kill()
+        _live.discard(self)
+
+    def health(self) -> list[RankHealth]:
+        """Every rank as it is now. Reads shared counters; disturbs nothing and takes no lock."""
+        ranks = []
+        for rank in range(self.degree):
+            begun, finished, clock = self.arena.progress(rank) if self.arena is not None else (0, 0, 0)
+            state = self._processes.state(rank)
+            age = (time.monotonic_ns() - clock) / 1e9 if clock else None
+            ranks.append(
+                RankHealth(
+                    rank=rank,
+                    pid=self._processes.pid(rank),
+                    alive=state != "ended",
+                    state=state,
+                    steps=finished,
+                    collectives=self._processes.collectives(rank),
+                    busy_seconds=age if age is not None and begun > finished else 0.0,
+                    last_step_age=age,
+                )
+            )
+        return ranks
+
+
+def _raised(failures: dict[int, str], degree: int, what: str) -> RankFailedError:
+    """The error for the lowest rank that raised, with its traceback."""
+    rank, text = min(failures.items())
+    last = text.strip().splitlines()[-1] if text.strip() else "no message"
+    return RankFailedError(
+        f"rank {rank} of {degree} raised during {what}: {last}\n--- traceback of rank {rank} ---\n{text}", rank, text
+    )
+
+
+@atexit.register
+def _close_all() -> None:
+    for supervisor in list(_live):
+        supervisor.close()

@@ -1,0 +1,271 @@
+"""Which bucket a call runs in, and how its inputs become that bucket's shapes.
+
+A user's bucket kernel runs as given. Without one: a bucket *fits* when every input has the traced dtype and number of
+dimensions, and every dimension is equal to the traced one or, where the manifest declares a pad value for it, not
+larger. Of the buckets that fit, the smallest runs (fewest input elements; the first in the manifest among equals), so
+that a length equal to a bucket runs in that bucket. Nothing undeclared is ever padded: an unmasked model mixes rows
+and positions, and padding would change its answer silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec, dtype_name
+from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
+
+BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """A bucket's index, and the inputs as the caller gave them, by name; absent ones take their default."""
+
+    bucket: int
+    inputs: Mapping[str, Tensor]
+
+
+def bucket_table(buckets: Sequence[BucketSpec]) -> str:
+    """The buckets as text, one a line; dimensions that may be smaller are marked ``<=``."""
+    width = max((len(bucket.name) for bucket in buckets), default=0)
+    lines = []
+    for bucket in buckets:
+        inputs = ", ".join(f"{spec.name}: {spec.dtype}{shape_text(spec)}" for spec in bucket.inputs)
+        lines.append(f"  {bucket.name:<{width}}  {inputs}")
+    return "\n".join(lines)
+
+
+def shape_text(spec: InputSpec) -> str:
+    """``[1, <=128]``: the shape an input may have."""
+    return "[" + ", ".join(f"<={size}" if dim in spec.pad else str(size) for dim, size in enumerate(spec.shape)) + "]"
+
+
+class Router:
+    """Routes the calls of one artifact."""
+
+    def __init__(self, buckets: Sequence[BucketSpec], kernel: BucketKernel | None = None):
+        self.buckets = list(buckets)
+        self.kernel = kernel
+        order = sorted(range(len(self.buckets)), key=lambda i: (_elements(self.buckets[i]), i))
+        self._by_size = order
+
+    def route(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
+        """Choose the bucket for a call. Raises InputMismatchError, or BucketError with the bucket table."""
+        if self.kernel is not None:
+            return self._route_by_kernel(positional, named)
+        candidates = self._by_names(positional, named)
+        for index, inputs in candidates:
+            check_tensors(inputs)
+            if all(fits(spec, inputs[spec.name]) for spec in self.buckets[index].inputs if spec.name in inputs):
+                check_ranges(self.buckets[index].inputs, inputs)
+                return Route(index, inputs)
+        raise self._no_fit(candidates)
+
+    def exact(self, index: int, inputs: Mapping[str, Tensor]) -> Route:
+        """Bucket ``index`` with inputs of exactly its shapes. Raises InputMismatchError naming what differs."""
+        bucket = self.buckets[index]
+        check_tensors(inputs)
+        inputs, problem = bind(bucket, [], inputs)
+        problem = problem or _missing(bucket, inputs)
+        if problem:
+            raise InputMismatchError(f"bucket {bucket.name!r}: {problem}")
+        for spec in bucket.inputs:
+            tensor = inputs.get(spec.name)
+            if tensor is None:
+                continue
+            if dtype_name(tensor.dtype) != spec.dtype:
+                raise InputMismatchError(_dtype_text(spec, tensor, f" in bucket {bucket.name!r}"))
+            if list(tensor.shape) != spec.shape:
+                raise InputMismatchError(
+                    f"input {spec.name!r} has shape {list(tensor.shape)}, bucket {bucket.name!r} takes {spec.shape}"
+                )
+        check_ranges(bucket.inputs, inputs)
+        return Route(index, inputs)
+
+    def _by_names(
+        self, positional: Sequence[Tensor], named: Mapping[str, Tensor]
+    ) -> list[tuple[int, Mapping[str, Tensor]]]:
+        """The buckets that take these arguments by name and number, smallest first."""
+        found, problems = [], []
+        for index in self._by_size:
+            bucket = self.buckets[index]
+            inputs, problem = bind(bucket, positional, named)
+            problem = problem or _missing(bucket, inputs)
+            if problem:
+                problems.append(problem)
+            else:
+                found.append((index, inputs))
+        if not found:
+            raise InputMismatchError(f"{problems[0]}\nThe buckets:\n{bucket_table(self.buckets)}")
+        return found
+
+    def _no_fit(self, candidates: Sequence[tuple[int, Mapping[str, Tensor]]]) -> InputMismatchError:
+        """Say what is wrong: a dtype no bucket takes, else the shapes beside the table."""
+        for index, inputs in candidates:
+            for spec in self.buckets[index].inputs:
+                tensor = inputs.get(spec.name)
+                if tensor is not None and all(
+                    dtype_name(tensor.dtype) != other.dtype
+                    for i, _ in candidates
+                    for other in self.buckets[i].inputs
+                    if other.name == spec.name
+                ):
+                    return InputMismatchError(_dtype_text(spec, tensor, ""))
+        inputs = candidates[0][1]
+        given = ", ".join(f"{name}: {dtype_name(t.dtype)}{list(t.shape)}" for name, t in inputs.items())
+        shapes = [{spec.name: list(spec.shape) for spec in bucket.inputs} for bucket in self.buckets]
+        return BucketError(
+            f"no bucket fits {given}. The buckets (<= marks dimensions that are padded):\n{bucket_table(self.buckets)}",
+            shapes,
+        )
+
+    def _route_by_kernel(self, positional: Sequence[Tensor], named: Mapping[str, Tensor]) -> Route:
+        assert self.kernel is not None
+        given, problem = bind(self.buckets[0], positional, named)
+        if problem:
+            raise InputMismatchError(problem)
+        check_tensors(given)
+        try:
+            tensors, chosen = self.kernel(list(given.values()))
+        except NxdError:
+            raise  # of the ranks, where it runs
+        except RuntimeError as error:
+            table = bucket_table(self.buckets)
+            raise BucketError(f"the bucket kernel raised: {error}\nThe buckets:\n{table}") from error
+        index = int(chosen)
+        if not 0 <= index < len(self.buckets):
+            raise BucketError(
+                f"the bucket kernel chose bucket {index} of {len(self.buckets)}:\n{bucket_table(self.buckets)}"
+            )
+        inputs, problem = bind(self.buckets[index], tensors, {})
+        if problem:
+            raise BucketError(f"the bucket kernel's result does not fit its bucket: {problem}")
+        try:
+            return self.exact(index, inputs)
+        except InputRangeError:
+            raise  # the caller's value, not the kernel's fault
+        except InputMismatchError as error:
+            raise BucketError(
+                f"the bucket kernel's result does not fit its bucket: {error}\n"
+                f"The buckets:\n{bucket_table(self.buckets)}"
+            ) from error
+
+
+def bind(
+    bucket: BucketSpec, positional: Sequence[Tensor], named: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], str]:
+    """Arguments by input name, and what is wrong with them ("" when nothing is)."""
+    names = [spec.name for spec in bucket.inputs]
+    if len(positional) > len(names):
+        return {}, f"{len(positional)} inputs given, bucket {bucket.name!r} takes {len(names)}: {', '.join(names)}"
+    inputs = dict(zip(names, positional, strict=False))
+    twice = [name for name in named if name in inputs]
+    if twice:
+        return inputs, f"input {twice[0]!r} is given by position and by name"
+    inputs.update(named)
+    unknown = [name for name in inputs if name not in names]
+    if unknown:
+        return inputs, f"there is no input {unknown[0]!r}; the inputs are {', '.join(names)}"
+    return {name: inputs[name] for name in names if name in inputs}, ""
+
+
+def _missing(bucket: BucketSpec, inputs: Mapping[str, Tensor]) -> str:
+    missing = [spec.name for spec in bucket.inputs if spec.name not in inputs and spec.default is None]
+    return f"input {missing[0]!r} is missing and has no default" if missing else ""
+
+
+def check_tensors(inputs: Mapping[str, object]) -> None:
+    """Every input is a dense tensor in this machine's memory."""
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            raise InputMismatchError(f"input {name!r} is a {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise InputMismatchError(f"input {name!r} has layout {tensor.layout}, expected a dense (strided) tensor")
+        if tensor.device.type != "cpu":
+            raise InputMismatchError(f"input {name!r} is on {tensor.device}, expected cpu: call .cpu() on it")
+
+
+def fits(spec: InputSpec, tensor: Tensor) -> bool:
+    """Whether ``tensor`` is the traced input, or smaller only where a pad value is declared."""
+    if dtype_name(tensor.dtype) != spec.dtype or tensor.dim() != len(spec.shape):
+        return False
+    return all(
+        size == full or (size < full and dim in spec.pad)
+        for dim, (size, full) in enumerate(zip(tensor.shape, spec.shape, strict=True))
+    )
+
+
+def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> None:
+    """Raise InputRangeError for a value outside the range that the model declares for its input."""
+    for spec in specs:
+        tensor = inputs.get(spec.name)
+        if (spec.minimum is None and spec.maximum is None) or tensor is None or tensor.numel() == 0:
+            continue
+        for value in map(Tensor.item, torch.aminmax(tensor)):  # 2 microseconds for a few hundred ids
+            spec.check(value)
+
+
+def lawful(spec: InputSpec) -> Tensor:
+    """A tensor of the input's shape that the model allows: zeros, or the allowed value nearest to zero."""
+    return torch.full(spec.shape, _scalar(spec, spec.nearest_to_zero()), dtype=spec.torch_dtype)
+
+
+def fill(view: Tensor, spec: InputSpec, tensor: Tensor | None) -> None:
+    """Write an input into ``view`` (of the bucket's shape): its values, its padding, or its default.
+
+    Where several dimensions are padded, the pad value of the last of them fills the corner they share.
+    """
+    if tensor is None:
+        view.fill_(_scalar(spec, spec.default if spec.default is not None else 0))
+        return
+    tensor = tensor.detach()
+    if tensor.shape == view.shape:
+        view.copy_(tensor)
+        return
+    inside = view
+    regions = []
+    for dim, size in enumerate(tensor.shape):
+        if size < view.shape[dim]:
+            regions.append((view.narrow(dim, size, view.shape[dim] - size), spec.pad[dim]))
+            inside = inside.narrow(dim, 0, size)
+    for region, value in regions:
+        region.fill_(_scalar(spec, value))
+    inside.copy_(tensor)
+
+
+def _scalar(spec: InputSpec, value: float) -> float | int | bool:
+    """The manifest keeps numbers as floats; integer tensors take integers."""
+    dtype = spec.torch_dtype
+    if dtype == torch.bool:
+        return bool(value)
+    if not dtype.is_floating_point and not dtype.is_complex and math.isfinite(value):
+        return int(value)
+    return value
+
+
+def cut(bucket: BucketSpec, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs cut back, where the manifest declares it, to the size the caller's input had. Views, no copies."""
+    result = []
+    for spec, output in zip(bucket.outputs, outputs, strict=True):
+        for dim, (name, input_dim) in spec.cut.items():
+            tensor = inputs.get(name)
+            if tensor is not None and tensor.shape[input_dim] < output.shape[dim]:
+                output = output.narrow(dim, 0, tensor.shape[input_dim])
+        result.append(output)
+    return result
+
+
+def _dtype_text(spec: InputSpec, tensor: Tensor, where: str) -> str:
+    return (
+        f"input {spec.name!r} is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
+        f"expected {spec.dtype}{shape_text(spec)}{where}: convert it with .to(torch.{spec.dtype})"
+    )
+
+
+def _elements(bucket: BucketSpec) -> int:
+    return sum(math.prod(spec.shape) for spec in bucket.inputs)

@@ -1,0 +1,164 @@
+"""An adapter for a traced model: PEFT's two files, cut to one slot of every rank's tables. Nothing is compiled.
+
+A model with slots (``nxd_infer.modules.lora.add_adapter_slots``) has tables A and B beside each targeted layer, whose
+first dimension is the slot. ``manifest.layout["adapters"]`` says of each table, as ``layout["weights"]`` does of
+weights, how a rank's is made of the logical one. A rank gets a safetensors file with the entries of one slot, named
+``<table>[<slot>]``, and copies them into its tables between two steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import Manifest, WeightSpec
+from nxd_infer.artifact.rank_weights import entry_name
+from nxd_infer.errors import AdapterError, CheckpointError, OpenFilesError, ParallelConfigError
+from nxd_infer.layout import Fill, Run, SafetensorsSource, TensorLayout, shard_tensor
+from nxd_infer.modules.lora.config import LoraConfig
+from nxd_infer.modules.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter, read_config
+from nxd_infer.runtime.updates.weights import anonymous_file
+from nxd_infer.util.beneath import AnyPath, as_path, require_unchanged
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One table of one layer: its spec on a rank, and its layout on every rank."""
+
+    spec: WeightSpec
+    logical: tuple[int, ...]
+    """The whole shape: slots + 1 first, then the slot's matrix."""
+    ranks: Sequence[Any]
+
+    @property
+    def kind(self) -> str:
+        """``A`` or ``B``."""
+        return self.spec.name[-1]
+
+    @property
+    def rank(self) -> int:
+        return self.logical[1 if self.kind == "A" else 2]
+
+
+class AdapterUpdate:
+    """One checked adapter for one slot; :meth:`write` cuts it for a rank."""
+
+    def __init__(self, manifest: Manifest, slot: int, folder: str | os.PathLike[str] | None):
+        """``folder`` holds ``adapter_config.json`` and ``adapter_model.safetensors``; None empties the slot.
+
+        Raises AdapterError naming what does not fit: the value, the limit, and what to do.
+        """
+        tables = manifest.layout.get("adapters", {})
+        if not tables or "inline-weights" in manifest.requires:
+            raise AdapterError("the model was traced without slots for adapters: trace it again with --lora-slots")
+        specs = {spec.name: spec for spec in manifest.weights}
+        self._tables: dict[str, _Table] = {}
+        """By the name that PEFT gives the factor."""
+        for name, entry in tables.items():
+            ((logical, shape),) = entry["logical"].items()
+            self._tables[PREFIX + logical] = _Table(specs[name], tuple(shape), entry["ranks"])
+        self.manifest = manifest
+        first = next(iter(self._tables.values()))
+        self.slot, self.max_rank = slot, first.rank
+        if isinstance(slot, bool) or not isinstance(slot, int) or not 1 <= slot < first.logical[0]:
+            raise AdapterError(f"slot {slot!r} is none of this model's, which are 1 to {first.logical[0] - 1}")
+        self.rank, self.scaling = 0, 1.0
+        """Of the adapter; rank 0 is none."""
+        self._source: SafetensorsSource | None = None
+        self._held: frozenset[str] = frozenset()
+        self._folder = folder
+        if folder is not None:
+            self._read(as_path(folder))
+        self.names = [entry_name(table.spec.name, slot) for table in self._tables.values()]
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    def _read(self, folder: AnyPath) -> None:
+        if not is_adapter(folder):
+            raise AdapterError(f"{folder} holds no adapter: there is no {CONFIG} in it")
+        if not (folder / WEIGHTS).is_file():
+            raise AdapterError(
+                f"{folder} holds no {WEIGHTS}; pickled weights are never loaded, because reading them runs code: save "
+                "the adapter with safe_serialization=True"
+            )
+        try:
+            config = read_config(folder, LoraConfig())
+            self._source = SafetensorsSource(folder / WEIGHTS)
+            names = list(self._source.keys())
+            shapes = {name: self._source.shape(name) for name in names}
+            dtypes = {name: self._source.dtype(name) for name in names}
+        except OpenFilesError:
+            raise
+        except (CheckpointError, ParallelConfigError) as error:
+            raise AdapterError(str(error)) from error
+        self.rank, self.scaling = config.lora_rank, config.scaling
+        if self.rank > self.max_rank:
+            raise AdapterError(
+                f"{folder}: the adapter's rank is {self.rank} and this model's slots hold at most {self.max_rank}: "
+                f"trace it again with --lora-rank {self.rank}"
+            )
+        if wrong := [name for name, dtype in dtypes.items() if not dtype.is_floating_point]:
+            raise AdapterError(f"{folder}: {wrong[0]} is {dtypes[wrong[0]]}, and a factor holds floating-point numbers")
+        self._check_names(folder, shapes)
+        for name, shape in shapes.items():
+            table = self._tables[name]
+            wanted = (self.rank, table.logical[2]) if table.kind == "A" else (table.logical[1], self.rank)
+            if shape != wanted:
+                raise AdapterError(f"{folder}: {name} has the shape {list(shape)}, and {list(wanted)} fits this model")
+        self._held = frozenset(shapes)
+
+    def _check_names(self, folder: AnyPath, found: Collection[str]) -> None:
+        """Every tensor is a factor that has a table, and none comes without its other half."""
+        for name in found:
+            if name in self._tables:
+                continue
+            targets = sorted({factor.split(".")[-3] for factor in self._tables})
+            if name.startswith(PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight")):
+                path = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+                raise AdapterError(
+                    f"{folder}: the adapter changes {path}, which has no slots in this model (its targets are "
+                    f"{', '.join(targets)}): trace it again with --lora-targets that include it"
+                )
+            raise AdapterError(
+                f"{folder}: the adapter holds {name}, which is no factor of a linear layer; a slot takes lora_A.weight "
+                f"and lora_B.weight of {', '.join(targets)}: merge the adapter into the weights instead"
+            )
+        for name in found:
+            other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+            if other not in found:
+                raise AdapterError(f"{folder}: the adapter holds {name} without {other}; it is not complete")
+        if not found:
+            raise AdapterError(f"{folder}: the adapter holds no tensors")
+
+    def require_unchanged(self) -> None:
+        """Raise AdapterError when the files were written to while they were read."""
+        try:
+            require_unchanged(self._folder)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from error
+
+    # --- cutting --------------------------------------------------------------------------------------
+
+    def write(self, rank: int) -> BinaryIO:
+        """The slot's entries of every table of ``rank``, as an anonymous safetensors file; zeros where it has none."""
+        tables = {entry_name(table.spec.name, self.slot): (name, table) for name, table in self._tables.items()}
+        specs = [
+            WeightSpec.of(name, torch.empty(table.spec.shape[1:], dtype=table.spec.torch_dtype, device="meta"))
+            for name, (_, table) in tables.items()
+        ]
+        return anonymous_file(specs, lambda spec: self._entry(*tables[spec.name], rank))
+
+    def _entry(self, factor: str, table: _Table, rank: int) -> Tensor:
+        dtype = table.spec.torch_dtype
+        if factor not in self._held or self._source is None:
+            return torch.zeros(table.spec.shape[1:], dtype=dtype)
+        axes = list(TensorLayout.from_json(table.ranks[rank]).axes[1:])
+        axes[0 if table.kind == "A" else 1] = (Run("", 0, self.rank), Fill(0.0, self.max_rank - self.rank))
+        layout = TensorLayout(tuple(axes), factor)
+        value = shard_tensor(self._source, layout, torch.promote_types(dtype, torch.float32))
+        return (value * self.scaling if table.kind == "B" else value).to(dtype)

@@ -1,0 +1,88 @@
+"""Weights swapped into a model's ranks: all ranks check before any uses them, and a new start gets them again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.errors import RankFailedError, WeightSchemaError
+from nxd_infer.runtime.ranks.channel import Kind
+from nxd_infer.runtime.time_bounds import Bounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nxd_infer.runtime.updates.weights import NewWeights
+
+log = logging.getLogger(__name__)
+
+
+class WeightSwaps:
+    """What was swapped in since the artifact was loaded, oldest first. The caller holds the model's lock."""
+
+    def __init__(self, manifest: Manifest, bounds: Bounds):
+        """``bounds``: how long the ranks may take to check new weights, and to use them."""
+        self._manifest = manifest
+        self._bounds = bounds
+        self._entries: list[NewWeights] = []
+
+    def swap(self, ranks: Any, new: NewWeights) -> None:
+        """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does.
+
+        Ranks that were told to use it do so, even when their caller is interrupted meanwhile: then it is kept, too.
+        """
+        if new in self._entries or any(file.closed for file in new.files):
+            raise WeightSchemaError("these weights were swapped in before, or given back: call cut_weights() again")
+        try:
+            if new.manifest is not self._manifest:
+                raise WeightSchemaError("these weights were cut for another model; call this model's cut_weights()")
+            self._prepare(ranks, new)
+        except BaseException:
+            new.close()
+            raise
+        try:
+            self._commit(ranks)
+        except Exception:  # the ranks have been ended
+            new.close()
+            raise
+        except BaseException:
+            self._keep(new)
+            raise
+        self._keep(new)
+
+    def _keep(self, new: NewWeights) -> None:
+        for entry in [entry for entry in self._entries if entry.names <= new.names]:
+            self._entries.remove(entry)
+            entry.close()
+        self._entries.append(new)
+
+    def replay(self, ranks: Any) -> None:
+        """Give ranks that were just started what was swapped in before."""
+        for entry in self._entries:
+            self._prepare(ranks, entry)
+            self._commit(ranks)
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """A rank's swapped weights, memory-mapped, by name."""
+        from nxd_infer.artifact.rank_weights import load_weights
+
+        found: dict[str, Tensor] = {}
+        for entry in self._entries:
+            file = Path(f"/proc/self/fd/{entry.files[rank].fileno()}")
+            found.update(load_weights(file, self._manifest.weights, partial=True))
+        return found
+
+    def _prepare(self, ranks: Any, new: NewWeights) -> None:
+        fds = [file.fileno() for file in new.files]
+        try:
+            ranks.exchange(Kind.PREPARE_WEIGHTS, timeout=self._bounds.load, fds=fds, fatal=False)
+        except RankFailedError as error:
+            ranks.exchange(Kind.ABORT_WEIGHTS)
+            log.error("a rank refused new weights: %s", error.summary if error.foreseen else error)
+            text = f"a rank refused the new weights and nothing was changed: {error.summary}"
+            raise WeightSchemaError(text) from error
+
+    def _commit(self, ranks: Any) -> None:
+        ranks.exchange(Kind.COMMIT_WEIGHTS, timeout=self._bounds.load)

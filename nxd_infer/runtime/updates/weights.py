@@ -1,0 +1,162 @@
+"""New weights for a traced model: logical tensors cut to each rank's through the manifest's layout.
+
+``manifest.layout`` is ``{"weights": {name: {"logical": {logical name: shape}, "ranks": [tensor layout, ...]}}}``: how
+each rank's tensor is made of logical tensors (``nxd_infer.layout``). Weights that are not listed (constants, buffers
+that no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` says the same of tables of adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, Protocol
+
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import Manifest, WeightSpec, weight_schema_hash
+from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.artifact.writer import is_disk_full
+from nxd_infer.checkpoint.source import Weights, weight_source
+from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
+from nxd_infer.layout import TensorLayout, shard_tensor
+from nxd_infer.util.beneath import require_unchanged
+
+
+class WeightUpdate:
+    """Checked new weights, cut one rank at a time."""
+
+    def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True, tag: str | None = None):
+        """``strict`` wants every logical tensor of the layout and no other; without it any part of them will do.
+        States of the same names are passed over.
+
+        Raises WeightSchemaError listing all that is missing, unexpected, of another shape or of another kind of dtype.
+        """
+        if "inline-weights" in manifest.requires:
+            raise WeightSchemaError(
+                "the weights are part of this artifact's compiled graphs (inline_weights_to_neff=True) and cannot be "
+                "updated: trace with inline_weights_to_neff=False"
+            )
+        if weight_schema_hash(manifest.weights) != manifest.weight_schema:
+            raise WeightSchemaError("the artifact's weight schema does not match its own hash; trace again")
+        self.manifest = manifest
+        self._specs = {spec.name: spec for spec in manifest.weights}
+        self._layout: dict[str, dict[str, Any]] = manifest.layout.get("weights", {})
+        self.entries = {name: entry for name, entry in self._layout.items() if name in self._specs}
+        if not self.entries:
+            raise WeightSchemaError("the artifact does not say how its weights are made (no layout); trace again")
+        self._given = weights
+        self.source = weight_source(weights, tag)
+        self.names = self._check(strict)
+
+    def _check(self, strict: bool) -> list[str]:
+        """The weights to change, by name."""
+        present = set(self.source.keys())
+        missing, problems, names = [], [], []
+        known = {key for entry in self._layout.values() for key in entry["logical"]}
+        known |= {state.name for state in self.manifest.states}  # a state dict holds them; the ranks keep theirs
+        for name in self.entries:
+            logical = self._readable(name, present)["logical"]
+            absent = [key for key in logical if key not in present]
+            if absent:
+                missing += absent if strict or len(absent) < len(logical) else []
+                continue
+            names.append(name)
+            for key, shape in logical.items():
+                if list(self.source.shape(key)) != list(shape):
+                    problems.append(f"{key} has shape {list(self.source.shape(key))}, traced with {list(shape)}")
+                if self.source.dtype(key).is_floating_point != self._specs[name].torch_dtype.is_floating_point:
+                    problems.append(f"{key} is {self.source.dtype(key)}, traced as {self._specs[name].dtype}")
+        unexpected = sorted(present - known)
+        texts = [f"missing: {_listed(sorted(set(missing)))}"] if missing else []
+        texts += [f"different: {_listed(sorted(set(problems)), '; ')}"] if problems else []
+        texts += [f"unexpected: {_listed(unexpected)}"] if unexpected and (strict or not names) else []
+        if texts or not names:
+            raise WeightSchemaError(
+                "the weights do not fit this artifact and nothing was changed. " + ". ".join(texts or ["none given"])
+            )
+        return names
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError when files were written to while they were read."""
+        require_unchanged(self._given)
+
+    def _readable(self, name: str, present: set[str]) -> dict[str, Any]:
+        """The layout to read weight ``name`` by: a tied weight's other name where only that is stored."""
+        entry = self.entries[name]
+        first = entry.get("alias_of") or name
+        ties = [e for other, e in self._layout.items() if first in (other, e.get("alias_of"))]
+        return next((e for e in [entry, *ties] if set(e["logical"]) <= present), entry)
+
+    def write(self, rank: int) -> BinaryIO:
+        """The rank's new weights as an anonymous safetensors file: it has no name and ends with its last user."""
+        specs = [self._specs[name] for name in self.names]
+        present = set(self.source.keys())
+
+        def tensor(spec: WeightSpec) -> Tensor:
+            try:
+                layout = TensorLayout.from_json(self._readable(spec.name, present)["ranks"][rank])
+                return shard_tensor(self.source, layout, spec.torch_dtype)
+            except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+                raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
+
+        return anonymous_file(specs, tensor)
+
+
+def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], Tensor]) -> BinaryIO:
+    """A safetensors file of what ``tensor`` returns for each of ``specs``; the caller closes it, and it has no name.
+
+    Raises ArtifactSpaceError when there is no room for it, ArtifactError when it cannot be written at all.
+    """
+    try:
+        file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
+        try:
+            write_safetensors(file, specs, tensor)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what is left in its buffer still has no room
+                file.close()
+            raise
+    except OSError as error:
+        kind = ArtifactSpaceError if is_disk_full(error) else ArtifactError
+        raise kind(
+            f"the new weights cannot be written to {tempfile.tempdir or 'a temporary file'}, and nothing was changed: "
+            f"{error}; free space there, or set TMPDIR to another directory"
+        ) from error
+    return file
+
+
+class Update(Protocol):
+    """What was checked and can be cut for a rank: a WeightUpdate, or an adapter."""
+
+    manifest: Manifest
+    names: list[str]
+
+    def write(self, rank: int) -> BinaryIO: ...
+
+    def require_unchanged(self) -> None: ...
+
+
+class NewWeights:
+    """Weights that were checked and cut for every rank of one artifact, in anonymous files: ready to be swapped in."""
+
+    def __init__(self, update: Update):
+        self.manifest = update.manifest
+        self.names = frozenset(update.names)
+        self.files: list[BinaryIO] = []
+        """One a rank."""
+        try:
+            for rank in range(update.manifest.tp_degree):
+                self.files.append(update.write(rank))
+            update.require_unchanged()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the files back; ranks that have mapped theirs keep them."""
+        for file in self.files:
+            file.close()
+
+
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")

@@ -1,0 +1,1 @@
+"""Tracing each rank: in a process of its own, or all in this one from a checkpoint."""

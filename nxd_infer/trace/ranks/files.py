@@ -1,0 +1,129 @@
+"""What a rank leaves behind: its graphs, its weight file, and how its weights are made of logical ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer.artifact.layouts import describe_layout
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.artifact.rank_weights import STORED_DTYPES, write_safetensors
+from nxd_infer.errors import TraceError
+from nxd_infer.graph.names import named_tensors
+from nxd_infer.graph.stored import write_graph
+from nxd_infer.layout import layout_of
+from nxd_infer.modules.lora.slots import AdapterTables
+from nxd_infer.trace.ranks.one_rank import RankGraphs, is_symbolic
+from nxd_infer.trace.request import TraceRequest
+from nxd_infer.util.memory import give_back
+
+CANONICAL_FILE = "canonical.txt"
+STATE_PREFIX = "state:"
+WEIGHTS_FILE = "weights.safetensors"
+
+
+def write_weights(
+    graphs: RankGraphs, states: Mapping[str, Tensor], value: Callable[[WeightSpec], Tensor], path: Path
+) -> None:
+    """The rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``.
+
+    Order and contents are the same on every run. Raises TraceError for a type that files cannot hold.
+    """
+    specs = [graphs.weights[name] for name in sorted(graphs.weights)]
+    specs += [WeightSpec.of(STATE_PREFIX + name, states[name]) for name in sorted(states)]
+    wrong = [spec for spec in specs if spec.torch_dtype not in STORED_DTYPES]
+    if wrong:
+        raise TraceError(
+            f"the weight {wrong[0].name!r} is {wrong[0].dtype}, which a weight file cannot hold; convert it"
+        )
+
+    def checked(spec: WeightSpec) -> Tensor:
+        if spec.nbytes >= 1 << 20:
+            give_back()  # what was read for the tensor before
+        if spec.name.startswith(STATE_PREFIX):
+            return states[spec.name.removeprefix(STATE_PREFIX)]
+        tensor = value(spec)
+        if tensor.dtype != spec.torch_dtype or list(tensor.shape) != spec.shape or is_symbolic(tensor):
+            raise TraceError(
+                f"the weight {spec.name!r} has no value of {spec.dtype}{spec.shape}, it is "
+                f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+            )
+        return tensor.detach()
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        write_safetensors(file, specs, checked)
+
+
+def write_graphs(graphs: RankGraphs, directory: Path) -> None:
+    """``graphs/<digest>/`` below ``directory``, with the canonical text of each for comparing ranks."""
+    for entry in graphs.lowered:
+        path = directory / "graphs" / entry.digest
+        if not path.exists():
+            write_graph(entry, path)
+            (path / CANONICAL_FILE).write_text(entry.text, encoding="utf-8")
+
+
+def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tensor]:
+    """The states that do not start as zeros."""
+    shared = dict(zip(shared_names(request, graphs), request.shared_states or (), strict=True))
+    values: dict[str, Tensor] = {}
+    for name in graphs.states:
+        tensor = shared.get(name)
+        if tensor is None:
+            owner = next(b.module for b in graphs.built if name in named_tensors(b.module))
+            tensor = named_tensors(owner)[name].detach()
+        if not is_symbolic(tensor) and tensor.numel() and bool(tensor.ne(0).any()):
+            values[name] = tensor.contiguous()
+    return values
+
+
+def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:
+    """The states that start as the tensors of the shared state buffer, in its order."""
+    first = graphs.built[0]
+    return [] if request.shared_states is None else list(first.aliases.values()) or first.states
+
+
+def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
+    """How the states that a checkpoint may hold (parameters, persistent buffers) are made of logical tensors."""
+    from nxd_infer.layout import weight_layout
+
+    found: dict[str, Any] = {}
+    for module in {id(b.module): b.module for b in reversed(graphs.built)}.values():
+        found.update({name: entry for name, entry in weight_layout(module).items() if name in graphs.states})
+    return found
+
+
+def layouts(graphs: RankGraphs) -> dict[str, Any]:
+    """How each weight of the tables is made of logical tensors; weights without a logical tensor are left out."""
+    from nxd_infer.layout import weight_layout
+
+    found: dict[str, Any] = {}
+    tables: dict[int, Any] = {}
+    for name, (index, own) in graphs.origin.items():
+        module = graphs.built[index].module
+        table = tables.setdefault(id(module), weight_layout(module))
+        if own in table:
+            found[name] = table[own]
+            # Under which other names a checkpoint may hold a tied weight; the graph may know it by any of them.
+            first = table[own].alias_of or own
+            ties = {other: entry for other, entry in table.items() if first in (other, entry.alias_of)}
+            found.update({other: entry for other, entry in ties.items() if other not in found})
+    return {name: found[name] for name in sorted(found)}
+
+
+def described_layout(graphs: RankGraphs, weights: Mapping[str, Any], degree: int) -> dict[str, Any]:
+    """``manifest.layout``: how each weight, and each table of adapters, is made of logical tensors."""
+    tables = {
+        name: layout.resolved(path, own)
+        for module in {id(b.module): b.module for b in graphs.built}.values()
+        for path, child in module.named_modules()
+        if isinstance(child, AdapterTables)
+        for own in ("A", "B")
+        if (name := f"{path}.{own}") in graphs.weights and (layout := layout_of(child, own)) is not None
+    }
+    found = describe_layout(weights, degree)
+    return {**found, "adapters": describe_layout(tables, degree)["weights"]} if tables else found

@@ -1,0 +1,266 @@
+"""loader mode: all ranks traced in this process on parameters without memory, weights cut from a checkpoint.
+
+``func`` builds the module of each rank in turn. A parameter loses its memory the moment the module registers it;
+buffers, which hold computed values (rotary frequencies, masks, rank offsets), stay real. For export the parameters
+become fake CPU tensors. Each rank's weights are then read from the checkpoint slice by slice and written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.checkpoint.source import weight_source
+from nxd_infer.comm import register_collectives, unregister_collectives
+from nxd_infer.context import make_context, use_context
+from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
+from nxd_infer.graph.operators import native_library
+from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
+from nxd_infer.runtime.rank.memory import UntouchedZeros
+from nxd_infer.trace.ranks import files as rank_files
+from nxd_infer.trace.ranks import one_rank
+from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.util.memory import give_back
+
+log = logging.getLogger(__name__)
+
+_construction = threading.Lock()
+
+
+def trace_ranks_here(
+    request: TraceRequest, build: Path, loader: Callable[[], Any], progress: Callable[[str, int, int, str], None]
+) -> list[TracedRank]:
+    """Trace every rank in this process. Raises TraceError with the rank, WeightMismatchError for the checkpoint."""
+    try:
+        source = weight_source(loader())
+    except NxdError:
+        raise
+    except Exception as error:
+        raise TraceError(f"checkpoint_loader_callable raised {type(error).__name__}: {error}") from error
+    library = native_library() if request.native else None
+    total = request.tp_degree * len(request.buckets)
+    results = []
+    progress("trace ranks", 0, total, "")
+    for rank in range(request.tp_degree):
+        done = rank * len(request.buckets)
+
+        def report(index: int, rank: int = rank, done: int = done) -> None:
+            progress("trace ranks", done + index + 1, total, f"rank {rank}: {request.buckets[index].name}")
+
+        with _as_rank(request, rank):
+            results.append(_trace(request, rank, rank_directory(build, rank), source, library, report))
+        gc.collect()  # graphs are cycles: neither the next rank nor the compilers should find them in memory
+        give_back()
+    progress("trace ranks", total, total, "")
+    return results
+
+
+@contextlib.contextmanager
+def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
+    """This thread is ``rank`` inside the block; a collective that is not being exported is an error."""
+    key = f"loader-{id(request)}-{rank}"
+    register_collectives(key, _NoCollectives())
+    try:
+        with use_context(make_context(request.tp_degree, rank, tp=request.tp_degree, collectives=key)):
+            yield
+    except NxdError as error:
+        if isinstance(error, TraceError) and error.rank is None and request.tp_degree > 1:
+            error.rank = rank
+        raise
+    finally:
+        unregister_collectives(key)
+
+
+def _trace(
+    request: TraceRequest, rank: int, out: Path, source: Any, library: Any, report: Callable[[int], None]
+) -> TracedRank:
+    start = time.monotonic()
+    with _weightless(), UntouchedZeros():
+        built = _build(request, rank)
+    graphs = one_rank.trace_buckets(request, built, library, report)
+    rank_files.write_graphs(graphs, out)
+    layouts = rank_files.layouts(graphs)
+    shared = rank_files.shared_names(request, graphs)
+    state_layouts = {k: v for k, v in rank_files.state_layouts(graphs).items() if k not in shared}
+    _check(graphs, layouts, state_layouts, source)
+    names = set(source.keys())
+
+    def value(spec: WeightSpec) -> Tensor:
+        layout = layouts.get(graphs.origin[spec.name][1])
+        readable = layout and _readable(layout, layouts, names)
+        if readable is not None:
+            return shard_tensor(source, readable.rank_layout(request.tp_degree, rank), spec.torch_dtype)
+        return one_rank.value_of(graphs, *graphs.origin[spec.name])
+
+    states = rank_files.initial_states(request, graphs)
+    for name, layout in state_layouts.items():  # as load_state_dict would: what the checkpoint holds goes first
+        if set(layout.logical_names) <= names:
+            dtype = graphs.states[name].torch_dtype
+            states[name] = shard_tensor(source, layout.rank_layout(request.tp_degree, rank), dtype)
+    rank_files.write_weights(graphs, states, value, out / rank_files.WEIGHTS_FILE)
+    result = TracedRank(
+        rank=rank,
+        buckets=graphs.buckets,
+        states=[graphs.states[name] for name in sorted(graphs.states)],
+        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
+        layout=rank_files.described_layout(graphs, layouts, request.tp_degree) if rank == 0 else {},
+        seconds=time.monotonic() - start,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    (out / "result.json").write_text(result.model_dump_json(), encoding="utf-8")
+    return result
+
+
+def _build(request: TraceRequest, rank: int) -> list[one_rank.Built]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        return one_rank.build(request, lambda module: _make_fake(module, mode))
+    except NxdError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"func raised {type(error).__name__} for rank {rank}: {error}. With a checkpoint loader parameters have "
+            "no values while func runs; a func that reads them needs the mode without a loader",
+            rank=rank,
+        ) from error
+
+
+def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[str]) -> ParamLayout | None:
+    """The layout to read by: its own, or that of another name of the same tensor; None when neither is stored."""
+    if set(layout.logical_names) <= names:
+        return layout
+    own = next((name for name, entry in layouts.items() if entry is layout), None)
+    for entry in layouts.values():
+        if entry.alias_of is not None and entry.alias_of == own and set(entry.logical_names) <= names:
+            return entry
+    return None
+
+
+def _check(
+    graphs: one_rank.RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any
+) -> None:
+    """Every parameter that the graphs read or change is in the checkpoint, with its shape."""
+    parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
+    stored = set(source.keys())
+    needed = {
+        name: layout for name, layout in states.items() if name in parameters or set(layout.logical_names) <= stored
+    }
+    for name, (_, own) in graphs.origin.items():
+        layout = layouts.get(own) or layouts.get(name)
+        if layout is None:
+            continue
+        if graphs.weights[name].kind == "parameter" or _readable(layout, layouts, stored) is not None:
+            needed[own] = layout
+    ties = {name: entry for name, entry in layouts.items() if entry.alias_of in needed}
+    try:
+        check_weights({**needed, **ties}, source, strict=False)
+    except WeightMismatchError as error:
+        error.args = (f"the unsharded weights do not fit the model: {error.args[0]}",)
+        raise
+    known = {name for layout in [*layouts.values(), *states.values()] for name in layout.logical_names}
+    unused = sorted(set(source.keys()) - known)
+    if unused:
+        log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
+
+
+@contextlib.contextmanager
+def _weightless() -> Iterator[None]:
+    """Modules built in this thread inside the block have parameters on the meta device, and buffers that are real."""
+    thread = threading.get_ident()
+    original = nn.Module.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == thread and not param.is_meta:
+            light = getattr(param, "_nxd_weightless", None)
+            if light is None:
+                light = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+                vars(light).update(vars(param))  # pyright: ignore[reportAttributeAccessIssue]
+                param._nxd_weightless = light  # pyright: ignore[reportAttributeAccessIssue]  (keeps ties)
+            param = light
+        original(self, name, param)
+
+    with _construction:
+        nn.Module.register_parameter = register_parameter  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original
+
+
+def _make_fake(module: nn.Module, mode: Any) -> None:
+    """Replace parameters without memory by fake contiguous CPU tensors; tied ones stay one tensor."""
+    made: dict[int, nn.Parameter] = {}
+    one_rank.make_contiguous(module)
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, param in child._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in made:
+                with mode:
+                    fake = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+                made[id(param)] = nn.Parameter(fake, requires_grad=False)
+                for key, value in vars(param).items():
+                    setattr(made[id(param)], key, value)
+            child._parameters[name] = made[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise TraceError(
+                    f"the buffer {f'{path}.{name}' if path else name!r} was built on the meta device and has no value: "
+                    "build the model with real buffers (no torch.device('meta')); its parameters need no memory here"
+                )
+
+
+class _NoCollectives:
+    """The transport of a rank that is only being exported."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError(
+            "a collective ran outside of the model's forward while tracing with a checkpoint loader: all ranks are "
+            "traced in one process, so func cannot communicate"
+        )
+
+    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class Measured:
+    """Sizes of one rank, counted without memory for parameters."""
+
+    modules: list[nn.Module]
+    weight_bytes: int
+    state_bytes: int
+    largest_tensor_bytes: int
+    tensors: int
+
+
+def measure(request: TraceRequest) -> Measured:
+    """Build rank 0 without weights and count its bytes."""
+    with _as_rank(request, 0), _weightless(), UntouchedZeros():
+        built = _build(request, 0)
+    states: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    for entry in {id(b): b for b in built}.values():
+        module = entry.module
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            (states if name in entry.states else weights)[name] = tensor.numel() * tensor.element_size()
+    largest = max([*weights.values(), 0])
+    return Measured(
+        [b.module for b in built], sum(weights.values()), sum(states.values()), largest, len(weights) + len(states)
+    )

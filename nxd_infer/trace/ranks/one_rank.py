@@ -1,0 +1,382 @@
+"""Trace one rank: build its module for each bucket, export, lower, and name what the graphs share.
+
+The buckets of a rank share states (always) and weights (where name and value are equal). A state of one bucket is a
+state of every bucket that touches it, even one that only reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from nxd_infer.artifact.manifest import PACKED, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.errors import NxdError, TraceConfigError, TraceError
+from nxd_infer.graph import packing
+from nxd_infer.graph.export import Exported, Step
+from nxd_infer.graph.lower import encode, lower, rename_weights, weight_nodes
+from nxd_infer.graph.names import named_inputs, named_tensors, shared_memory, state_name
+from nxd_infer.graph.stored import Lowered
+from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
+from nxd_infer.trace.request import TracedBucket, TraceRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Built:
+    """The user's module for one bucket, and the states it names."""
+
+    module: nn.Module
+    aliases: dict[int, str]
+    states: list[str]
+    overlaps: dict[str, str]
+    """Tensors that share memory, as ``func`` returned them: what comes after stores each on its own."""
+
+
+@dataclass
+class RankGraphs:
+    """All buckets of one rank, lowered, with the tables they share."""
+
+    built: list[Built]
+    lowered: list[Lowered]
+    buckets: list[TracedBucket]
+    states: dict[str, TensorSpec] = field(default_factory=dict)
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    origin: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Weight -> the bucket whose module (or constants) holds it, and its name there."""
+
+
+def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = None) -> list[Built]:
+    """Call ``func`` for each bucket; once for buckets whose arguments are the same.
+
+    ``prepare(module)`` runs after the names of the states are known, since it may replace parameters.
+    """
+    built: list[Built] = []
+    told = wants_bucket_rank(request.func)
+    for bucket in request.buckets:
+        kwargs = dict(bucket.func_kwargs)
+        if told:
+            kwargs.setdefault("bucket_rank", bucket.index)
+        earlier = next(
+            (built[b.index] for b in request.buckets[: bucket.index] if not told and _same(b.func_kwargs, kwargs)), None
+        )
+        built.append(earlier or _call(request, kwargs, prepare))
+    return built
+
+
+def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    if first.keys() != second.keys():
+        return False
+    for key in first:
+        a, b = first[key], second[key]
+        if a is b:
+            continue
+        try:
+            if not bool(a == b):
+                return False
+        except Exception:  # objects that cannot be compared count as different
+            return False
+    return True
+
+
+def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.Module], None] | None) -> Built:
+    result = request.func(**kwargs)
+    module, aliases = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(module, nn.Module):
+        raise TraceConfigError(
+            f"func must return a torch.nn.Module and a dictionary of input-output aliases, it returned "
+            f"{type(result).__name__}{' holding ' + type(module).__name__ if module is not result else ''}"
+        )
+    if not isinstance(aliases, Mapping):
+        raise TraceConfigError(f"the aliases that func returned must be a dictionary, got {type(aliases).__name__}")
+    by_output: dict[int, str] = {}
+    for key, index in aliases.items():
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TraceConfigError(f"an alias maps a state tensor to the number of an output, got {index!r}")
+        if index in by_output:
+            raise TraceConfigError(f"output {index} becomes two states; give each state an output of its own")
+        by_output[index] = state_name(module, key)
+    declared = [*getattr(module, "nxd_states", ()), *request.states]
+    states = list(dict.fromkeys([*by_output.values(), *(state_name(module, key) for key in declared)]))
+    module.eval()
+    overlaps = shared_memory(module)
+    if prepare is not None:
+        prepare(module)
+    return Built(module, by_output, states, overlaps)
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Store every parameter and buffer contiguously: files hold nothing else, and a stride is part of a graph."""
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for tensor in table.values():
+                if tensor is not None and not tensor.is_contiguous() and not tensor.is_meta:
+                    tensor.data = tensor.data.contiguous()
+
+
+def require_values(module: nn.Module) -> None:
+    """Every parameter and buffer is a real CPU tensor. Raises TraceError naming one that is not.
+
+    ``load_state_dict`` on a module built on the meta device reports success and leaves it there, without values.
+    """
+    for name, tensor in named_tensors(module).items():
+        if tensor.is_meta:
+            raise TraceError(
+                f"{name!r} of {type(module).__name__} is on the meta device and has no values: load_state_dict does "
+                "not fill such tensors (unless with assign=True). Build the model on the CPU in func, or give a "
+                "checkpoint_loader_callable, which needs no memory for weights while tracing"
+            )
+        if tensor.device.type != "cpu":
+            raise TraceError(f"{name!r} of {type(module).__name__} is on {tensor.device}: return the model on the CPU")
+    make_contiguous(module)
+
+
+def trace_buckets(
+    request: TraceRequest, built: list[Built], library: Any, report: Callable[[int], None] | None = None
+) -> RankGraphs:
+    """Export and lower every bucket. Raises TraceError naming the bucket."""
+    steps = [_step(request, bucket, built) for bucket in request.buckets]
+    lowered: list[tuple[Lowered, Exported] | None] = [None] * len(steps)
+    pending = list(range(len(steps)))
+    while pending:
+        for index in pending:
+            lowered[index] = _lower(request, request.buckets[index], steps[index], library)
+            if report is not None:
+                report(index)
+        pending = _states_read_elsewhere(steps, [entry[0] for entry in lowered if entry is not None])
+    pairs = [entry for entry in lowered if entry is not None]
+    done = [entry for entry, _ in pairs]
+    graphs = RankGraphs(built, done, [])
+    _share(request, graphs)
+    _encode(request, graphs, [exported for _, exported in pairs], library if request.native else None)
+    for bucket, step, entry in zip(request.buckets, steps, done, strict=True):
+        graphs.buckets.append(_describe(bucket, step, entry))
+    return graphs
+
+
+def _step(request: TraceRequest, bucket: Bucket, built: list[Built]) -> Step:
+    mine = built[bucket.index]
+    inputs, keyword = named_inputs(mine.module, bucket.example, f"example_inputs of bucket {bucket.name!r}")
+    step = Step(mine.module, inputs, keyword, list(mine.states), dict(mine.aliases), overlaps=mine.overlaps)
+    if request.shared_states is not None:
+        _share_buffers(request, bucket, built, step)
+    return step
+
+
+def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], step: Step) -> None:
+    """States of the shared state buffer: their memory is the buffer's, the module sees a view of it."""
+    buffers = request.shared_states or []
+    shared = list(step.aliases.values()) or step.states
+    if len(buffers) != len(shared):
+        raise TraceConfigError(
+            f"shared_state_buffer holds {len(buffers)} tensors, but bucket {bucket.name!r} has {len(shared)} states "
+            f"({', '.join(shared)})"
+        )
+    step.shared = dict(zip(shared, buffers, strict=True))
+    own = named_tensors(step.module)
+    if request.state_preprocessor is None:
+        for name, buffer in step.shared.items():
+            if buffer.shape != own[name].shape or buffer.dtype != own[name].dtype:
+                raise TraceConfigError(
+                    f"the shared state buffer of {name!r} is {buffer.dtype}{list(buffer.shape)}, the state in bucket "
+                    f"{bucket.name!r} is {own[name].dtype}{list(own[name].shape)}: give a "
+                    "shared_state_buffer_preprocessor that cuts it"
+                )
+        return
+    shapes = [[list(named_tensors(b.module)[name].shape) for name in shared] for b in built]
+    function = scripted(request.state_preprocessor, "shared_state_buffer_preprocessor")
+    places = _views(function, shapes, step.shared, bucket, own)
+
+    def views(states: list[Tensor]) -> list[Tensor]:
+        cut = []
+        for name, tensor in zip(step.states, states, strict=True):
+            for dim, start, length in places.get(name, ()):
+                tensor = tensor.narrow(dim, start, length)
+            cut.append(tensor)
+        return cut
+
+    step.views = views
+
+
+def _views(
+    function: Any, shapes: list[list[list[int]]], shared: dict[str, Tensor], bucket: Bucket, own: dict[str, Tensor]
+) -> dict[str, list[tuple[int, int, int]]]:
+    """Run the preprocessor once and read off which slice of each buffer it returns: ``(dim, start, length)``."""
+    bases = [torch.empty(t.shape, dtype=t.dtype) for t in shared.values()]
+    found = function(shapes, bases, torch.tensor([bucket.index]))
+    if len(found) != len(bases):
+        raise TraceConfigError(
+            f"shared_state_buffer_preprocessor returned {len(found)} tensors for {len(bases)} states"
+        )
+    places: dict[str, list[tuple[int, int, int]]] = {}
+    for name, base, view in zip(shared, bases, found, strict=True):
+        same_memory = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        if not same_memory or view.dim() != base.dim() or view.stride() != base.stride():
+            raise TraceConfigError(
+                f"shared_state_buffer_preprocessor must return slices of the shared buffer; for {name!r} in bucket "
+                f"{bucket.name!r} it returned {'another tensor' if not same_memory else 'a rearranged view'}"
+            )
+        if view.shape != own[name].shape:
+            raise TraceConfigError(
+                f"shared_state_buffer_preprocessor returned shape {list(view.shape)} for {name!r} in bucket "
+                f"{bucket.name!r}, where the state has {list(own[name].shape)}"
+            )
+        offset, places[name] = view.storage_offset(), []
+        for dim in sorted(range(base.dim()), key=lambda d: -base.stride(d)):
+            start, offset = divmod(offset, base.stride(dim)) if base.stride(dim) else (0, offset)
+            places[name].append((dim, start, view.shape[dim]))
+    return places
+
+
+def _lower(request: TraceRequest, bucket: Bucket, step: Step, library: Any) -> tuple[Lowered, Exported]:
+    try:
+        return lower(step, library if request.native else None, request.configuration)
+    except NxdError as error:
+        error.args = (f"bucket {bucket.name!r}: {error.args[0] if error.args else error}", *error.args[1:])
+        raise
+
+
+def _states_read_elsewhere(steps: list[Step], lowered: list[Lowered]) -> list[int]:
+    """Declare the states of one bucket in every other that reads them; the buckets to lower again."""
+    union = list(dict.fromkeys(name for step in steps for name in step.states))
+    again = []
+    for index, (step, entry) in enumerate(zip(steps, lowered, strict=True)):
+        read = {weight.name for weight in entry.graph.weights}
+        missed = [name for name in union if name not in step.states and name in read]
+        if missed:
+            step.states += missed
+            again.append(index)
+    return again
+
+
+def _share(request: TraceRequest, graphs: RankGraphs) -> None:
+    """Fill the tables of states and weights; a weight of another value under a known name gets a name of its own."""
+    for bucket, entry in zip(request.buckets, graphs.lowered, strict=True):
+        for spec in entry.graph.states:
+            known = graphs.states.setdefault(spec.name, spec)
+            if (known.dtype, known.shape, known.stride) != (spec.dtype, spec.shape, spec.stride):
+                raise TraceConfigError(
+                    f"the state {spec.name!r} is {spec.dtype}{spec.shape} in bucket {bucket.name!r} and "
+                    f"{known.dtype}{known.shape} in an earlier one; buckets share their states: build it in one "
+                    "shape, or give a shared_state_buffer with a preprocessor"
+                )
+        renamed: dict[str, str] = {}
+        for spec in entry.graph.weights:
+            known_weight = graphs.weights.get(spec.name)
+            if known_weight is None or not _equal(graphs, bucket.index, spec, known_weight):
+                name = spec.name if known_weight is None else f"{spec.name}@{bucket.name}"
+                renamed[spec.name] = name
+                graphs.origin[name] = (bucket.index, spec.name)
+                graphs.weights[name] = spec.model_copy(update={"name": name})
+        different = [name for name, new in renamed.items() if name != new and not name.startswith("constant:")]
+        if different:
+            log.warning(
+                "bucket %s holds other values than an earlier one for %d weights (%s): each gets a copy of its own. "
+                "If that is not meant, seed the initialisation or load the weights in func",
+                bucket.name,
+                len(different),
+                ", ".join(different[:4]),
+            )
+        if any(name != new for name, new in renamed.items()):
+            rename_weights(entry, renamed, request.configuration)
+
+
+def _encode(request: TraceRequest, graphs: RankGraphs, exported: list[Exported], library: Any) -> None:
+    """Choose the encoding of every weight over all buckets, and read the encoded ones so."""
+    minimum = request.configuration.get("options", {}).get(packing.OPTION, 0)
+    form = packing.QUANTIZATIONS.get(request.configuration.get(packing.QUANTIZE, ""), PACKED)
+    if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
+        return
+    nodes = [weight_nodes(entry, own) for entry, own in zip(graphs.lowered, exported, strict=True)]
+    chosen = packing.choose(nodes, minimum, form)
+    for entry, own in zip(graphs.lowered, exported, strict=True):
+        encode(entry, own, chosen, library, request.configuration)
+    for name, found in chosen.items():
+        graphs.weights[name].encoding = found
+
+
+def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) -> bool:
+    if (spec.dtype, spec.shape, spec.stride) != (known.dtype, known.shape, known.stride):
+        return False
+    at, name = graphs.origin[known.name]
+    first, second = value_of(graphs, at, name), value_of(graphs, index, spec.name)
+    if first is second:
+        return True
+    if is_symbolic(first) or is_symbolic(second):
+        return True  # not real yet: both are cut from the one checkpoint under this name
+    return torch.equal(first, second)
+
+
+def is_symbolic(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
+    """The tensor a bucket's module (or its constants) holds under ``name``; fake where it was built fake."""
+    constants = graphs.lowered[index].constants
+    if name in constants:
+        return constants[name]
+    return named_tensors(graphs.built[index].module)[name].detach()
+
+
+def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
+    """The bucket's inputs and outputs with what the module declares about them."""
+    module = step.module
+    declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
+    declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
+    names = [spec.name for spec in lowered.graph.inputs]
+    for what, declared, known, keys in (
+        ("nxd_inputs", declared_inputs, names, ("role", "default", "pad", "minimum", "maximum")),
+        ("nxd_outputs", declared_outputs, [spec.name for spec in lowered.graph.outputs], ("role", "cut")),
+    ):
+        unknown = [name for name in declared if name not in known]
+        # A bucket given by name may leave inputs out that another one has.
+        if unknown and not (step.keyword and what == "nxd_inputs"):
+            raise TraceConfigError(
+                f"{what} of {type(module).__name__} names {unknown[0]!r}, but bucket {bucket.name!r} has {known}"
+            )
+        odd = [f"{name!r}: {key!r}" for name, entry in declared.items() for key in entry if key not in keys]
+        if odd:
+            raise TraceConfigError(
+                f"{what} of {type(module).__name__} says {odd[0]}, which means nothing; it may say {', '.join(keys)}"
+            )
+    try:
+        inputs = [
+            InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
+            for spec in lowered.graph.inputs
+        ]
+        outputs = [
+            OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
+            for spec in lowered.graph.outputs
+        ]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise TraceConfigError(
+            f"nxd_inputs or nxd_outputs of {type(module).__name__}: {where + ': ' if where else ''}{first['msg']}"
+        ) from error
+    for spec in inputs:  # what fills a tensor up reaches the graph, too
+        for value in [*spec.pad.values(), *([] if spec.default is None else [spec.default])]:
+            if not spec.allows(value):
+                raise TraceConfigError(
+                    f"nxd_inputs fills {spec.name!r} with {value:g}, which is outside its own range of "
+                    f"{spec.minimum} to {spec.maximum}"
+                )
+    for output in outputs:
+        for name, dim in output.cut.values():
+            source = next((spec for spec in inputs if spec.name == name), None)
+            if source is None or not 0 <= dim < len(source.shape):
+                raise TraceConfigError(
+                    f"nxd_outputs cuts {output.name!r} to dimension {dim} of {name!r}, which is not there"
+                )
+    return TracedBucket(
+        name=bucket.name, graph=lowered.graph, inputs=inputs, outputs=outputs, structure=lowered.structure
+    )

@@ -1,0 +1,189 @@
+"""A rank process of func mode: ``main(descriptor)``. Imports the caller's script, runs func, exports, writes, reports.
+
+Whatever goes wrong here, the import of the script included, is one message to the parent, which raises it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer import compat
+from nxd_infer.errors import CollectiveError, NotInitializedError
+from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+
+importing_script = False
+"""Whether this process is a rank that is importing its caller's script."""
+
+
+REQUEST_FILE = "request.pickle"
+"""In the trace's private directory: the request. Read once the rank can report what cannot be unpickled."""
+
+
+@dataclass
+class RankSettings:
+    """What a rank process is told besides the request."""
+
+    rank: int
+    degree: int
+    together: bool
+    """Whether all ranks run at once, joined by gloo."""
+    build: str
+    rendezvous: str
+    port: int
+    parent: int
+    preparation: dict[str, Any]
+    """What ``multiprocessing.spawn.prepare`` takes: the caller's script, arguments and directory."""
+    compat: bool
+    """Whether the caller's script imports this package as ``neuronx_distributed``."""
+    threads: int
+    timeout: float
+
+
+def main(descriptor: int) -> None:
+    """Be the rank that the settings on the connection describe. Does not return."""
+    global importing_script
+    from nxd_infer.comm.process import die_with_parent
+
+    connection = Connection(descriptor)
+    settings: RankSettings = connection.recv()
+    die_with_parent(settings.parent)
+    try:
+        if settings.compat:
+            compat.install(force=True)  # the caller has decided already whom to hide
+        importing_script = True
+        spawn.prepare(settings.preparation)
+        importing_script = False
+        _trace_here(connection, settings)
+        connection.send(["done"])
+        connection.close()
+    except BaseException as error:
+        text = str(error)
+        if not settings.together and _about_groups(error):
+            text += (
+                f" (a collective, or a process group, was used in func while max_parallel_compilations is below "
+                f"tp_degree={settings.degree}: the ranks run in turns and cannot communicate; leave "
+                "max_parallel_compilations out, or keep collectives out of func)"
+            )
+        remote = io.StringIO()
+        traceback.print_exc(file=remote)
+        with contextlib.suppress(OSError):
+            connection.send(["error", type(error).__name__, text, remote.getvalue()])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # exit handlers of torch.distributed can wait for peers that are gone
+
+
+def _about_groups(error: BaseException) -> bool:
+    return isinstance(error, (CollectiveError, NotInitializedError)) or "process group" in str(error).lower()
+
+
+def _trace_here(connection: Connection, settings: RankSettings) -> None:
+    import resource
+
+    import torch
+
+    from nxd_infer.artifact.manifest import WeightSpec
+    from nxd_infer.graph.operators import native_library
+    from nxd_infer.trace.ranks import files as rank_files
+    from nxd_infer.trace.ranks import one_rank
+
+    start = time.monotonic()
+    os.environ.update(
+        RANK=str(settings.rank),
+        LOCAL_RANK=str(settings.rank),
+        WORLD_SIZE=str(settings.degree),
+        LOCAL_WORLD_SIZE=str(settings.degree),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(settings.port),
+        NXD_SKIP_RENDEZVOUS="1",
+    )
+    torch.set_num_threads(settings.threads)
+    _connect(settings)
+    packed = (Path(settings.build) / REQUEST_FILE).read_bytes()
+    request: TraceRequest = pickle.loads(packed)  # nosec B301  # of our parent, in a directory that is its own (0700)
+    out = rank_directory(Path(settings.build), settings.rank)
+    connection.send(["place", "func"])
+    built = one_rank.build(request, one_rank.require_values)
+    graphs = one_rank.trace_buckets(
+        request,
+        built,
+        native_library() if request.native else None,
+        lambda index: connection.send(["bucket", request.buckets[index].name]),
+    )
+    rank_files.write_graphs(graphs, out)
+
+    def value(spec: WeightSpec) -> Tensor:
+        return one_rank.value_of(graphs, *graphs.origin[spec.name])
+
+    rank_files.write_weights(graphs, rank_files.initial_states(request, graphs), value, out / rank_files.WEIGHTS_FILE)
+    result = TracedRank(
+        rank=settings.rank,
+        buckets=graphs.buckets,
+        states=[graphs.states[name] for name in sorted(graphs.states)],
+        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
+        layout=rank_files.described_layout(graphs, rank_files.layouts(graphs), settings.degree)
+        if settings.rank == 0
+        else {},
+        seconds=time.monotonic() - start,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    (out / "result.json").write_text(result.model_dump_json(), encoding="utf-8")
+
+
+def _connect(settings: RankSettings) -> None:
+    """Make this process the rank it is: a default context, and a transport or one that refuses."""
+    import datetime
+
+    from nxd_infer.comm import register_collectives
+    from nxd_infer.context import make_context, set_default_context
+    from nxd_infer.parallel_state import TRACE_COLLECTIVES
+
+    context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
+    if settings.together:
+        import torch.distributed as dist
+        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from nxd_infer.comm.distributed import DistributedCollectives
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            store=FileStore(settings.rendezvous, settings.degree),
+            rank=settings.rank,
+            world_size=settings.degree,
+            timeout=datetime.timedelta(seconds=settings.timeout),
+        )
+        world = dist.group.WORLD
+        transport = DistributedCollectives(context, {"tp": world} if world is not None else {}, settings.timeout)
+        register_collectives(TRACE_COLLECTIVES, transport)
+    else:
+        register_collectives(TRACE_COLLECTIVES, RefusingCollectives())
+    set_default_context(context)
+
+
+class RefusingCollectives:
+    """The transport of ranks that run in turns: every call is an error that says why."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError("a collective was called while the ranks are traced in turns")
+
+    all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,264 @@
+"""func mode: one spawned process a rank runs the user's function on real weights, exports, and writes what it found.
+
+Without ``max_parallel_compilations`` all ranks run at once, joined by gloo, so that ``func`` may use collectives.
+With a smaller number they run in turns: func, export and writing together, so that no more than that many hold
+weights at a time; a collective inside ``func`` would wait for a rank that has not started, and is an error.
+
+Every wait is bounded; whatever ends the trace ends the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from nxd_infer import compat, errors
+from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
+from nxd_infer.trace.ranks import process_main
+from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.util.child_process import preparation, python_of_caller
+from nxd_infer.util.processors import processors
+
+Message = list[Any]
+GRACE = 1.0
+"""Seconds other ranks have to report after the first failure, so that the cause is shown and not its echo."""
+
+
+# --- the request as bytes -----------------------------------------------------------------------------
+
+
+def pack(request: TraceRequest) -> bytes:
+    """The request for another process. Raises TraceConfigError when a spawned process could not import ``func``."""
+    reason = _unimportable(request.func)
+    if reason is None:
+        try:
+            return pickle.dumps(request)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            reason = f"it, or an argument given with it, cannot be pickled ({error})"
+    if importlib.util.find_spec("cloudpickle") is not None:
+        import cloudpickle
+
+        try:
+            return cloudpickle.dumps(request)
+        except Exception as error:
+            raise TraceConfigError(f"func cannot be sent to the rank processes: {error}") from error
+    raise TraceConfigError(
+        f"func cannot be sent to the rank processes: {reason}. Each rank is a new process that imports func by name: "
+        "define it at the top level of a module (and guard the script with `if __name__ == '__main__':`), or install "
+        "cloudpickle"
+    )
+
+
+def _unimportable(func: Callable[..., Any]) -> str | None:
+    """Why a spawned process could not import ``func`` by its name, or None."""
+    name = getattr(func, "__qualname__", "")
+    if "<lambda>" in name:
+        return "it is a lambda"
+    if "<locals>" in name:
+        return f"{name} is defined inside another function"
+    if getattr(func, "__module__", None) == "__main__":
+        main = sys.modules["__main__"]
+        file = getattr(main, "__file__", None)
+        if getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file)):
+            return "it is defined in an interactive session or on standard input"
+    return None
+
+
+# --- the parent ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    connection: Any
+    """The parent's end of the rank's pipe."""
+    rank: int
+    place: str = "starting"
+
+
+def trace_ranks(
+    request: TraceRequest,
+    build: Path,
+    *,
+    max_parallel: int | None,
+    timeout: float,
+    progress: Callable[[str, int, int, str], None],
+) -> list[TracedRank]:
+    """Trace every rank in a process of its own; results in rank order.
+
+    Raises TraceError with the rank and its traceback (TraceConfigError where that is what the rank raised).
+    """
+    if process_main.importing_script:
+        raise TraceConfigError(
+            "the script calls parallel_model_trace at its top level, and every rank process imports the script: put "
+            "the call under `if __name__ == '__main__':`"
+        )
+    # A file, not a message: a pipe holds little, and writing to one waits for a rank that may never read.
+    (build / process_main.REQUEST_FILE).write_bytes(pack(request))
+    degree = request.tp_degree
+    together = max_parallel is None or max_parallel >= degree
+    at_once = degree if together else max_parallel or 1
+    deadline = time.monotonic() + timeout
+    port = _free_port()
+    prepared = preparation()
+    results: dict[int, TracedRank] = {}
+    running: list[_Rank] = []
+    total = degree * len(request.buckets)
+    done = 0
+    progress("trace ranks", 0, total, "")
+    try:
+        waiting = list(range(degree))
+        while len(results) < degree:
+            while waiting and len(running) < at_once:
+                settings = process_main.RankSettings(
+                    rank=waiting.pop(0),
+                    degree=degree,
+                    together=together,
+                    build=str(build),
+                    rendezvous=str(build / "rendezvous"),
+                    port=port,
+                    parent=os.getpid(),
+                    preparation=prepared,
+                    compat=compat.is_installed(),
+                    threads=max(1, processors() // at_once),
+                    timeout=timeout,
+                )
+                running.append(_start(settings))
+            for message, member in _messages(running, deadline):
+                if message[0] == "error":
+                    _raise_failure([(member.rank, message), *_other_failures(running, member)])
+                member.place = message[1] if len(message) > 1 else member.place
+                if message[0] == "bucket":
+                    done += 1
+                    progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
+                if message[0] == "done":
+                    results[member.rank] = TracedRank.model_validate_json(
+                        (rank_directory(build, member.rank) / "result.json").read_bytes()
+                    )
+                    _end(member, patience=10)
+                    running.remove(member)
+    finally:
+        for member in running:
+            _end(member)
+    progress("trace ranks", total, total, "")
+    return [results[rank] for rank in range(degree)]
+
+
+_RANK = """
+from nxd_infer.trace.ranks.process_main import main
+main(int(sys.argv[1]))
+"""
+
+
+def _start(settings: process_main.RankSettings) -> _Rank:
+    mine, theirs = Pipe()
+    try:
+        process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
+            python_of_caller(_RANK, str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
+        )
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    with contextlib.suppress(BrokenPipeError):
+        mine.send(settings)
+    return _Rank(process, mine, settings.rank)
+
+
+def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, _Rank]]:
+    """What the ranks have to say, waiting for at least one of them. Raises TraceError for a dead or late rank."""
+    left = deadline - time.monotonic()
+    by_object: dict[Any, _Rank] = {m.connection: m for m in running}
+    ready = wait(list(by_object), timeout=max(0.0, left))
+    if not ready:
+        late = ", ".join(f"rank {m.rank} ({m.place})" for m in running)
+        raise TraceError(f"tracing did not end within trace_timeout: still working: {late}; raise trace_timeout")
+    for connection in ready:
+        member = by_object[connection]
+        try:
+            yield member.connection.recv(), member
+        except (EOFError, OSError):
+            _wait(member.process, 10)
+            raise TraceError(_died(member), rank=member.rank) from None
+
+
+def _died(member: _Rank) -> str:
+    code = member.process.returncode
+    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+    if member.place == "starting":
+        return f"the process of rank {member.rank} ended with {how} before func ran; what it printed is above"
+    hint = "; it may have run out of memory: try max_parallel_compilations=1" if code == -signal.SIGKILL else ""
+    return f"the process of rank {member.rank} ended with {how} while tracing ({member.place}){hint}"
+
+
+def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Message]]:
+    """Failures of other ranks that follow closely: the first one heard may be the echo of another."""
+    found: list[tuple[int, Message]] = []
+    others: dict[Any, _Rank] = {m.connection: m for m in running if m is not first}
+    end = time.monotonic() + GRACE
+    while others and time.monotonic() < end:
+        for connection in wait(list(others), timeout=max(0.0, end - time.monotonic())):
+            member = others[connection]
+            try:
+                message = member.connection.recv()
+            except (EOFError, OSError):
+                others.pop(member.connection)
+                continue
+            if message[0] == "error":
+                found.append((member.rank, message))
+                others.pop(member.connection)
+    return found
+
+
+def _raise_failure(failures: list[tuple[int, Message]]) -> None:
+    """Raise for the failure that is a cause: one that is not about a collective, of the lowest rank."""
+    rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
+    cls = _class(kind)
+    if issubclass(cls, TraceConfigError):  # says itself what to change
+        raise TraceConfigError(f"rank {rank}: {text}", rank=rank, remote_traceback=remote)
+    message = f"rank {rank}: {kind}: {text}\n\n--- traceback of rank {rank} ---\n{remote}"
+    raise TraceError(message, rank=rank, remote_traceback=remote)
+
+
+def _class(name: str) -> type:
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) else Exception
+
+
+def _end(member: _Rank, patience: float = 0.0) -> None:
+    """End a rank, after ``patience`` seconds, and whatever it started: its process group is its own."""
+    _wait(member.process, patience)
+    if member.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(member.process.pid, signal.SIGKILL)
+        _wait(member.process, 10)
+    member.connection.close()
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
+def _free_port() -> int:
+    """A port nobody uses now, for ``MASTER_PORT`` of code in ``func`` that wants one; the ranks meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

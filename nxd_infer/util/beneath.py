@@ -1,0 +1,374 @@
+"""Files of a folder into which others write: each is opened once, beneath a root, and nothing else is ever read.
+
+Whoever checks a name and opens it afterwards may open something else: in between, a part of it can become a link that
+leads anywhere. So the kernel looks (``openat2``), or, where it cannot, every part of a name is opened by itself below
+the one before, and none may be a link. A link that was there before is followed by its target's name, beneath the root.
+
+A :class:`BeneathPath` has what readers use of a ``pathlib.Path``. As a name for ``open`` it is ``/proc/self/fd/N`` of
+the one file that it was when it was first asked for. Nothing of a file is mapped: whoever truncates it would end the
+process that looks at it (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import itertools
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.util.open_beneath import enough_descriptors, open_beneath, reopened
+
+MOST_TEXT = 8 << 20
+"""Bytes of what is parsed as a whole: an index, a configuration, a manifest, the header of a file of tensors."""
+MOST_VALUES = 1 << 19
+"""Values in it, about: the interpreter does nothing else while it makes them."""
+MOST_PARSED = 256 << 20
+"""Bytes of all that is parsed below one name. A file counts as a page at least, so it bounds how many there are."""
+_PAGE = 4096
+MOST_ENTRIES = 100_000
+"""Files and folders of one that is named, all of which are looked at."""
+MOST_OPEN = 16
+"""Files of one name that stay open."""
+_SPARSE = 1 << 20
+"""Bytes from which on a file must lie on the disk, at least an eighth of it (it may be compressed)."""
+_TICK = 50_000_000
+"""Nanoseconds within which a second change may leave a file's time as the first one set it."""
+
+
+class _Place:
+    """A root, what was named below it, and the files of that which are being read, the last ones of them open."""
+
+    def __init__(self, root: str, name: str):
+        self.root, self.where = root, os.path.normpath(os.path.join(root, name))
+        self._seen: dict[str, os.stat_result] = {}
+        """What every file was when it was first opened."""
+        self._open: dict[str, int] = {}
+        """Descriptors by name, the one that was asked for last at the end."""
+        self._left = MOST_PARSED
+        with enough_descriptors():
+            self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._top = open_beneath(self._root, name)
+        except BaseException:
+            os.close(self._root)
+            raise
+
+    def close(self) -> None:
+        for fd in (self._root, self._top, *self._open.values()):
+            os.close(fd)
+        self._open.clear()
+
+    def shown(self, name: str) -> str:
+        return os.path.join(self.where, name) if name else self.where
+
+    def open(self, name: str) -> int:
+        """As :func:`open_beneath`, below what was named; a link that leads to something below the root is followed."""
+        try:
+            return open_beneath(self._top, name)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        target = os.path.realpath(f"/proc/self/fd/{self._top}/{name}")
+        inside = os.path.relpath(target, self.root)
+        if ".." in PurePosixPath(inside).parts:
+            raise CheckpointError(f"{self.shown(name)} leads out of {self.root}: copy there what it leads to")
+        return open_beneath(self._root, inside)
+
+    def stat(self, name: str) -> os.stat_result:
+        fd = self.open(name)
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def is_own_folder(self, name: str) -> bool:
+        """Whether it is a folder, and no link to one, which might lead to where it is."""
+        try:
+            fd = open_beneath(self._top, name)
+        except OSError:
+            return False
+        try:
+            return stat.S_ISDIR(os.fstat(fd).st_mode)
+        finally:
+            os.close(fd)
+
+    def names(self, name: str) -> list[str]:
+        """What lies in a folder."""
+        listed = reopened(self.open(name), os.O_DIRECTORY)
+        try:
+            with os.scandir(listed) as entries:
+                found = [entry.name for entry in itertools.islice(entries, MOST_ENTRIES + 1)]
+        finally:
+            os.close(listed)
+        if len(found) > MOST_ENTRIES:
+            raise CheckpointError(f"{self.shown(name)} holds more than {MOST_ENTRIES} files; name a folder in it")
+        return sorted(found)
+
+    def held(self, name: str) -> int:
+        """A descriptor of the file, which stays open until MOST_OPEN others were asked for.
+
+        Raises CheckpointError for a pipe, a device, or holes, and where the name has another file than the first time.
+        """
+        fd = self._open.pop(name, -1)
+        if fd < 0:
+            fd = self._first(name) if name not in self._seen else self._again(name)
+            if len(self._open) == MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+        self._open[name] = fd
+        return fd
+
+    def _first(self, name: str) -> int:
+        fd = self._regular(name)
+        try:
+            self._seen[name] = _looked_at(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _again(self, name: str) -> int:
+        try:
+            fd = self._regular(name)
+        except OSError as error:
+            raise self._changed(name) from error
+        if _differs(self._seen[name], os.fstat(fd)):
+            os.close(fd)
+            raise self._changed(name)
+        return fd
+
+    def read(self, name: str, most: int) -> bytes:
+        """The contents of a small file. Raises CheckpointError when it is large, or changes meanwhile."""
+        fd = self._regular(name)
+        with open(fd, "rb") as file:
+            before = _looked_at(fd)
+            if before.st_size > most:
+                raise CheckpointError(
+                    f"{self.shown(name)} has {before.st_size} bytes; at most {most} are read of such a file"
+                )
+            self._spend(before.st_size)
+            data = file.read(before.st_size + 1)
+            if len(data) != before.st_size or _differs(before, os.fstat(fd)):
+                raise self._changed(name)
+        self._require_few_values(name, data)
+        return data
+
+    def read_part(self, name: str, start: int, size: int) -> bytes:
+        """A part of a large file that is parsed. Raises CheckpointError when there is less, or much in it."""
+        self._spend(size)
+        data = os.pread(self.held(name), size, start)
+        if len(data) != size:
+            raise CheckpointError(f"{self.shown(name)} ends before byte {start + size}: it is truncated")
+        self._require_few_values(name, data)
+        return data
+
+    def _spend(self, size: int) -> None:
+        self._left -= max(size, _PAGE)
+        if self._left < 0:
+            raise CheckpointError(
+                f"{self.where} has more than {MOST_PARSED} bytes of indexes, manifests and headers, with a page for "
+                "each file: name a folder of one checkpoint, or save into fewer files"
+            )
+
+    def _require_few_values(self, name: str, data: bytes) -> None:
+        values = sum(data.count(mark) for mark in (b"[", b"{", b":", b","))
+        if values > MOST_VALUES:
+            raise CheckpointError(f"{self.shown(name)} holds about {values} values; at most {MOST_VALUES} are read")
+
+    def _regular(self, name: str) -> int:
+        fd = self.open(name)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{self.shown(name)} is no regular file, and only such are read")
+        except BaseException:
+            os.close(fd)
+            raise
+        file = reopened(fd)
+        info = os.fstat(file)
+        if info.st_size >= _SPARSE and info.st_blocks * 512 < info.st_size // 8 and _has_hole(file, info.st_size):
+            os.close(file)
+            raise CheckpointError(
+                f"{self.shown(name)} says that it has {info.st_size} bytes, of which {info.st_blocks * 512} are on the "
+                "disk: it is not whole, or made to fill the memory; copy it again"
+            )
+        return file
+
+    def require_unchanged(self) -> None:
+        for name, before in self._seen.items():
+            if _differs(before, os.fstat(self.held(name))):
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.shown(name)} was changed while it was read: try again when nobody writes into it, and replace a "
+            "file by renaming a whole one"
+        )
+
+
+def _has_hole(file: int, size: int) -> bool:
+    """Whether a part of it was never written; False where the file system does not say."""
+    try:
+        return os.lseek(file, 0, os.SEEK_HOLE) < size
+    except OSError:
+        return False
+    finally:
+        os.lseek(file, 0, os.SEEK_SET)
+
+
+def _looked_at(fd: int) -> os.stat_result:
+    """What tells later whether the file was written to; waits a moment for one that was changed just now."""
+    info = os.fstat(fd)
+    if 0 <= time.time_ns() - max(info.st_mtime_ns, info.st_ctime_ns) < _TICK:
+        time.sleep(_TICK / 1e9)
+        info = os.fstat(fd)
+    return info
+
+
+def _differs(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether it is another file, or was written to.
+
+    The time of its last change, which nobody can set back, counts while the file has as many names as before: it moves,
+    too, when a newer checkpoint is renamed over this one, which may go on being read. So who writes, sets the time of
+    writing back, and takes the name away is not seen, nor is a store into a mapping whose page was dirty before
+    (``trace/verified.py``): all that it changes is numbers, which were that writer's to choose.
+    """
+
+    def known(info: os.stat_result) -> tuple[int, ...]:
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+    changed = before.st_nlink == after.st_nlink and before.st_ctime_ns != after.st_ctime_ns
+    return changed or known(before) != known(after)
+
+
+@dataclass(frozen=True)
+class BeneathPath(os.PathLike[str]):
+    """A name below a folder that is open; see :func:`opened_beneath`.
+
+    Reading raises CheckpointError for what lies outside, is no plain file, or changes while it is read.
+    """
+
+    _place: _Place = field(repr=False)
+    _name: str = ""
+
+    def __str__(self) -> str:
+        return self._place.shown(self._name)
+
+    def __fspath__(self) -> str:
+        """The file under a name that leads nowhere else, to be opened at once."""
+        try:
+            return f"/proc/self/fd/{self._place.held(self._name)}"
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self)) from None
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> BeneathPath:
+        return BeneathPath(self._place, str(PurePosixPath(self._name) / name))
+
+    def __lt__(self, other: BeneathPath) -> bool:
+        return self._name < other._name
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(str(self)).name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> BeneathPath:
+        parent = str(PurePosixPath(self._name).parent)
+        return BeneathPath(self._place, "" if parent == "." else parent)
+
+    def stat(self) -> os.stat_result:
+        return self._place.stat(self._name)
+
+    def _is(self, kind: int) -> bool:
+        try:
+            return stat.S_IFMT(self.stat().st_mode) == kind
+        except OSError:
+            return False
+
+    def is_file(self) -> bool:
+        return self._is(stat.S_IFREG)
+
+    def is_dir(self) -> bool:
+        return self._is(stat.S_IFDIR)
+
+    def iterdir(self) -> Iterator[BeneathPath]:
+        for name in self._place.names(self._name):
+            yield self / name
+
+    def names_below(self, folder: str = "") -> Iterator[str]:
+        """The names of all that lies in a folder of it, and in those below, which are no links; relative to it."""
+        waiting = [""]
+        while waiting:
+            within = waiting.pop()
+            try:
+                names = self._place.names(str(PurePosixPath(self._name, folder, within)))
+            except OSError:  # it went away meanwhile
+                continue
+            for name in names:
+                below = f"{within}/{name}" if within else name
+                yield below
+                if self._place.is_own_folder(str(PurePosixPath(self._name, folder, below))):
+                    waiting.append(below)
+
+    def glob(self, pattern: str) -> Iterator[BeneathPath]:
+        """Those of the folder whose names fit ``pattern``, which has no slash."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def read_bytes(self, most: int = MOST_TEXT) -> bytes:
+        return self._place.read(self._name, most)
+
+    def read_part(self, start: int, size: int) -> bytes:
+        """As :meth:`read_bytes`, of a part of a large file, of MOST_TEXT bytes at most."""
+        return self._place.read_part(self._name, start, size)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill ``buffer`` with what stands in the file from byte ``start`` on."""
+        file, done = self._place.held(self._name), 0
+        while done < len(buffer):
+            count = os.preadv(file, [buffer[done:]], start + done)
+            if count == 0:
+                raise CheckpointError(f"{self} ends before byte {start + len(buffer)}: it was truncated")
+            done += count
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError when a file that was read is not what it was when it was opened."""
+        self._place.require_unchanged()
+
+
+def require_unchanged(read: object) -> None:
+    """The same of whatever weights were read from, where that is such a path."""
+    if isinstance(read, BeneathPath):
+        read.require_unchanged()
+
+
+AnyPath = Path | BeneathPath
+
+
+def as_path(path: str | os.PathLike[str]) -> AnyPath:
+    """A path of either kind out of what a caller gave."""
+    return path if isinstance(path, BeneathPath) else Path(path)
+
+
+@contextlib.contextmanager
+def opened_beneath(root: Path, name: str) -> Iterator[BeneathPath]:
+    """The file or folder ``name`` below ``root``, opened once, for the time of the block; no part of it is a link.
+
+    Raises OSError when it is not there, or has become a link meanwhile.
+    """
+    place = _Place(os.path.realpath(root), name)
+    try:
+        yield BeneathPath(place)
+    finally:
+        place.close()

@@ -1,0 +1,44 @@
+"""What this machine is, in the words the manifest uses: architecture, CPU features, library versions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """The CPU feature names of ``/proc/cpuinfo`` (``avx2``, ...); empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def architecture() -> str:
+    """``x86_64``, ``aarch64``, ..."""
+    return platform.machine()
+
+
+def torch_version() -> str:
+    """The version of torch that is installed here, without importing it."""
+    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be in the middle of its import
+    return importlib.metadata.version("torch") if known is None else str(known)
+
+
+def torch_minor(version: str) -> str:
+    """``"2.13.0+cpu"`` -> ``"2.13"``: the part of torch's version that compiled graphs depend on."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def versions() -> dict[str, str]:
+    """What ``manifest.versions`` records about the tracing machine."""
+    return {"torch": torch_version(), "python": platform.python_version()}
