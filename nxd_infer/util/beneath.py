@@ -236,7 +236,7 @@ def _differs(before: os.stat_result, after: os.stat_result) -> bool:
     The time of its last change, which nobody can set back, counts while the file has as many names as before: it moves,
     too, when a newer checkpoint is renamed over this one, which may go on being read. So who writes, sets the time of
     writing back, and takes the name away is not seen, nor is a store into a mapping whose page was dirty before
-    (``trace/verified.py``): all that it changes is numbers, which were that writer's to choose.
+    (``artifact/verified.py``): all that it changes is numbers, which were that writer's to choose.
     """
 
     def known(info: os.stat_result) -> tuple[int, ...]:

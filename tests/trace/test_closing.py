@@ -45,7 +45,7 @@ def test_close_ends_a_call_that_is_stuck(path):
 
 PARENT = """
     import sys, json, threading, time, torch
-    from nxd_infer.artifact.reader import parallel_model_load
+    from nxd_infer.runtime.save_load import parallel_model_load
     model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600)
     def start():
         model.start()

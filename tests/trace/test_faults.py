@@ -184,7 +184,7 @@ def test_a_segmentation_fault_shows_its_stack(path):
 def test_ctrl_c_during_a_call_leaves_the_model_usable(path):
     code = """
         import os, signal, sys, threading, time, torch
-        from nxd_infer.artifact.reader import parallel_model_load
+        from nxd_infer.runtime.save_load import parallel_model_load
         model = parallel_model_load(sys.argv[1], call_timeout=60, start_timeout=600).start()
         x = torch.zeros(1, 1, 8)
         pid = model.health()[1].pid

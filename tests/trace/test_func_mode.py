@@ -318,7 +318,7 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
     process = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True)
     try:
         ranks: set[int] = set()
-        wait_until(lambda: ranks.update(p for p in descendants(process.pid) if "func_rank" in command_of(p)) or ranks)
+        wait_until(lambda: ranks.update(p for p in descendants(process.pid) if "process_main" in command_of(p)) or ranks)
         time.sleep(3)
     finally:
         process.kill()
