@@ -318,7 +318,11 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
     process = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True)
     try:
         ranks: set[int] = set()
-        wait_until(lambda: ranks.update(p for p in descendants(process.pid) if "process_main" in command_of(p)) or ranks)
+
+        def started() -> set[int]:
+            return {pid for pid in descendants(process.pid) if "process_main" in command_of(pid)}
+
+        wait_until(lambda: ranks.update(started()) or ranks)
         time.sleep(3)
     finally:
         process.kill()
