@@ -18,7 +18,6 @@ import datetime
 import json
 import os
 import pickle
-import subprocess  # nosec B404
 import tempfile
 import time
 import traceback
@@ -33,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_infer import comm
-from nxd_infer.comm.process import die_with_parent
 from nxd_infer.context import LOCAL, current_context, use_context
 from nxd_infer.errors import CollectiveTimeoutError, ParallelConfigError
 from nxd_infer.layout import merge_state_dicts, shard_state_dict, weight_layout
@@ -44,7 +42,9 @@ from nxd_infer.trainer import (
     neuronx_distributed_config,
     shutdown,
 )
-from nxd_infer.util.child_process import child_environment, preparation, python_of_caller
+from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.util.processes import die_with_parent
+from nxd_infer.util.python_command import child_environment, preparation, python_of_caller
 
 __all__ = ["Training", "assert_parallel_equivalent", "compare_with", "train_single"]
 
@@ -313,20 +313,19 @@ def _in_processes(
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="nxd-equivalence-") as folder:
         Path(folder, "job").write_bytes(pickle.dumps((preparation(), job, world, timeout, os.getpid())))
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[ChildProcess] = []
         try:
             for rank in range(world):
                 command = python_of_caller(_RANK, folder, str(rank))
-                ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment()))  # nosec B603
-            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-                if any(process.poll() for process in ranks):
+                ranks.append(ChildProcess(command, environment=child_environment()))
+            while running := [process for process in ranks if process.running]:
+                if not wait_for_an_end(running, deadline - time.monotonic()):
+                    break
+                if any(process.returncode for process in ranks):
                     deadline = min(deadline, time.monotonic() + 5)  # the others wait for a peer that is gone
-                time.sleep(0.05)
         finally:
-            late = [rank for rank, process in enumerate(ranks) if process.poll() is None]
-            for process in ranks:
-                process.kill()
-                process.wait()
+            late = [rank for rank, process in enumerate(ranks) if process.running]
+            end_all(ranks)
         answers = [Path(folder, f"{rank}.json") for rank in range(world)]
         answered = [json.loads(path.read_text()) if path.exists() else {} for path in answers]
         # Causes before consequences: what a rank raised itself, who ended, and only then who missed a peer.
@@ -335,7 +334,7 @@ def _in_processes(
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
         for rank, (process, answer) in enumerate(zip(ranks, answered, strict=True)):
             if process.returncode and rank not in late and "error" not in answer:
-                raise RuntimeError(f"rank {rank} of {world} ended with status {process.returncode}")
+                raise RuntimeError(f"rank {rank} of {world} {process.explain()}")
         for rank, answer in enumerate(answered):
             if "error" in answer:
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")

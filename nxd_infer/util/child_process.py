@@ -1,73 +1,140 @@
-"""How this package starts Python processes of its own: none imports from the directory it happens to run in.
-
-Somebody who traces a downloaded model stands in its directory, and a ``torch.py`` there must not be the child's torch.
-"""
+"""One child process: started in a session of its own, watched, ended with whatever it started, its end explained."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import site
-import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
-from typing import Any
+import signal
+import subprocess  # nosec B404
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import IO, Any
 
-_PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
-"""What a child imports from where this process has it, installed or not."""
-
-# What `-P` does, which Python has from 3.11 on. `sys` is built in: importing it looks into no directory.
-_SAFELY = "import sys; sys.path[:] = filter(None, sys.path)\n"
-
-
-def python_code(code: str, *arguments: str) -> list[str]:
-    """The command that runs ``code`` in a new interpreter, ``arguments`` behind ``sys.argv[0]``."""
-    return [sys.executable, "-c", _SAFELY + code, *arguments]
+END_SECONDS = 10.0
+"""How long a process that was killed may take to end: one in a system call ends when that does."""
+_LOOK_SECONDS = 0.05
+"""How often to look at processes that the kernel cannot tell about."""
 
 
-def python_of_caller(code: str, *arguments: str) -> list[str]:
-    """As :func:`python_code`, with the path of this process, not a safe one: for code that imports the caller's own.
+class ChildProcess:
+    """A process that runs ``command``.
 
-    `json` is imported before it, and so is Python's own.
+    Args:
+        command: see :mod:`nxd_infer.util.python_command`.
+        environment: of the child. Default: this process's own.
+        inherit: descriptors that the child keeps, under the same numbers.
+        stdin, stdout, stderr: as for ``subprocess.Popen``; the child reads nothing unless ``stdin`` is given.
+
+    Raises OSError when the system does not let it start.
     """
-    path = "import json; sys.path[:] = json.loads(sys.argv.pop(1))\n"
-    return python_code(path + code, json.dumps(sys.path), *arguments)
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        inherit: Iterable[int] = (),
+        stdin: int | IO[Any] = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ):
+        self._process = subprocess.Popen(  # nosec B603  # this interpreter, and code of ours
+            command,
+            env=environment,
+            pass_fds=tuple(inherit),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,  # Ctrl-C at a terminal reaches its parent alone, which ends it
+        )
+        self.pid = self._process.pid
+        self.stdin = self._process.stdin
+        self.stdout = self._process.stdout
+
+    @property
+    def returncode(self) -> int | None:
+        """Its status, minus the number of the signal that ended it, or None while it runs."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        try:  # without taking note of its end: its number stays its own, and its group's, until `end`
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else has
+            return self._process.poll()
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    @property
+    def running(self) -> bool:
+        return self.returncode is None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; False when it still runs after ``seconds``."""
+        return bool(wait_for_an_end([self], seconds))
+
+    def explain(self) -> str:
+        """How it ended: ``ended with status 1``, ``was ended by SIGKILL``."""
+        code = self.returncode
+        if code is None:
+            return "is still running"
+        return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        """SIGKILL for it and for what it has started."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM for the process alone, so that it can end what it has started."""
+        if self.running:
+            self._process.terminate()
+
+    def end(self, patience: float = 0.0) -> None:
+        """Wait ``patience`` seconds for its end, then kill it, and in any case what it has left behind."""
+        self.wait(patience)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        for stream in (self.stdin, self.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # what it did not read
+                    stream.close()
 
 
-def preparation() -> dict[str, Any]:
-    """What ``multiprocessing.spawn.prepare`` needs to import what is the caller's: this program's script, unless there
-    is no file of it, and where it runs."""
-    from multiprocessing import spawn
-
-    found = spawn.get_preparation_data("")
-    wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
-    kept = {key: found[key] for key in wanted if key in found}
-    if not os.path.exists(kept.get("init_main_from_path", "/")):  # `<stdin>`
-        del kept["init_main_from_path"]
-    return kept
-
-
-def python_module(name: str, *arguments: str) -> list[str]:
-    """The command that runs a module as a program: ``python -P -m name arguments``."""
-    return python_code(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
+def end_all(children: Sequence[ChildProcess], patience: float = 0.0) -> None:
+    """Ask all to end (SIGTERM) where there is ``patience``, and kill those that still run after so many seconds."""
+    if patience:
+        for child in children:
+            child.terminate()
+    deadline = time.monotonic() + patience
+    for child in children:
+        child.wait(deadline - time.monotonic())
+    for child in children:
+        child.kill()
+    for child in children:
+        child.end()
 
 
-def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without its ``PYTHONPATH`` and ``PYTHONHOME``, with the way to our packages, and with
-    ``changes``."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    if roots := _roots():
-        environment["PYTHONPATH"] = os.pathsep.join(roots)
-    return {**environment, "PYTHONSAFEPATH": "1", **changes}  # for what the child starts in its turn as well
-
-
-def _roots() -> list[str]:
-    """The directories that hold our packages and are not on the path of every interpreter: a checkout's, say."""
-    found = []
-    places = [entry for entry in sys.path if os.path.isabs(entry)]  # not "": a REPL has it, for wherever it stands now
-    for name in _PACKAGES:
-        spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name, places)
-        if spec is not None and spec.origin is not None:
-            found.append(str(Path(spec.origin).absolute().parent.parent))
-    known = {*site.getsitepackages(), site.getusersitepackages()}
-    return [root for root in dict.fromkeys(found) if root not in known]
+def wait_for_an_end(children: Sequence[ChildProcess], seconds: float) -> list[ChildProcess]:
+    """Wait until one of ``children`` has ended, and return those that have; none after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as held:
+        descriptors: list[int] = []
+        try:
+            for child in children:
+                descriptors.append(os.pidfd_open(child.pid))
+                held.callback(os.close, descriptors[-1])
+            step = seconds
+        except OSError:  # an old kernel, or a process whose end was taken note of
+            step = _LOOK_SECONDS
+        while True:
+            ended = [child for child in children if not child.running]
+            left = deadline - time.monotonic()
+            if ended or left <= 0:
+                return ended
+            if step == seconds:
+                wait(descriptors, timeout=left)
+            else:
+                time.sleep(min(step, left))

@@ -14,7 +14,7 @@ from bench.peers.driver import Peer, PeerError, Run
 from bench.peers.known import KNOWN, Known
 from bench.peers.ours import Ours
 from bench.processes import memory_of
-from nxd_infer.comm.process import process_state
+from nxd_infer.util.processes import process_state
 from tests.engine.real_artifacts import trace_llama
 from tests.processes import wait_until
 

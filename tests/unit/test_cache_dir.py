@@ -17,7 +17,7 @@ from nxd_infer import native
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.errors import UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
-from nxd_infer.util.child_process import child_environment
+from nxd_infer.util.python_command import child_environment
 
 pytestmark = pytest.mark.check
 

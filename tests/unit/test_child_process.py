@@ -1,81 +1,102 @@
-"""Processes that this package starts import nothing from the directory they are started in."""
+"""A child process: started, waited for, ended with what it started, explained."""
 
 from __future__ import annotations
 
-import re
+import os
 import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import nxd_infer as nxd
-from nxd_infer.backends.compile.pool import compile_graphs
-from nxd_infer.cli.demo.client import ServerError
-from nxd_infer.cli.demo.run import load_in_fresh_process
-from nxd_infer.errors import TraceError
-from nxd_infer.testing import assert_parallel_equivalent
-from nxd_infer.util.child_process import child_environment, python_code
-from tests.trainer.models import mlp, vectors
+from nxd_infer.util import child_process
+from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
+from nxd_infer.util.python_command import python_code
+from tests.processes import gone, wait_until
 
-ROOT = Path(__file__).parents[2]
+SLEEP = "import time; time.sleep(600)"
 
 
-@pytest.fixture
-def planted(tmp_path, monkeypatch):
-    """Stands in a directory whose modules leave a file behind when they are imported; yields the file's path."""
-    place, marker = tmp_path / "downloaded", tmp_path / "ran"
-    place.mkdir()
-    for name in ("torch", "json", "runpy", "site", "nxd_infer", "typing", "pydantic", "multiprocessing"):
-        (place / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})\n")
-    monkeypatch.chdir(place)
-    return marker
+def test_how_it_ended_is_said():
+    ends, killed = ChildProcess(python_code("sys.exit(3)")), ChildProcess(python_code(SLEEP))
+    assert killed.explain() == "is still running"
+    assert ends.wait(60) and ends.explain() == "ended with status 3"
+    killed.kill()
+    assert killed.wait(60) and killed.explain() == "was ended by SIGKILL" and killed.returncode == -9
+    killed.end()
+    killed.end()  # twice is once
+    assert killed.explain() == "was ended by SIGKILL"
 
 
-def double():
-    return torch.nn.Linear(2, 2), {}
+@pytest.mark.parametrize("last", ["time.sleep(600)", "sys.exit(1)"])
+def test_what_it_started_ends_with_it(tmp_path: Path, last: str):
+    """A compiler whose starter has died holds the machine's memory."""
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, pathlib, time\n"
+        "other = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(other.pid))\n"
+        f"{last}"
+    )
+    child = ChildProcess(python_code(code))
+    wait_until(lambda: file.exists() and file.read_text() and (child.running == ("sleep" in last)))
+    child.end()
+    assert not child.running and gone(int(file.read_text()), 60)
 
 
-def test_a_compile_process_imports_nothing_from_here(planted, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with pytest.raises(TraceError, match=r"graph\.json cannot be read"):
-        compile_graphs("inductor", [Path.cwd() / "graph"], {}, workdir=planted.parent / "work")
-    assert not planted.exists(), planted.read_text()
+def test_only_the_parent_gets_the_terminals_ctrl_c():
+    child = ChildProcess(python_code("import os; print(os.getsid(0), flush=True)"), stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert int(child.stdout.readline()) == child.pid != os.getsid(0)
+    child.end(patience=60)
+    assert child.returncode == 0 and child.stdout.closed
 
 
-def test_a_rank_that_runs_func_imports_nothing_from_here(planted):
-    with nxd.trace.parallel_model_trace(double, torch.ones(1, 2), tp_degree=1, backend="eager") as model:
-        assert model(torch.ones(1, 2)).shape == (1, 2)
-    assert not planted.exists(), planted.read_text()
+def test_it_inherits_what_it_is_given_and_reads_nothing():
+    reader, writer = os.pipe()
+    child = ChildProcess(
+        python_code(f"import os; os.write({writer}, sys.stdin.read().encode() + os.environ['MARK'].encode())"),
+        environment={**os.environ, "MARK": "here"},
+        inherit=[writer],
+    )
+    os.close(writer)
+    assert os.read(reader, 10) == b"here"
+    os.close(reader)
+    child.end(patience=60)
 
 
-def test_a_process_of_the_demo_imports_nothing_from_here(planted, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with pytest.raises(ServerError, match="ArtifactError"):
-        load_in_fresh_process(planted.parent / "artifact")
-    assert not planted.exists(), planted.read_text()
+def test_those_that_are_asked_may_put_things_in_order(tmp_path: Path):
+    """And one that does not listen is killed after the same time, not after its own."""
+    file = tmp_path / "order"
+    polite = (
+        "import signal, time, pathlib\n"
+        f"file = pathlib.Path({str(file)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (file.write_text('done'), sys.exit(0)))\n"
+        "file.write_text('ready')\n"
+        "time.sleep(600)"
+    )
+    deaf = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
+    children = [ChildProcess(python_code(polite)), ChildProcess(python_code(deaf), stdout=subprocess.PIPE)]
+    assert children[1].stdout is not None and children[1].stdout.readline()
+    wait_until(lambda: file.exists() and file.read_text() == "ready")
+    end_all(children, patience=3.0)
+    assert file.read_text() == "done"
+    assert [child.explain() for child in children] == ["ended with status 0", "was ended by SIGKILL"]
 
 
-def test_a_rank_that_is_compared_imports_nothing_from_here(planted):
-    assert_parallel_equivalent(mlp, vectors(), tp=2, steps=1)
-    assert not planted.exists(), planted.read_text()
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
+    if kernel == "old":
 
+        def none(pid: int) -> int:
+            raise OSError("no such system call")
 
-@pytest.mark.parametrize("entry", ["", "."])
-def test_a_child_of_an_interactive_session_imports_nothing_from_here(planted, monkeypatch, entry):
-    """The session looks into the directory that it stands in, which may be another one than when it began."""
-    (Path.cwd() / "nxd_server").mkdir()
-    (Path.cwd() / "nxd_server" / "__init__.py").touch()
-    monkeypatch.delitem(sys.modules, "nxd_server", raising=False)
-    monkeypatch.setattr(sys, "path", [entry, *sys.path])
-    subprocess.run(python_code("import torch, nxd_server"), env=child_environment(), check=True, timeout=600)
-    assert not planted.exists(), planted.read_text()
-
-
-def test_there_is_one_way_to_start_python():
-    """`child_process.py` knows how; the process for texts is isolated (`-I`), the doctor only prints the path."""
-    ways = r"\bsys\.executable\b|\bget_context\(|\bProcess\(|\bProcessPoolExecutor\b|\bmp\.spawn\b"
-    files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
-    found = {file.name for file in files if re.search(ways, file.read_text())}
-    assert found == {"child_process.py", "doctor.py", "process.py"}
+        monkeypatch.setattr(child_process.os, "pidfd_open", none)
+    long, short = ChildProcess(python_code(SLEEP)), ChildProcess(python_code("import time; time.sleep(0.3)"))
+    try:
+        assert wait_for_an_end([long, short], 60) == [short]
+        assert wait_for_an_end([long, short], 60) == [short]
+        begun = time.monotonic()
+        assert wait_for_an_end([long], 0.2) == [] and time.monotonic() - begun >= 0.2
+    finally:
+        end_all([long, short])

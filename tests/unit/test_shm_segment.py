@@ -8,7 +8,6 @@ import os
 import pytest
 
 from nxd_infer import native
-from nxd_infer.comm.process import process_start, process_state
 from nxd_infer.comm.shm import (
     ShmCollectives,
     create_segment,
@@ -19,6 +18,7 @@ from nxd_infer.comm.shm import (
 )
 from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
+from nxd_infer.util.processes import process_start, process_state
 
 
 @pytest.fixture

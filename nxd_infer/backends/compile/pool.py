@@ -19,20 +19,25 @@ from typing import Any
 
 from nxd_infer.backends.compile import footprint
 from nxd_infer.errors import TraceConfigError, TraceError
-from nxd_infer.util.child_process import child_environment, python_module
+from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.memory import available_memory
 from nxd_infer.util.processors import processors
+from nxd_infer.util.python_command import child_environment, python_module
 
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[str]
+    process: ChildProcess
     answers: int
     log: Path
     """What the compiler printed."""
     graph: Path | None = None
     started: float = 0.0
     rest: str = ""
+
+    def end(self) -> None:
+        self.process.end()
+        os.close(self.answers)
 
 
 def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
@@ -97,7 +102,7 @@ def compile_graphs(
                     active -= 1
         finally:
             for worker in pool:
-                _end(worker)
+                worker.end()
 
 
 @contextlib.contextmanager
@@ -143,15 +148,13 @@ def _start(backend: str, place: Path) -> _Worker:
     log = place / f"compile-{secrets.token_hex(4)}.log"
     try:
         with open(log, "wb") as errors:
-            process = subprocess.Popen(  # nosec B603  # this interpreter, code and numbers of ours
+            process = ChildProcess(
                 python_module("nxd_infer.backends.compile.worker", backend, str(theirs), str(os.getpid())),
+                environment=environment,
+                inherit=[theirs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=(theirs,),
-                env=environment,
-                start_new_session=True,
-                text=True,
             )
     finally:
         os.close(theirs)
@@ -162,7 +165,8 @@ def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
     worker.graph, worker.started = graph, time.monotonic()
     assert worker.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
-        worker.process.stdin.write(json.dumps({"graph": str(graph.absolute()), "options": dict(options)}) + "\n")
+        job = {"graph": str(graph.absolute()), "options": dict(options)}
+        worker.process.stdin.write(json.dumps(job).encode() + b"\n")
         worker.process.stdin.flush()
 
 
@@ -183,11 +187,11 @@ def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[st
             continue
         data = os.read(worker.answers, 1 << 20).decode()
         if not data:
-            code = worker.process.wait(10)
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            worker.process.wait(END_SECONDS)
+            hint = " (out of memory?)" if worker.process.returncode == -signal.SIGKILL else ""
             name = worker.graph.name if worker.graph else ""
-            raise TraceError(f"the process that compiled {name} ended with {how}{hint}\n{_tail(worker.log)}")
+            how = worker.process.explain() + hint
+            raise TraceError(f"the process that compiled {name} {how}\n{_tail(worker.log)}")
         worker.rest += data
         if worker.rest.endswith("\n"):
             found.append((worker, json.loads(worker.rest)))
@@ -200,14 +204,3 @@ def _tail(log: Path) -> str:
         return log.read_text(errors="replace")[-2000:]
     except OSError:
         return ""
-
-
-def _end(worker: _Worker) -> None:
-    with contextlib.suppress(BrokenPipeError, OSError):
-        if worker.process.stdin is not None:
-            worker.process.stdin.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, signal.SIGKILL)  # it and the compilers it runs
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(10)
-    os.close(worker.answers)

@@ -28,7 +28,7 @@ def restrict_instruction_set(simdlen: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    from nxd_infer.comm.process import die_with_parent
+    from nxd_infer.util.processes import die_with_parent
 
     die_with_parent(int(arguments[2]))
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)

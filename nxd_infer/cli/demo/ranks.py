@@ -1,17 +1,18 @@
-"""Start one process a rank, with the environment that torchrun gives them, and leave none behind."""
+"""Start one process per rank, with the environment that torchrun gives them, and leave none behind."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from nxd_infer.errors import RankFailedError, RankTimeoutError
-from nxd_infer.util.child_process import child_environment
+from nxd_infer.util.child_process import ChildProcess, end_all, wait_for_an_end
 from nxd_infer.util.processors import compute_threads
+from nxd_infer.util.python_command import child_environment
 
 STOP_TIMEOUT = 3.0
 """Seconds that a rank has to put the terminal in order before it is killed."""
@@ -25,18 +26,15 @@ def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float
     """
     deadline = time.monotonic() + timeout
     with _started(command, world_size, log) as ranks:
-        while any(rank.poll() is None for rank in ranks):
-            _raise_first_failure(ranks, log)
-            if time.monotonic() > deadline:
+        while running := [rank for rank in ranks if rank.running]:
+            if not wait_for_an_end(running, deadline - time.monotonic()):
                 raise RankTimeoutError(f"the ranks have not ended after {timeout:.0f} s; their log is {log}")
-            time.sleep(0.05)
+            _raise_first_failure(ranks, log)
         _raise_first_failure(ranks, log)
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
+def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[list[ChildProcess]]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it lives as long as the ranks
     threads = max(1, compute_threads() // world_size)
     common = {
@@ -49,41 +47,21 @@ def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[lis
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[ChildProcess] = []
     with log.open("wb") as output:
         try:
             for rank in range(world_size):
-                process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
-                    command,
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C at a terminal reaches this process alone, which ends them
-                )
-                ranks.append(process)
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                stdout = None if rank == 0 else output
+                ranks.append(ChildProcess(command, environment=environment, stdout=stdout, stderr=output))
             yield ranks
         finally:
-            for rank in ranks:
-                _signal(rank, signal.SIGTERM)
-            end = time.monotonic() + STOP_TIMEOUT
-            for rank in ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(max(0.0, end - time.monotonic()))
-                _signal(rank, signal.SIGKILL)
-                rank.wait()
+            end_all(ranks, patience=STOP_TIMEOUT)
             del store
 
 
-def _signal(rank: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    if rank.poll() is None:
-        rank.send_signal(number)
-
-
-def _raise_first_failure(ranks: list[subprocess.Popen[bytes]], log: Path) -> None:
+def _raise_first_failure(ranks: Sequence[ChildProcess], log: Path) -> None:
     for number, rank in enumerate(ranks):
-        if rank.poll():
+        if rank.returncode:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise RankFailedError(
-                f"rank {number} ended with status {rank.returncode}; the end of {log}:\n{tail}", number
-            )
+            raise RankFailedError(f"rank {number} {rank.explain()}; the end of {log}:\n{tail}", number)

@@ -26,9 +26,9 @@ from nxd_infer import comm
 from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import BEGIN, END, VOCAB_SIZE, split, write_tokenizer
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
-from nxd_infer.comm.process import die_with_parent
 from nxd_infer.context import current_context
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
+from nxd_infer.util.processes import die_with_parent
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

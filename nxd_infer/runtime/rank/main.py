@@ -62,7 +62,7 @@ class WorkerConfig:
 
 
 def main(arguments: list[str]) -> int:
-    from nxd_infer.comm.process import die_with_parent, name_process
+    from nxd_infer.util.processes import die_with_parent, name_process
 
     config = WorkerConfig.from_json(arguments[arguments.index("--config") + 1])
     die_with_parent(config.parent)

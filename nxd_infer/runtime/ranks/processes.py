@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from nxd_infer.artifact.reader import LoadedArtifact
-from nxd_infer.comm.process import process_state
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
 from nxd_infer.runtime.rank.main import WorkerConfig
 from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel
 from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
-from nxd_infer.util.child_process import child_environment, python_module
+from nxd_infer.util.processes import process_state
+from nxd_infer.util.python_command import child_environment, python_module
 
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10

@@ -55,7 +55,7 @@ class RankSettings:
 def main(descriptor: int) -> None:
     """Be the rank that the settings on the connection describe. Does not return."""
     global importing_script
-    from nxd_infer.comm.process import die_with_parent
+    from nxd_infer.util.processes import die_with_parent
 
     connection = Connection(descriptor)
     settings: RankSettings = connection.recv()

@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +28,9 @@ from nxd_infer import compat, errors
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.trace.ranks import process_main
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
-from nxd_infer.util.child_process import preparation, python_of_caller
+from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.processors import processors
+from nxd_infer.util.python_command import preparation, python_of_caller
 
 Message = list[Any]
 GRACE = 1.0
@@ -82,11 +82,15 @@ def _unimportable(func: Callable[..., Any]) -> str | None:
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     connection: Any
     """The parent's end of the rank's pipe."""
     rank: int
     place: str = "starting"
+
+    def end(self, patience: float = 0.0) -> None:
+        self.process.end(patience)
+        self.connection.close()
 
 
 def trace_ranks(
@@ -148,11 +152,11 @@ def trace_ranks(
                     results[member.rank] = TracedRank.model_validate_json(
                         (rank_directory(build, member.rank) / "result.json").read_bytes()
                     )
-                    _end(member, patience=10)
+                    member.end(patience=10)
                     running.remove(member)
     finally:
         for member in running:
-            _end(member)
+            member.end()
     progress("trace ranks", total, total, "")
     return [results[rank] for rank in range(degree)]
 
@@ -166,12 +170,7 @@ main(int(sys.argv[1]))
 def _start(settings: process_main.RankSettings) -> _Rank:
     mine, theirs = Pipe()
     try:
-        process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
-            python_of_caller(_RANK, str(theirs.fileno())),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
-        )
+        process = ChildProcess(python_of_caller(_RANK, str(theirs.fileno())), inherit=[theirs.fileno()])
     except BaseException:
         mine.close()
         raise
@@ -195,17 +194,17 @@ def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, 
         try:
             yield member.connection.recv(), member
         except (EOFError, OSError):
-            _wait(member.process, 10)
+            member.process.wait(END_SECONDS)
             raise TraceError(_died(member), rank=member.rank) from None
 
 
 def _died(member: _Rank) -> str:
-    code = member.process.returncode
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+    how = member.process.explain()
     if member.place == "starting":
-        return f"the process of rank {member.rank} ended with {how} before func ran; what it printed is above"
-    hint = "; it may have run out of memory: try max_parallel_compilations=1" if code == -signal.SIGKILL else ""
-    return f"the process of rank {member.rank} ended with {how} while tracing ({member.place}){hint}"
+        return f"the process of rank {member.rank} {how} before func ran; what it printed is above"
+    killed = member.process.returncode == -signal.SIGKILL
+    hint = "; it may have run out of memory: try max_parallel_compilations=1" if killed else ""
+    return f"the process of rank {member.rank} {how} while tracing ({member.place}){hint}"
 
 
 def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Message]]:
@@ -240,21 +239,6 @@ def _raise_failure(failures: list[tuple[int, Message]]) -> None:
 def _class(name: str) -> type:
     found = getattr(errors, name, None)
     return found if isinstance(found, type) else Exception
-
-
-def _end(member: _Rank, patience: float = 0.0) -> None:
-    """End a rank, after ``patience`` seconds, and whatever it started: its process group is its own."""
-    _wait(member.process, patience)
-    if member.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(member.process.pid, signal.SIGKILL)
-        _wait(member.process, 10)
-    member.connection.close()
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
 
 
 def _free_port() -> int:
