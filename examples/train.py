@@ -1,6 +1,6 @@
 """Train a model directory on a text: torchrun --nproc_per_node=2 examples/train.py ./llama ckpts --steps 20
 
-Run again, it goes on where its newest checkpoint is.
+Run it again to resume from its newest checkpoint.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from nxd_models import registry
 parser = argparse.ArgumentParser()
 parser.add_argument("model", help="a Hugging Face directory of a supported family")
 parser.add_argument("checkpoints", help="a folder that all ranks share, or s3://bucket/prefix")
-parser.add_argument("--steps", type=int, default=100, help="how many to train, after those of the checkpoint")
+parser.add_argument("--steps", type=int, default=100, help="how many steps to train, on top of the checkpoint's")
 parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
-parser.add_argument("--text", default=__file__, help="a file to train on; this program, if you name none")
+parser.add_argument("--text", default=__file__, help="the text file to train on; default: this program")
 parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer; the rest are data parallel")
 args = parser.parse_args()
 if "RANK" not in os.environ:
-    parser.error("one process a rank: start me with `torchrun --nproc_per_node=2 examples/train.py ...`")
+    parser.error("needs one process per rank: run `torchrun --nproc_per_node=2 examples/train.py ...`")
 
 nxd_config = nxd.neuronx_distributed_config(  # joins the other processes: over gloo, or NCCL on GPUs
     tensor_parallel_size=args.tp,
