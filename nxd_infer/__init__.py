@@ -13,8 +13,8 @@
     loss = model.run_train(**batch)
     optimizer.step()
 
-Submodules are imported when they are first touched: ``import nxd_infer`` itself loads nothing, not even torch, so that
-``nxd-infer --help`` answers at once.
+Submodules are imported on first use: ``import nxd_infer`` itself loads nothing, not even torch, so ``nxd-infer --help``
+answers at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TRAINER = (
     "neuronx_distributed_config",
     "save_checkpoint",
 )
-"""Functions of ``nxd_infer.trainer`` that are names of this package."""
+"""Functions of ``nxd_infer.trainer`` that this package re-exports."""
 
 __all__ = [
     "__version__",

@@ -1,4 +1,4 @@
-"""``python -m nxd_infer``: the command line, where the script ``nxd-infer`` is not on the PATH."""
+"""``python -m nxd_infer``: the command line, for when the script ``nxd-infer`` is not on the PATH."""
 
 from nxd_infer.cli.main import main
 

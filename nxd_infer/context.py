@@ -1,10 +1,10 @@
-"""Who am I, in which groups: the rank layout as a pure function, and the immutable ParallelContext over it.
+"""This rank and its groups: the rank layout as a pure function, and the immutable ParallelContext over it.
 
-Axes are ordered ``pp, dp, cp, tp``: tp is innermost, so a tensor-parallel group is a run of neighbouring ranks.
+Axes are ordered ``pp, dp, cp, tp``: tp is innermost, so a tensor-parallel group is a run of consecutive ranks.
 
-A *default* context belongs to the process (``set_default_context``); ``use_context`` overrides it for the code
-inside a ``with`` block. New threads see the default, never another thread's override. Without either, every
-degree is 1 and nothing is communicated: no process group, no environment variable.
+The process has a *default* context (``set_default_context``); ``use_context`` overrides it inside a ``with`` block.
+New threads see the default, never another thread's override. Without either, every degree is 1 and nothing is
+communicated: no process group, no environment variable.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as one rank sees it."""
+    """One parallel axis, seen from one rank."""
 
     name: str
     degree: int
     rank: int
-    """This rank's place in ``ranks``: 0 <= rank < degree."""
+    """This rank's index in ``ranks``: 0 <= rank < degree."""
     ranks: tuple[int, ...]
     """Global ranks of the group, in order."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The degree of each axis over ``world_size`` ranks; row-major ``[pp, dp, cp, tp]``."""
+    """The degree of each axis over ``world_size`` ranks, row-major ``[pp, dp, cp, tp]``."""
 
     world_size: int
     pp: int
@@ -45,7 +45,7 @@ class RankLayout:
         return getattr(self, axis)
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbouring ranks of one group on ``axis``."""
+        """Return the distance between consecutive ranks of a group on ``axis``."""
         inner = AXES[AXES.index(axis) + 1 :]
         stride = 1
         for name in inner:
@@ -53,24 +53,24 @@ class RankLayout:
         return stride
 
     def axis(self, axis: str, rank: int) -> Axis:
-        """The group on ``axis`` that the global ``rank`` belongs to."""
+        """Return the group on ``axis`` that contains the global ``rank``."""
         stride, degree = self.stride(axis), self.degree(axis)
         place = rank // stride % degree
         first = rank - place * stride
         return Axis(axis, degree, place, tuple(first + i * stride for i in range(degree)))
 
     def groups(self, axis: str, order: str = "ascending") -> list[list[int]]:
-        """Every group on ``axis``, sorted by first rank; each in the order of a ring, see :func:`ring_order`.
+        """Return every group on ``axis``, sorted by first rank, each in ring order (:func:`ring_order`).
 
-        Ranks themselves are always ascending. For a launcher, the i-th entry of a group in another order is the device
-        (of a row of as many) for the group's i-th rank.
+        Ranks themselves are always ascending. With another order, a launcher reads the i-th entry of a group as the
+        device for the group's i-th rank, on a row of that many devices.
         """
         groups = sorted({self.axis(axis, rank).ranks for rank in range(self.world_size)})
         places = ring_order(self.degree(axis), order)
         return [[ranks[place] for place in places] for ranks in groups]
 
     def replica_groups(self) -> list[list[int]]:
-        """Every group of ranks that hold the same weights: data parallel groups, joined over context parallelism."""
+        """Return every group of ranks with the same weights: data parallel groups, joined over context parallelism."""
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.world_size):
             found.setdefault((self.axis("pp", rank).rank, self.axis("tp", rank).rank), []).append(rank)
@@ -83,9 +83,9 @@ def rank_layout(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
 ) -> RankLayout:
-    """Lay ``world_size`` ranks out over the axes; data parallelism takes what the others leave.
+    """Lay ``world_size`` ranks out over the axes; data parallelism gets the remaining factor.
 
-    Raises ParallelConfigError when a degree is below 1 or their product does not divide the world.
+    Raises ParallelConfigError if a degree is below 1 or if their product does not divide the world.
     """
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     for name, value in (("tensor", tp), ("pipeline", pp), ("context", cp)):
@@ -107,11 +107,11 @@ RING_ORDERS = ("ascending", "ascending_descending")
 
 
 def ring_order(degree: int, order: str = "ascending") -> list[int]:
-    """In what order the members of a group of ``degree`` follow each other around a ring.
+    """Return the order of a group of ``degree`` members around a ring.
 
-    ``"ascending"``: 0, 1, 2, ...: one hop each, and one back over the whole length, for devices whose row is closed.
-    ``"ascending_descending"``: 0, 2, 4, ..., 5, 3, 1: up over the even places and down over the odd ones, so that no
-    hop, the closing one included, is longer than two devices of an open row.
+    ``"ascending"``: 0, 1, 2, ...: single hops, and one hop back over the whole length, for a closed row of devices.
+    ``"ascending_descending"``: 0, 2, 4, ..., 5, 3, 1: up the even positions and down the odd ones, so no hop, not even
+    the closing one, is longer than two devices, for an open row.
 
     Raises ParallelConfigError for another order.
     """
@@ -124,13 +124,13 @@ def ring_order(degree: int, order: str = "ascending") -> list[int]:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """An immutable description of one rank: its place on every axis, and the key of its collectives."""
+    """An immutable description of one rank: its position on every axis, and the key of its collectives."""
 
     world_size: int
     rank: int
     layout: RankLayout
     collectives: str = "local"
-    """Key into the registry of ``nxd_infer.comm``; a name, so that modules that hold a context can be copied."""
+    """Key into the registry of ``nxd_infer.comm``. A name, so that modules holding a context can be copied."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -165,24 +165,24 @@ def make_context(
     cp: int = 1,
     collectives: str = "local",
 ) -> ParallelContext:
-    """A context for ``rank`` of ``world_size``; a pure function that starts nothing."""
+    """Return a context for ``rank`` of ``world_size``; a pure function that starts nothing."""
     return ParallelContext(world_size, rank, rank_layout(world_size, tp, pp, cp), collectives)
 
 
 LOCAL = make_context()
-"""The context of a process that initialised nothing: every degree is 1."""
+"""The context of a process without initialisation: every degree is 1."""
 
 _default: ParallelContext | None = None
 _override: contextvars.ContextVar[ParallelContext | None] = contextvars.ContextVar("nxd_context", default=None)
 
 
 def current_context() -> ParallelContext:
-    """The override of this thread of execution, else the process default, else :data:`LOCAL`."""
+    """Return this thread's override, else the process default, else :data:`LOCAL`."""
     return _override.get() or _default or LOCAL
 
 
 def default_context() -> ParallelContext | None:
-    """The process default, or None when ``initialize_model_parallel`` has not run."""
+    """Return the process default, or None if ``initialize_model_parallel`` has not run."""
     return _default
 
 

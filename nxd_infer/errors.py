@@ -1,15 +1,15 @@
-"""Every exception a user can see. Each names the value, the limit and the fix.
+"""Every exception that users can see. Each message names the value, the limit and the fix.
 
-All of them derive from :class:`NxdError`, so one ``except`` catches them and the command line can print
-them without a traceback. Where Python has a matching built-in (``ValueError``, ``TimeoutError``, ...) the
-class derives from that as well, because ported code catches those.
+All derive from :class:`NxdError`, so one ``except`` catches them and the command line can print them without a
+traceback. If Python has a matching built-in (``ValueError``, ``TimeoutError``, ...), the class derives from that as
+well, because ported code catches those.
 """
 
 from __future__ import annotations
 
 
 class NxdError(Exception):
-    """Base of every error that is the user's to fix or to handle."""
+    """Base class of every error that the user can fix or handle."""
 
 
 # --- configuration and layers -------------------------------------------------------------------------
@@ -20,7 +20,7 @@ class ParallelConfigError(NxdError, ValueError):
 
 
 class NotInitializedError(NxdError, RuntimeError):
-    """A group was asked for before ``initialize_model_parallel``."""
+    """A group was requested before ``initialize_model_parallel``."""
 
 
 class ShardingError(NxdError, ValueError):
@@ -32,7 +32,7 @@ class CheckpointError(NxdError, RuntimeError):
 
 
 class OpenFilesError(CheckpointError):
-    """The process may open no further file now; nothing is wrong with the checkpoint."""
+    """The process cannot open any more files now; the checkpoint itself is fine."""
 
 
 class WeightMismatchError(CheckpointError):
@@ -49,11 +49,11 @@ class WeightMismatchError(CheckpointError):
         self.missing = missing
         self.unexpected = unexpected
         self.mismatched = mismatched
-        """``(name, shape found, shape wanted)``."""
+        """``(name, actual shape, expected shape)``."""
 
 
 class NonFiniteGradientError(NxdError, ArithmeticError):
-    """Gradients that are NaN or infinite; ``names`` lists their parameters. Nothing has been stepped."""
+    """Gradients are NaN or infinite; ``names`` lists their parameters. No parameter was updated."""
 
     def __init__(self, message: str, names: tuple[str, ...] = ()):
         super().__init__(message)
@@ -61,7 +61,7 @@ class NonFiniteGradientError(NxdError, ArithmeticError):
 
 
 class ModelConfigError(NxdError, ValueError):
-    """A model directory or configuration this package cannot run; names the field."""
+    """A model directory or configuration that this package cannot run; names the field."""
 
 
 # --- collectives and ranks ----------------------------------------------------------------------------
@@ -88,17 +88,17 @@ class RankError(NxdError, RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message without what the rank printed: for a client, where the whole of it goes to a log."""
+        """The message without the rank's output: for clients, while the full message goes to a log."""
         return str(self).partition("\n--- ")[0]
 
     @property
     def foreseen(self) -> bool:
-        """Whether the summary says all there is to say."""
+        """Whether the summary says it all, so that no stack trace is needed."""
         return False
 
 
 class RankStartError(RankError):
-    """The system does not give what ranks need to start: a process, descriptors, memory that they share."""
+    """The system lacks what ranks need to start: a process, descriptors, shared memory."""
 
 
 class RankDiedError(RankError):
@@ -106,7 +106,7 @@ class RankDiedError(RankError):
 
     @property
     def foreseen(self) -> bool:
-        """Whether a file that the rank had mapped was cut short: no stack says more of that."""
+        """Whether a file that the rank had mapped was truncated: a stack trace adds nothing to that."""
         return "was ended by SIGBUS" in self.summary
 
 
@@ -123,23 +123,23 @@ class RankFailedError(RankError):
 
     @property
     def foreseen(self) -> bool:
-        """Whether the rank raised an error of this package, whose message says all there is to say."""
+        """Whether the rank raised an error of this package, whose message says it all."""
         return any(line.startswith(f"{__name__}.") for line in self.remote_traceback.splitlines())
 
 
 class ModelClosedError(NxdError, RuntimeError):
-    """A call on a model whose ranks have been stopped."""
+    """A model was called after its ranks were stopped."""
 
 
 class StepsPendingError(NxdError, RuntimeError):
-    """As many steps were begun as can be, and their results not taken; or a result was asked for that is gone."""
+    """The maximum number of steps is in flight and their results were not taken; or a result no longer exists."""
 
 
 # --- tracing, artifacts, calls ------------------------------------------------------------------------
 
 
 class TraceError(NxdError, RuntimeError):
-    """Tracing or compiling failed. ``rank`` and ``remote_traceback`` say where, when a rank process did."""
+    """Tracing or compiling failed. If it failed in a rank process, ``rank`` and ``remote_traceback`` say where."""
 
     def __init__(self, message: str, rank: int | None = None, remote_traceback: str = ""):
         super().__init__(message)
@@ -152,23 +152,23 @@ class TraceConfigError(TraceError, ValueError):
 
 
 class BackendUnavailableError(NxdError, RuntimeError):
-    """A backend cannot run here; the message holds the reason its probe gave."""
+    """A backend cannot run here; the message gives the reason from its probe."""
 
 
 class UntrustedCacheError(NxdError, RuntimeError):
-    """Another user could change what is in the cache, which is code: the message names the directory and the fix."""
+    """Another user could change the cache, which holds code; the message names the directory and the fix."""
 
 
 class MissingPackageError(NxdError, ImportError):
-    """An optional package is absent; the message says which extra brings it, ``name`` is the package."""
+    """An optional package is not installed; the message names the extra to install, ``name`` is the package."""
 
 
 class InputMismatchError(NxdError, ValueError):
-    """An input's dtype, shape, count or value is not what the graph was traced for."""
+    """The dtype, shape, number or value of inputs differs from what the graph was traced for."""
 
 
 class InputRangeError(InputMismatchError):
-    """A value of the input ``input`` is outside the range that the model declares for it."""
+    """A value of the input ``input`` is outside the range that the model declares."""
 
     def __init__(self, message: str, input: str = ""):
         super().__init__(message)
@@ -176,7 +176,7 @@ class InputRangeError(InputMismatchError):
 
 
 class BucketError(InputMismatchError):
-    """No bucket fits; the message holds the bucket table, ``buckets`` the shapes."""
+    """No bucket fits; the message shows the bucket table, ``buckets`` has the shapes."""
 
     def __init__(self, message: str, buckets: list | None = None):
         super().__init__(message)
@@ -188,7 +188,7 @@ class ArtifactError(NxdError, RuntimeError):
 
 
 class ArtifactSpaceError(ArtifactError):
-    """The disk (or a quota) filled up while an artifact was written; nothing of it is left."""
+    """The disk (or a quota) filled up while an artifact was written; the partial artifact was removed."""
 
 
 class ArtifactCorruptError(ArtifactError):
@@ -196,16 +196,16 @@ class ArtifactCorruptError(ArtifactError):
 
 
 class ArtifactVersionError(ArtifactError):
-    """The artifact's format, torch version or CPU features are not those of this machine."""
+    """The artifact's format, torch version or CPU features do not match this machine."""
 
 
 class ArtifactBackendError(ArtifactError):
-    """The artifact belongs to a backend other than the one asked for, or one that is absent."""
+    """The artifact belongs to another backend than requested, or to one that is not available."""
 
 
 class WeightSchemaError(ArtifactError, ValueError):
-    """Weights that do not match the schema the graphs were traced with; lists what differs."""
+    """Weights do not match the schema that the graphs were traced with; lists the differences."""
 
 
 class AdapterError(NxdError, ValueError):
-    """A LoRA adapter that a model's slots cannot take; nothing has changed."""
+    """A LoRA adapter does not fit the model's slots; nothing has changed."""

@@ -1,9 +1,9 @@
-"""The native operators: built once with the C++ compiler, cached by content, registered once a process.
+"""The native operators: built once with the C++ compiler, cached by content, registered once per process.
 
-``torch.ops.nxd_<hash8>.*`` hold the CPU operators of ``csrc/``. The namespace is a hash of the sources and the build's
-flags, so that libraries of different contents (of two artifacts, say) live in one process, and copies of one library
-are the same library. They use torch's stable ABI and pick instruction sets at run time: the file does not depend on
-the machine it was built on. Building needs a compiler and torch's headers; loading a built file needs neither.
+``torch.ops.nxd_<hash8>.*`` are the CPU operators of ``csrc/``. The namespace contains a hash of the sources and build
+flags, so different libraries (for example of two artifacts) can live in one process, and copies of a library count as
+one. They use torch's stable ABI and choose the instruction set at run time, so the file does not depend on the machine
+it was built on. Building needs a compiler and torch's headers; loading a built file needs neither.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nxd_infer.util.processors import processors
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall")
 BUILD_TIMEOUT = 600.0
-"""Seconds to wait for the compiler, or for another process that is building the same library."""
+"""Seconds to wait for the compiler, or for another process building the same library."""
 
 _IDENTITY = re.compile(rb"NXD-NATIVE-LIBRARY:([0-9a-f]{16}):END")
 _lock = threading.RLock()
@@ -66,26 +66,26 @@ class NativeLibrary:
     namespace: str
     ops: tuple[str, ...]
     build_seconds: float | None = None
-    """What the build took, when this process did it."""
+    """Duration of the build, if this process did it."""
 
     def op(self, name: str) -> Any:
-        """The overload ``torch.ops.<namespace>.<name>.default``; KeyError names the operators there are."""
+        """Return the overload ``torch.ops.<namespace>.<name>.default``; KeyError lists the existing operators."""
         if name not in self.ops:
             raise KeyError(f"native library {self.hash} has no operator {name!r}; it has {list(self.ops)}")
         return getattr(getattr(torch.ops, self.namespace), name).default
 
     def cpu_level(self) -> str:
-        """The best instructions that its kernels use here: portable, avx2, avx512, avx512_bf16 or amx_bf16."""
+        """Return the instruction set that the kernels use here: portable, avx2, avx512, avx512_bf16 or amx_bf16."""
         level = ctypes.CDLL(str(self.path)).nxd_cpu_level
         level.restype = ctypes.c_char_p
         return level().decode()
 
     def engage_crew(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """From now on its operators share work among ``threads`` threads: the calling one and new ones that wait awake
-        for more (``csrc/crew.h``), where until then they used torch's. 1 goes back to those.
+        """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/crew.h``): the calling
+        thread and new ones that poll for work. 1 goes back to torch's threads.
 
-        ``cores`` names one for each thread; the new ones keep to theirs. For a process that does nothing but run
-        graphs, on cores of its own; not while operators run. Raises ValueError for another number of cores.
+        ``cores`` gives a core per thread; the new threads are pinned to theirs. Only for a process that does nothing but
+        run graphs, on cores of its own, and not while operators run. Raises ValueError for another number of cores.
         """
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads need a core each, got {list(cores)}")
@@ -93,14 +93,14 @@ class NativeLibrary:
             functions.nxd_engage_crew(ctypes.c_int64(threads), (ctypes.c_int32 * threads)(*cores) if cores else None)
 
     def crew_joins(self) -> int:
-        """How often a thread of the crew has come to share a piece of work."""
+        """Return how often a crew thread has joined a piece of work."""
         joins = ctypes.CDLL(str(self.path)).nxd_crew_joins
         joins.restype = ctypes.c_int64
         return joins()
 
 
 def availability() -> Availability:
-    """Whether :func:`load` can work, without building anything. A build that failed before stays failed."""
+    """Return whether :func:`load` can succeed, without building anything. A failed build is not tried again."""
     if _failure is not None:
         return Availability(False, _failure)
     if sys.platform != "linux":
@@ -119,12 +119,12 @@ def availability() -> Availability:
 
 
 def is_built() -> bool:
-    """Whether :func:`load` finds the library, so that nothing has to be compiled."""
+    """Return whether the library exists, so that :func:`load` need not compile anything."""
     return availability().ok and (source_hash() in _loaded or (_folder() / "libnxd.so").is_file())
 
 
 def builders() -> int:
-    """How many C++ compilers :func:`load` would run at a time; 0 where the library is there, or cannot be built."""
+    """Return how many C++ compilers :func:`load` would run in parallel; 0 if the library exists or cannot be built."""
     return 0 if is_built() or not availability().ok else min(len(_sources()), processors())
 
 
@@ -133,9 +133,9 @@ def _sources() -> list[Path]:
 
 
 def load() -> NativeLibrary:
-    """Build the library unless the cache has it, and register its operators unless this process has them.
+    """Build the library unless it is cached, and register its operators unless this process already has them.
 
-    Raises BackendUnavailableError with the reason (no compiler, or what the compiler said).
+    Raises BackendUnavailableError with the reason (no compiler, or the compiler's output).
     """
     global _failure
     with _lock:
@@ -151,7 +151,7 @@ def load() -> NativeLibrary:
             with _only_builder(_folder()):
                 if not target.is_file():
                     seconds = _build(digest, target)
-            with opened(target):  # a file that others have made, or could write to, is refused
+            with opened(target):  # rejects a file that another user created or can write to
                 pass
         except BackendUnavailableError as error:
             _failure = str(error)
@@ -162,8 +162,8 @@ def load() -> NativeLibrary:
 def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = None) -> NativeLibrary:
     """Register the operators of a built library, such as the copy inside an artifact.
 
-    A file whose content hash is registered already is not loaded again. Loading runs native code: the file must be one
-    to trust. Raises ArtifactCorruptError when it is no native library of this package, or cannot be loaded.
+    A file whose content hash is already registered is not loaded again. Loading runs native code: only load files you
+    trust. Raises ArtifactCorruptError if it is not a native library of this package, or cannot be loaded.
     """
     path = Path(path).absolute()
     with _lock:
@@ -190,7 +190,7 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
 
 
 def link_name(digest: str) -> str:
-    """What a compiled graph is linked with, as ``-l`` takes it."""
+    """Return the library name that compiled graphs are linked with, as for ``-l``."""
     return f"nxd_{digest}"
 
 
@@ -207,9 +207,9 @@ _C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
 
 
 def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
-    """C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in ``csrc/``),
-    for inductor's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some microseconds,
-    and a step of decoding makes a hundred. Behind the arguments of an operator without results inductor puts a null.
+    """Return C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in
+    ``csrc/``), for inductor's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes a few
+    microseconds, and a decode step makes a hundred. For an operator without results, inductor appends a null argument.
     """
     found: dict[Any, list[str]] = {}
     for library in libraries:
@@ -228,7 +228,7 @@ def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
 
 @contextlib.contextmanager
 def linkable(libraries: Iterable[NativeLibrary]) -> Iterator[None]:
-    """While this lasts, compilers that this process starts find the libraries under their :func:`link_name`."""
+    """Inside the block, let compilers that this process starts find the libraries by their :func:`link_name`."""
     before = os.environ.get("LIBRARY_PATH")
     with tempfile.TemporaryDirectory() as folder:
         for library in libraries:
@@ -244,7 +244,7 @@ def linkable(libraries: Iterable[NativeLibrary]) -> Iterator[None]:
 
 
 def read_hash(path: str | os.PathLike[str]) -> str:
-    """The content hash inside a library's file, without loading it. Raises ArtifactCorruptError."""
+    """Return the content hash stored in a library's file, without loading it. Raises ArtifactCorruptError."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _IDENTITY.search(content)
@@ -260,7 +260,7 @@ def read_hash(path: str | os.PathLike[str]) -> str:
 
 
 def _elf_size(content: mmap.mmap) -> int:
-    """Bytes an ELF file has at least: linkers put the section headers last. Loading a shorter one may crash."""
+    """Return the minimum size of an ELF file: linkers put the section headers last. Loading a shorter one may crash."""
     if len(content) < 64 or content[:5] != b"\x7fELF\x02":
         return 64
     (start,) = struct.unpack_from("<Q", content, 40)
@@ -269,7 +269,7 @@ def _elf_size(content: mmap.mmap) -> int:
 
 
 def source_hash() -> str:
-    """The content hash of what :func:`load` builds: sources, flags, torch's release, machine."""
+    """Return the content hash of what :func:`load` builds: sources, flags, torch's release, machine."""
     digest = hashlib.sha256()
     for part in (*FLAGS, ".".join(map(str, _torch_version())), platform.machine()):
         digest.update(part.encode() + b"\0")
@@ -307,7 +307,7 @@ def _no_compiler() -> str:
 
 @contextlib.contextmanager
 def _only_builder(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` against other processes; the kernel releases it when its holder ends."""
+    """Hold the lock of ``folder`` against other processes; the kernel releases it when the holder ends."""
     path = folder.with_name(folder.name + ".lock")
     deadline = time.monotonic() + BUILD_TIMEOUT
     with open(path, "a") as file:
@@ -326,7 +326,7 @@ def _only_builder(folder: Path) -> Iterator[None]:
 
 
 def _build(digest: str, target: Path) -> float:
-    """Compile and link into a temporary folder beside ``target``, then rename. Returns the seconds it took."""
+    """Compile and link in a temporary folder beside ``target``, then rename. Returns the duration in seconds."""
     compiler = _compiler()
     if compiler is None:
         raise BackendUnavailableError(f"no native operators: {_no_compiler()}")
@@ -334,7 +334,7 @@ def _build(digest: str, target: Path) -> float:
     root = _torch_root()
     definitions = (f"-DNXD_NAMESPACE=nxd_{digest[:8]}", f"-DNXD_HASH={digest}", f"-isystem{root / 'include'}")
     own = f".build-{digest}-"
-    for left in target.parent.parent.glob(f"{own}*"):  # of a builder that was killed: the lock is ours
+    for left in target.parent.parent.glob(f"{own}*"):  # leftovers of a killed builder: we hold the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=own, dir=target.parent.parent) as scratch:
         sources = _sources()
@@ -346,15 +346,15 @@ def _build(digest: str, target: Path) -> float:
         with ThreadPoolExecutor(max_workers=min(len(sources), processors())) as pool:
             list(pool.map(compile_one, sources, objects))
         built = Path(scratch) / "libnxd.so"
-        # Compiled graphs name the library they need by its content (``shims``): a file loaded before is found so.
+        # Compiled graphs name their library by its content (``shims``), so a copy loaded earlier is reused.
         name = f"-Wl,-soname,lib{link_name(digest)}.so"
         _run([compiler, "-shared", name, *map(str, objects), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(built)])
         seconds = time.monotonic() - begin
         record = {"hash": digest, "compiler": compiler, "flags": FLAGS, "torch": torch.__version__, "seconds": seconds}
         (Path(scratch) / "build.json").write_text(json.dumps(record, indent=2))
-        built.chmod(0o700)  # whatever the umask: a file that others may write to is refused
+        built.chmod(0o700)  # whatever the umask: a file that others can write to is rejected
         os.replace(Path(scratch) / "build.json", target.parent / "build.json")
-        os.replace(built, target)  # last: the file's presence means that the build is whole
+        os.replace(built, target)  # last: the file's existence means that the build is complete
     return seconds
 
 
@@ -374,9 +374,9 @@ _fakes: list[torch.library.Library] = []
 
 
 def _register_fakes(library: NativeLibrary) -> None:
-    """Shapes and dtypes without data, so that graphs that hold the operators can be made and compiled."""
+    """Register fake kernels (shapes and dtypes only), so that graphs with these operators can be exported and compiled."""
     fragment = torch.library.Library(library.namespace, "FRAGMENT")
-    _fakes.append(fragment)  # registrations end with the object
+    _fakes.append(fragment)  # registrations last only as long as the object
     for name, fake in {**_comm_ops.FAKES, **_ops.FAKES}.items():
         if name in library.ops:
             torch.library.register_fake(f"{library.namespace}::{name}", fake, lib=fragment)

@@ -1,8 +1,8 @@
-"""The seed's vocabulary of parallel groups, over the current :class:`~nxd_infer.context.ParallelContext`.
+"""Sizes, ranks and groups of the parallel axes, from the current :class:`~nxd_infer.context.ParallelContext`.
 
-Source: the API guide's chapter "Parallel Model State". Before ``initialize_model_parallel`` every size is 1 and every
-rank is 0, as for the layers; only a ``torch.distributed`` group needs a process group. Nothing is cached: the answers
-follow the current context, so that another degree after ``destroy_model_parallel`` is never a stale one.
+Names follow the API guide's chapter "Parallel Model State". Before ``initialize_model_parallel`` every size is 1 and
+every rank is 0, as for the layers; only a ``torch.distributed`` group needs a process group. Nothing is cached: the
+results follow the current context, so degrees are never stale after ``destroy_model_parallel``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _keys = (f"distributed-{n}" for n in itertools.count())
 
 TRACE_COLLECTIVES = "trace-ranks"
-"""Key of the transport in a rank that parallel_model_trace has started: it is initialised already."""
+"""Key of the transport in a rank started by parallel_model_trace, which is already initialised."""
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for its peers in a collective over torch.distributed."""
 
@@ -89,9 +89,9 @@ class ParallelGroups(NamedTuple):
 
 
 def _constant(function: _F) -> _F:
-    """Let Dynamo call a getter while tracing and bake its answer in: it cannot trace ``ContextVar.get``.
+    """Let Dynamo call a getter while tracing and treat the result as a constant: it cannot trace ``ContextVar.get``.
 
-    This is the mark that ``torch.compiler.assume_constant_result`` sets, without importing Dynamo for it.
+    Sets the same mark as ``torch.compiler.assume_constant_result``, without importing Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -109,28 +109,28 @@ def initialize_model_parallel(
     mesh_only: bool = False,
     shared_memory: bool = True,
 ) -> ParallelGroups | None:
-    """Lay the ranks of the world out over pipeline, data, context and tensor parallel groups, once a process.
+    """Lay the ranks of the world out over pipeline, data, context and tensor parallel groups, once per process.
 
-    The world is that of ``torch.distributed``. Where that is not initialised and a launcher such as torchrun has
-    started several processes, its process group is made here: over gloo on the CPU, over NCCL where each rank has a
-    GPU. Without a launcher it is this process alone. Every rank calls this with the same arguments; data parallelism
-    takes what the other degrees leave. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group
-    is a run of neighbouring ranks.
+    The world is that of ``torch.distributed``. If that is not initialised and a launcher such as torchrun has started
+    several processes, this creates the process group: gloo on the CPU, NCCL if each rank has a GPU. Without a launcher
+    the world is this process alone. Every rank calls this with the same arguments; data parallelism gets the remaining
+    factor. Ranks are ordered ``[pipeline, data, context, tensor]``: a tensor parallel group is a run of consecutive
+    ranks.
 
-    ``expert_model_parallel_size``: 1; experts are not split over ranks yet.
-    ``lnc_size``: 1; physical cores are not joined to logical ones yet.
-    ``skip_collective_init``: the reference's, whose groups are tried out once. Here none is, so it changes nothing.
-    ``timeout``: seconds a collective waits for its peers before it raises CollectiveTimeoutError, and that the process
-    group of a launcher's ranks is waited for before NotInitializedError.
+    ``expert_model_parallel_size``: must be 1; experts are not split over ranks yet.
+    ``lnc_size``: must be 1; physical cores are not combined into logical ones yet.
+    ``skip_collective_init``: no effect. The reference runs one collective per group; this package runs none.
+    ``timeout``: seconds that a collective waits for its peers before it raises CollectiveTimeoutError, and that the
+    ranks of a launcher wait for their process group before NotInitializedError.
     ``mesh_only``: return the groups as lists of ranks and initialise nothing.
-    ``shared_memory``: groups over gloo whose ranks are all on one host exchange through shared memory, in a fraction of
-    the time, where the native operators are built: ``nxd_infer.native.load()`` builds them, as a trace does.
+    ``shared_memory``: let gloo groups on one host communicate through shared memory, in a fraction of the time, if the
+    native operators are built (``nxd_infer.native.load()`` builds them, and so does a trace).
 
-    When the process ends, gloo's groups are destroyed, whoever made them.
+    When the process ends, gloo's groups are destroyed, whoever created them.
 
-    Raises ParallelConfigError for degrees that do not divide the world (none is ever clamped), and when called again
-    without ``destroy_model_parallel()``. In a rank of ``parallel_model_trace``, which has done this, asking for the
-    same degrees does nothing.
+    Raises ParallelConfigError for degrees that do not divide the world (they are never clamped), and for a second call
+    without ``destroy_model_parallel()``. A rank of ``parallel_model_trace`` is already initialised: requesting the same
+    degrees there does nothing.
     """
     for name, value in (("expert_model_parallel_size", expert_model_parallel_size), ("lnc_size", lnc_size)):
         if value != 1:
@@ -176,13 +176,13 @@ def initialize_model_parallel(
 
 
 def _native_library() -> NativeLibrary | None:
-    """The native operators where they are built: nobody who starts to train waits for a compiler."""
+    """Return the native operators if they are built: training must not wait for a compiler to start."""
     from nxd_infer import native
 
     try:
         return native.load() if native.is_built() else None
-    except NxdError as error:  # a damaged file, a cache that others can write to: whoever cannot do without raises it
-        log.warning("ranks exchange over sockets, without the native operators: %s", error)
+    except NxdError as error:  # a damaged file, or a cache that others can write to; training works without
+        log.warning("ranks communicate over sockets, without the native operators: %s", error)
         return None
 
 
@@ -195,7 +195,7 @@ def _transport_device() -> torch.device | None:
 
 
 def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's process group on every axis of a degree above 1. All ranks make all groups, in one order."""
+    """Create this rank's process group on every axis with a degree above 1. All ranks create all groups, in one order."""
     limit = datetime.timedelta(seconds=timeout)
     mine: dict[str, dist.ProcessGroup] = {}
     for axis in AXES:
@@ -210,14 +210,14 @@ def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dis
 
 @_constant
 def model_parallel_is_initialized() -> bool:
-    """Whether ``initialize_model_parallel`` has run in this process, or a context other than one rank is current."""
+    """Return whether ``initialize_model_parallel`` has run in this process, or the current context is not LOCAL."""
     return default_context() is not None or current_context() is not LOCAL
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups, so that another ``initialize_model_parallel`` may follow. Harmless when there is none.
+    """Forget the groups, so that ``initialize_model_parallel`` can be called again. Does nothing without groups.
 
-    ``torch.distributed`` itself stays initialised: it belongs to whoever initialised it.
+    ``torch.distributed`` itself stays initialised: ending it is up to whoever initialised it.
     """
     context = default_context()
     set_default_context(None)
@@ -255,7 +255,7 @@ def get_tensor_model_parallel_size() -> int:
 
 @_constant
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in its tensor parallel group."""
+    """This rank's index in its tensor parallel group."""
     return current_context().tp.rank
 
 
@@ -282,7 +282,7 @@ def get_data_parallel_size() -> int:
 
 @_constant
 def get_data_parallel_rank() -> int:
-    """This rank's place in its data parallel group."""
+    """This rank's index in its data parallel group."""
     return current_context().dp.rank
 
 
@@ -321,13 +321,13 @@ def get_pipeline_model_parallel_src_rank() -> int:
 
 @_constant
 def get_pipeline_model_parallel_next_rank() -> int:
-    """The global rank of the next stage; the last stage's next is the first."""
+    """The global rank of the next stage; the first stage follows the last."""
     return _neighbour(current_context().pp, 1)
 
 
 @_constant
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """The global rank of the stage before; the first stage's is the last."""
+    """The global rank of the previous stage; the last stage precedes the first."""
     return _neighbour(current_context().pp, -1)
 
 
@@ -346,13 +346,13 @@ def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
 
 @_constant
 def get_context_parallel_size() -> int:
-    """The number of ranks a sequence is spread over."""
+    """The number of ranks that share a sequence."""
     return current_context().cp.degree
 
 
 @_constant
 def get_context_parallel_rank() -> int:
-    """This rank's place in its context parallel group."""
+    """This rank's index in its context parallel group."""
     return current_context().cp.rank
 
 
@@ -378,9 +378,9 @@ get_context_model_parallel_group = get_context_parallel_group
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:
-    """Every group of ranks that hold the same weights and share one ZeRO-1 optimizer state, as global ranks.
+    """Return every group of ranks with the same weights and one ZeRO-1 optimizer state, as global ranks.
 
-    Those are the data parallel groups, joined over the context parallel ranks. For ``NeuronZero1Optimizer``.
+    These are the data parallel groups, joined over the context parallel ranks. For ``NeuronZero1Optimizer``.
     """
     return current_context().layout.replica_groups()
 

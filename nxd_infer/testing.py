@@ -1,4 +1,4 @@
-"""Is this model, trained in parallel, the model that one process of plain PyTorch trains?
+"""Check that training a model in parallel equals training it in one process of plain PyTorch.
 
 ::
 
@@ -7,9 +7,9 @@
     def test_my_model():
         assert_parallel_equivalent(build_my_model, {"input_ids": ids, "labels": ids}, tp=2, dp=2, zero1=True)
 
-``model_fn()`` is called in this process without any parallelism, and once in each of ``tp * dp`` processes over gloo.
-Both train the same steps; losses, gradient norms, the gradients of the first step (every copy of every element, on
-every rank) and the weights after the last are compared.
+``model_fn()`` is called in this process without parallelism, and once in each of ``tp * dp`` gloo processes. Both sides
+train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of every
+element, on every rank) and the weights after the last step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["Training", "assert_parallel_equivalent", "compare_with", "train_sing
 
 Batch = Mapping[str, Any] | Sequence[Any]
 SMALL = 1e-2
-"""Gradients below this part of the whole model's are compared with it, not with themselves: they may be rounding."""
+"""A gradient below this fraction of the model's total is compared relative to the total: it may be rounding noise."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Training:
     pad_model: bool = False
     steps: int = 3
     accumulate: int = 1
-    """Backward passes a step; each data-parallel rank's part of the batch is cut into as many."""
+    """Backward passes per step; each data-parallel rank's part of the batch is split into that many."""
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
     max_grad_norm: float | None = 1.0
@@ -74,7 +74,7 @@ class Training:
 
 @dataclass
 class Reference:
-    """What one process found. Gradients are those of the first step, before clipping; both by logical name."""
+    """Results of the single process. Gradients are from the first step, before clipping; both by logical name."""
 
     losses: list[float]
     norms: list[float]
@@ -83,7 +83,7 @@ class Reference:
 
     @property
     def tolerance(self) -> float:
-        """1e-5, and 1e-10 for a model in float64."""
+        """1e-5, or 1e-10 for a model in float64."""
         return 1e-10 if all(w.dtype == torch.float64 for w in self.weights.values()) else 1e-5
 
 
@@ -107,24 +107,24 @@ def assert_parallel_equivalent(
     seed: int = 0,
     timeout: float = 300,
 ) -> None:
-    """Raise AssertionError, naming what differs and by how much, unless parallel training equals plain PyTorch.
+    """Raise AssertionError, with the names and sizes of the differences, unless parallel training equals plain PyTorch.
 
     Args:
-        model_fn: builds the model, out of parallel layers; a module-level function, which new processes can import.
-            The model returns its loss: a mean over the batch, so that parts of equal size can be averaged.
-        batch: the whole batch, keyword or positional arguments of the model. Tensors are cut along their first
+        model_fn: builds the model from parallel layers; a module-level function that new processes can import. The
+            model returns its loss, a mean over the batch, so that parts of equal size can be averaged.
+        batch: the whole batch, keyword or positional arguments of the model. Tensors are split along their first
             dimension over data-parallel ranks and accumulated passes.
         tp, pp, dp: degrees; ``pp`` must be 1 for now.
         sequence_parallel, zero1, activation_checkpoint, pad_model: options of ``neuronx_distributed_config``.
-        steps: optimizer steps that are compared.
+        steps: number of optimizer steps to compare.
         optimizer_class, optimizer_options: the optimizer; default ``AdamW(lr=1e-3)``.
-        max_grad_norm: clip to it on both sides; None does not clip.
-        tolerance: of losses and norms (relative), and of each gradient (relative norm): default 1e-5, 1e-10 for models
-            in float64. Weights after the last step may differ ten times as much: Adam divides small gradients.
-        timeout: seconds after which the processes are killed and RuntimeError raised.
+        max_grad_norm: clip to this norm on both sides; None does not clip.
+        tolerance: for losses and norms (relative), and for each gradient (relative norm): default 1e-5, 1e-10 for
+            models in float64. Weights after the last step may differ ten times as much: Adam divides small gradients.
+        timeout: seconds after which the processes are killed and RuntimeError is raised.
 
-    Raises ParallelConfigError for degrees and batches that do not fit, RuntimeError with the rank's traceback when one
-    fails or ends with a status other than 0.
+    Raises ParallelConfigError for degrees and batches that do not fit, and RuntimeError with the rank's traceback if a
+    rank fails or ends with a status other than 0.
     """
     if pp != 1:
         raise ParallelConfigError(f"pp={pp}: pipelines are not supported yet; use 1")
@@ -180,14 +180,14 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient of every entry of the state dict, zeros for buffers and for what got none."""
+    """Return the gradient of every entry of the state dict, zeros for buffers and parameters without a gradient."""
     tensors = model.state_dict(keep_vars=True)
     grads = {name: getattr(tensor, "grad", None) for name, tensor in tensors.items()}
     return {name: torch.zeros_like(tensors[name]) if g is None else g.detach().clone() for name, g in grads.items()}
 
 
 def pieces(batch: Batch, count: int) -> list[Batch]:
-    """The batch cut into ``count`` equal parts. Raises ParallelConfigError when a tensor does not divide."""
+    """Split the batch into ``count`` equal parts. Raises ParallelConfigError if a tensor does not divide."""
 
     def part(name: object, value: Any, i: int) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
@@ -213,9 +213,9 @@ def compare_with(
     training: Training,
     tolerance: float | None = None,
 ) -> list[str]:
-    """Train on this rank of a process group that is up, and describe what differs from ``reference``, worst first.
+    """Train on this rank of an existing process group, and describe what differs from ``reference``, worst first.
 
-    Every rank must call it; model parallelism must not be initialised, or with the degrees of ``training``.
+    Every rank must call this. Model parallelism must be uninitialised, or have the degrees of ``training``.
     """
     limit = reference.tolerance if tolerance is None else tolerance
     config = neuronx_distributed_config(
@@ -241,7 +241,7 @@ def compare_with(
     found: list[tuple[float, str]] = []
 
     def differ(what: str, gap: float, size: float, allowed: float) -> None:
-        how_much = gap / size if size else gap  # of zeros there is no part
+        how_much = gap / size if size else gap  # no relative difference to zeros
         if not how_much <= allowed:
             found.append((how_much / allowed, f"{what} differs by {how_much:.3g}, allowed {allowed:.3g}"))
 
@@ -274,13 +274,13 @@ def compare_with(
 
 
 def _shards(model: NxDModel, logical: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank should hold of logical tensors; filling is zero."""
+    """Return this rank's shards of logical tensors, with zeros for padding."""
     tp = current_context().tp
     return shard_state_dict(model.local_module(), logical, tp.rank, tp.degree, strict=False)
 
 
 def _logical_norm(model: NxDModel, name: str, logical: Mapping[str, Tensor]) -> float:
-    """The norm of the logical tensors that the parameter ``name`` is made of."""
+    """Return the norm of the logical tensors that make up the parameter ``name``."""
     names = weight_layout(model.local_module())[name].logical_names
     return float(torch.stack([logical[n].double().norm() for n in names if n in logical]).norm())
 
@@ -296,7 +296,7 @@ def _in_processes(
     tolerance: float | None,
     timeout: float,
 ) -> list[str]:
-    """Run :func:`compare_with` on every rank; what they found, each line once with the rank that found it first."""
+    """Run :func:`compare_with` on every rank; return each difference once, with the first rank that found it."""
     try:
         job = pickle.dumps((model_fn, batch, training, reference, tolerance))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -322,13 +322,13 @@ def _in_processes(
                 if not wait_for_an_end(running, deadline - time.monotonic()):
                     break
                 if any(process.returncode for process in ranks):
-                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for a peer that is gone
+                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for a lost peer
         finally:
             late = [rank for rank, process in enumerate(ranks) if process.running]
             end_all(ranks)
         answers = [Path(folder, f"{rank}.json") for rank in range(world)]
         answered = [json.loads(path.read_text()) if path.exists() else {} for path in answers]
-        # Causes before consequences: what a rank raised itself, who ended, and only then who missed a peer.
+        # Causes before consequences: first a rank's own error, then a rank that ended, then a rank that lost a peer.
         for rank, answer in enumerate(answered):
             if "error" in answer and not answer["lost a peer"]:
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{answer['error']}")
@@ -349,11 +349,11 @@ def _in_processes(
 
 _RANK = "from nxd_infer.testing import _main; _main(sys.argv[1], int(sys.argv[2]))"
 _importing = False
-"""Whether this process is a rank that imports the caller's script."""
+"""Whether this process is a rank that is importing the caller's script."""
 
 
 def _main(folder: str, rank: int) -> None:
-    """Be the rank that the file in ``folder`` describes."""
+    """Run as rank ``rank`` of the job described in ``folder``."""
     global _importing
     wanted, job, world, timeout, parent = pickle.loads(Path(folder, "job").read_bytes())  # nosec B301  # of our parent
     die_with_parent(parent)
@@ -382,4 +382,4 @@ def _rank(job: bytes, folder: str, world: int, timeout: float, rank: int) -> Non
     Path(folder, f"{rank}.json.new").write_text(json.dumps(answer))
     os.replace(f"{folder}/{rank}.json.new", f"{folder}/{rank}.json")
     if "error" in answer:
-        os._exit(1)  # peers that wait in a collective would keep an ordinary exit waiting too
+        os._exit(1)  # a normal exit would hang while peers wait in a collective

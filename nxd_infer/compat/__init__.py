@@ -33,15 +33,15 @@ MOVED = {
     f"{ALIAS}.trainer.checkpoint": "nxd_infer.checkpoint.api",
     f"{ALIAS}.trainer.model": "nxd_infer.modules.nxd_model",
 }
-"""Modules that are elsewhere here; every other one has the reference's path."""
+"""Modules with another path than in the reference; all others have the same path."""
 
 
 class AliasError(NxdError, ImportError):
-    """The alias would hide a package that is installed."""
+    """The alias would hide an installed package."""
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``, say."""
+    """Finds an alias as ours, for example ``neuronx_distributed[.x]`` as ``nxd_infer[.x]``."""
 
     def __init__(self, alias: str):
         self.alias, self.target = alias, TARGETS[alias]
@@ -68,7 +68,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Imports the module under its own name and hands it out: one object under two names."""
+    """Imports the module under its own name and returns it: one object under two names."""
 
     def __init__(self, name: str):
         self.name = name
@@ -85,20 +85,20 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 def install(*, force: bool = False) -> None:
-    """Make ``neuronx_distributed`` and its submodules names of this package, in this process. Twice is once.
+    """Alias ``neuronx_distributed`` and its submodules to this package, in this process. Idempotent.
 
-    ``torch_neuronx`` becomes a name of :mod:`nxd_infer.compat.torch_neuronx` unless that package is installed: it is
-    never hidden, and its own BucketModelConfig is understood here. Rank processes of ``parallel_model_trace`` import
-    the script again, and have the names where their caller has them.
+    ``torch_neuronx`` becomes an alias of :mod:`nxd_infer.compat.torch_neuronx` unless that package is installed: an
+    installed one is never hidden, and its BucketModelConfig works here. Rank processes of ``parallel_model_trace``
+    import the script again, and get the aliases if their caller has them.
 
-    Raises AliasError when a package ``neuronx_distributed`` is installed or has been imported; ``force=True`` hides it.
+    Raises AliasError if a package ``neuronx_distributed`` is installed or imported; ``force=True`` hides it.
     """
     if is_installed():
         return
     there = _found()
     if there is not None and not force:
         raise AliasError(
-            f"a package {ALIAS} is here ({there}); uninstall it, or pass force=True to hide it in this process"
+            f"a package {ALIAS} is installed ({there}); uninstall it, or pass force=True to hide it in this process"
         )
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
@@ -107,12 +107,12 @@ def install(*, force: bool = False) -> None:
 
 
 def is_installed() -> bool:
-    """Whether the names are this package's in this process."""
+    """Return whether the aliases are installed in this process."""
     return any(isinstance(finder, _AliasFinder) for finder in sys.meta_path)
 
 
 def uninstall() -> None:
-    """Take the names away again; modules that are imported already stay as they are."""
+    """Remove the aliases; modules that are already imported stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
@@ -121,7 +121,7 @@ def uninstall() -> None:
 
 
 def _found() -> str | None:
-    """Where a real package of that name is, None when there is none."""
+    """Return where a real package of that name is, or None."""
     loaded = sys.modules.get(ALIAS)
     if loaded is not None:
         return getattr(loaded, "__file__", None) or "imported already"
@@ -130,7 +130,7 @@ def _found() -> str | None:
 
 
 def main() -> None:
-    """Run a script with the names installed."""
+    """Run a script with the aliases installed."""
     import runpy
 
     usage = "usage: python -m nxd_infer.compat script.py [arguments...]"
@@ -141,6 +141,6 @@ def main() -> None:
     install()
     sys.argv = sys.argv[1:]
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        # Python has put the current directory first, as for any `-m`; for a script it is the script's own.
+        # For `-m` Python puts the current directory first; a script expects its own directory.
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

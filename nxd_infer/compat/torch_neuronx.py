@@ -1,4 +1,4 @@
-"""``torch_neuronx`` where it is not installed: what the documents of neuronx_distributed import from it."""
+"""A stand-in for ``torch_neuronx`` if it is not installed: what neuronx_distributed's documents import from it."""
 
 from nxd_infer.trace import BucketModelConfig, bucket_model_trace
 
