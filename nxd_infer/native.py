@@ -84,8 +84,8 @@ class NativeLibrary:
         """Replace torch's threads in the operators by a crew of ``threads`` threads (``csrc/crew.h``): the calling
         thread and new ones that poll for work. 1 goes back to torch's threads.
 
-        ``cores`` gives a core per thread; the new threads are pinned to theirs. Only for a process that does nothing but
-        run graphs, on cores of its own, and not while operators run. Raises ValueError for another number of cores.
+        ``cores`` gives a core per thread; the new threads are pinned to theirs. Only for a process that only runs
+        graphs, on cores of its own, and not while operators run. Raises ValueError for another number of cores.
         """
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads need a core each, got {list(cores)}")
@@ -374,7 +374,7 @@ _fakes: list[torch.library.Library] = []
 
 
 def _register_fakes(library: NativeLibrary) -> None:
-    """Register fake kernels (shapes and dtypes only), so that graphs with these operators can be exported and compiled."""
+    """Register fake kernels (shapes and dtypes only), so that graphs with these operators can be compiled."""
     fragment = torch.library.Library(library.namespace, "FRAGMENT")
     _fakes.append(fragment)  # registrations last only as long as the object
     for name, fake in {**_comm_ops.FAKES, **_ops.FAKES}.items():

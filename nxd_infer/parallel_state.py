@@ -195,7 +195,7 @@ def _transport_device() -> torch.device | None:
 
 
 def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Create this rank's process group on every axis with a degree above 1. All ranks create all groups, in one order."""
+    """Create this rank's process group on every axis of a degree above 1. All ranks create all groups, in one order."""
     limit = datetime.timedelta(seconds=timeout)
     mine: dict[str, dist.ProcessGroup] = {}
     for axis in AXES:

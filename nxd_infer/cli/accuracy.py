@@ -1,6 +1,6 @@
-"""What weights in eight bits cost: the model with the weights that the ranks round to, against the model with its own.
+"""Measure the accuracy lost to int8 weights: the model with quantized weights against the model with its own.
 
-Both run eagerly and unsharded. That the artifact computes what the rounded model does is what ``verify`` compares.
+Both run eagerly and unsharded. ``verify`` checks that the artifact equals the model with quantized weights.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.ops.packed_int8 import quantize
 
 TOKENS = 512
-"""Of the text that logits are compared over, at most."""
+"""Maximum length of the text over which logits are compared."""
 Outputs = dict[str, Tensor]
 
 
 def quantized(manifest: Manifest) -> bool:
-    """Whether some weights of the artifact are read in eight bits."""
+    """Return whether the artifact has int8 weights."""
     return any(spec.encoding == PACKED_INT8 for spec in manifest.weights)
 
 
 class RoundedSource:
-    """Logical weights as the ranks of an artifact compute with them: each rank rounds the part that it holds."""
+    """Logical weights as the ranks of an artifact use them: each rank quantizes its own shard."""
 
     def __init__(self, manifest: Manifest, source: Any):
-        """``source``: the weights before rounding (a WeightSource), under the names of the manifest's layout."""
+        """``source``: the original weights (a WeightSource), under the names of the manifest's layout."""
         self._source = source
         self._parts: dict[str, list[tuple[TensorLayout, torch.dtype]]] = {}
         for spec in manifest.weights:
@@ -68,7 +68,7 @@ class RoundedSource:
 
 @torch.no_grad()
 def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int) -> None:
-    """Print how far the logits are from those of the model's own ``weights``, over a text or random tokens."""
+    """Print how far the logits are from those with the original ``weights``, over a text or random tokens."""
     from nxd_models import hf, registry
 
     meta = artifact.manifest.metadata
@@ -94,7 +94,7 @@ RANDOM = "random tokens"
 
 
 def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
-    """Ids [n], n at most ``count``, and what they are; random ones where there is no tokenizer that can be used."""
+    """Return ids [n], n at most ``count``, and their description; random ids without a usable tokenizer."""
     from nxd_infer.cli.demo.corpus import split
     from nxd_server.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) ->
 
 @torch.no_grad()
 def report_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> None:
-    """Print how far the artifact's outputs, of ``seen`` inputs, are from those of ``own``."""
+    """Print how far the artifact's outputs for the ``seen`` inputs are from those of ``own``."""
     pairs = [(ours[name].double(), out.double()) for inputs, ours in seen for name, out in own(**inputs).items()]
     largest = max(float((a - b).abs().max()) for a, b in pairs)
     mean = float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean())

@@ -1,7 +1,7 @@
-"""``nxd-infer ckpt``: training checkpoints without processes, one tensor at a time.
+"""``nxd-infer ckpt``: work on training checkpoints in one process, one tensor at a time.
 
-Each command takes a folder that ``save_checkpoint`` was given, one checkpoint in it, or a folder that the reference
-wrote. Files are compared with their checksums before they are used.
+Each command takes a folder of ``save_checkpoint``, one checkpoint in it, or a folder that the reference wrote. Files
+are verified by checksum before use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_archive(
     config: Path | None = None,
     rules: Path | None = None,
 ) -> AnyArchive:
-    """A checkpoint with the files of ``kinds`` verified. ``config`` or ``rules`` say what reference tensors are."""
+    """Open a checkpoint and verify the files of ``kinds``. ``config`` or ``rules`` give the reference's layouts."""
     theirs = _reference(path, tag)
     if theirs is None:
         archive = Archive(find_checkpoint(storage_of(path), tag))
@@ -60,7 +60,7 @@ def open_archive(
 
 
 def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchive | None:
-    """The reference's checkpoint there, where it is not ours."""
+    """Return the reference's checkpoint at ``path``, or None if it is ours."""
     storage = storage_of(path)
     ours = holds_checkpoint(storage, tag)
     if ours or not isinstance(storage, LocalStorage) or reference_files.find(storage.root, tag) is None:
@@ -69,7 +69,7 @@ def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchiv
 
 
 def _layouts(config: Path) -> dict[str, ParamLayout]:
-    """What the parameters of the model of a Hugging Face directory are made of, by each of their names."""
+    """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
     from nxd_models import registry
 
     with torch.device("meta"):
@@ -78,13 +78,13 @@ def _layouts(config: Path) -> dict[str, ParamLayout]:
 
 
 def inspect(path: Path, tag: str | None) -> None:
-    """Print the checkpoints of a folder; with a tag its logical tensors."""
+    """Print the checkpoints of a folder, or with a tag the logical tensors of one."""
     theirs = _reference(path, tag)
     if theirs is not None:
         _inspect_reference(theirs)
         return
     storage = storage_of(path)
-    found = find_checkpoint(storage, tag)  # raises, and says what to do
+    found = find_checkpoint(storage, tag)  # raises with the fix if there is none
     there = [found] if tag is not None or not found.folder else complete_checkpoints(storage)
     table("", ("tag", "number", "saved", "ranks", "degrees", "files", "size"), [_row(one) for one in there])
     if tag is None:
@@ -123,7 +123,7 @@ def _degrees(degrees: dict[str, int]) -> str:
 
 
 def _inspect_reference(archive: ReferenceArchive) -> None:
-    """The tensors as the first tensor-parallel rank holds them: these files say no more."""
+    """Print the tensors of the first tensor-parallel rank: these files contain no more information."""
     console.print(f"{archive.where}: written by neuronx_distributed, degrees {_degrees(archive.degrees)}", markup=False)
     if any(archive.parts("optimizer")):
         console.print("with the state of an optimizer")
@@ -132,7 +132,7 @@ def _inspect_reference(archive: ReferenceArchive) -> None:
         for ranks in archive.stages()
         for name, tensor in sorted(ranks[0].items())
     ]
-    table(f"model: {len(rows)} tensors a tensor-parallel rank", ("name", "shape of a rank", "type"), rows)
+    table(f"model: {len(rows)} tensors per tensor-parallel rank", ("name", "shape on a rank", "type"), rows)
 
 
 def consolidate(
@@ -143,18 +143,18 @@ def consolidate(
     config: Path | None = None,
     rules: Path | None = None,
 ) -> Path:
-    """Write the model of a checkpoint to ``out/model.safetensors``, whole or not at all; returns the new file."""
+    """Write the model of a checkpoint to ``out/model.safetensors``, completely or not at all; return its path."""
     source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
     factors, alone = adapter_of(source)
     if factors:
-        what = "an adapter alone" if alone else "the weights, and an adapter that is not merged"
+        what = "only an adapter" if alone else "the weights and an unmerged adapter"
         console.print(f"note: these are {what}: {factors[0]}, ...", markup=False)
     return _write(source, out, dtype)
 
 
 def _write(source: RunsSource, out: Path, dtype: str | None) -> Path:
     if (out / WEIGHTS).exists():
-        raise CheckpointError(f"{out / WEIGHTS} exists already; remove it or choose another directory")
+        raise CheckpointError(f"{out / WEIGHTS} already exists; remove it or choose another directory")
     wanted = getattr(torch, dtype) if dtype else None
 
     def stored(name: str) -> torch.dtype:
@@ -187,7 +187,7 @@ def reshard(
     config: Path | None = None,
     rules: Path | None = None,
 ) -> None:
-    """Write a checkpoint anew into the folder ``out``, as a job of other degrees would have saved it."""
+    """Write a checkpoint into the folder ``out`` as a job of other degrees would have saved it."""
     archive = open_archive(path, tag, ["model", "optimizer", "values"], config, rules)
     target = storage_of(out)
     taken = (Path(path).resolve(), Path(archive.where).resolve())
@@ -241,12 +241,12 @@ def diff(
     )
     states = [bool(one.keys() - {"weights"}) for one in kinds]
     if states[0] != states[1]:
-        console.print(f"only {'A' if states[0] else 'B'} holds the state of an optimizer: --weights-only leaves it out")
+        console.print(f"only {'A' if states[0] else 'B'} has optimizer state: pass --weights-only to ignore it")
     return int(bool(beyond))
 
 
 def _plain_weights(path: Path) -> WeightSource | None:
-    """Unsharded weights, where the path is of safetensors and not of a checkpoint."""
+    """Return unsharded weights if the path has safetensors and no checkpoint, else None."""
     storage = storage_of(path)
     if not storage.local or holds_checkpoint(storage) or _reference(path, None) is not None:
         return None
@@ -261,9 +261,9 @@ def _numbers(one: Difference) -> tuple[str, str]:
 def export_hf(
     path: Path, out: Path, config: Path, tag: str | None, dtype: str | None, rules: Path | None = None
 ) -> None:
-    """:func:`consolidate` of the whole model, beside the configuration and the tokenizer of ``config``."""
+    """:func:`consolidate` the whole model, and add the configuration and the tokenizer of ``config``."""
     if not (config / CONFIG).is_file():
-        raise ModelConfigError(f"{config} has no {CONFIG}: give the directory of the model that was trained")
+        raise ModelConfigError(f"{config} has no {CONFIG}: pass the directory of the model that was trained")
     if out.exists() and out.samefile(config):
         raise CheckpointError(f"{out} is the directory of the configuration itself; write to another one")
     archive = open_archive(path, tag, ["model"], config, rules)
@@ -277,7 +277,7 @@ def export_hf(
 
 
 def _require_model_of(config: Path, source: RunsSource) -> None:
-    """Raise WeightMismatchError when a weight of the model of ``config``, where that is a known one, is missing."""
+    """Raise WeightMismatchError if a weight of the model of ``config`` is missing; unknown models are not checked."""
     from nxd_models import registry
 
     try:
@@ -286,4 +286,4 @@ def _require_model_of(config: Path, source: RunsSource) -> None:
     except ModelConfigError as error:
         console.print(f"note: the weights were not compared with {config / CONFIG}: {error}", markup=False)
         return
-    check_weights(layouts, source, strict=False)  # heads of other tasks are what transformers passes over too
+    check_weights(layouts, source, strict=False)  # like transformers, ignore the heads of other tasks

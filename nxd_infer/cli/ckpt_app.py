@@ -15,35 +15,37 @@ class DType(str, enum.Enum):
 
 
 ckpt = typer.Typer(
-    help="Look at training checkpoints and take weights out of them, offline.",
+    help="Inspect training checkpoints and extract weights, offline.",
     epilog="Example:  nxd-infer ckpt inspect ./ckpts",
     no_args_is_help=True,
 )
 CheckpointDir = Annotated[
     Path,
     typer.Argument(
-        help="The folder that save_checkpoint() was given, one checkpoint in it, or what neuronx_distributed wrote.",
+        help="The folder of save_checkpoint(), one checkpoint in it, or a neuronx_distributed checkpoint.",
         show_default=False,
     ),
 ]
 ModelConfig = Annotated[
     Path | None,
     typer.Option(
-        "--config", help="Of a checkpoint that neuronx_distributed wrote: the model's directory, with its config.json."
+        "--config", help="For a checkpoint of neuronx_distributed: the model's directory, with its config.json."
     ),
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option(help='Of such a checkpoint: a JSON file with the dimension cut, as {"*.o_proj.weight": 1}.'),
+    typer.Option(
+        help='For a checkpoint of neuronx_distributed: a JSON file of split dimensions, such as {"*.o_proj.weight": 1}.'
+    ),
 ]
 Tag = Annotated[str | None, typer.Option(help="Which checkpoint. Default: the newest complete one.")]
 WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.safetensors.", show_default=False)]
-StoredType = Annotated[DType | None, typer.Option(help="Type of floating-point weights. Default: as they were saved.")]
+StoredType = Annotated[DType | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")]
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
 def inspect(path: CheckpointDir, tag: Tag = None) -> None:
-    """List the complete checkpoints of a folder, and with a tag the logical tensors of one."""
+    """List the complete checkpoints of a folder, or with a tag the logical tensors of one."""
     from nxd_infer.cli import ckpt as tools
 
     tools.inspect(path, tag)
@@ -58,7 +60,7 @@ def consolidate(
     config: ModelConfig = None,
     rules: Rules = None,
 ) -> None:
-    """Write the whole model of a checkpoint of any degrees as one safetensors file, one tensor in memory at a time."""
+    """Write a checkpoint's whole model, of any degrees, as one safetensors file, one tensor in memory at a time."""
     from nxd_infer.cli import ckpt as tools
 
     tools.consolidate(path, out, tag, dtype.value if dtype else None, config, rules)
@@ -86,12 +88,12 @@ def reshard(
     path: CheckpointDir,
     out: Annotated[Path, typer.Argument(help="The folder to write the checkpoint into.", show_default=False)],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree of the new checkpoint.")],
-    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data parallel degree. Default: as it is.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data parallel degree. Default: unchanged.")] = None,
     tag: Tag = None,
     config: ModelConfig = None,
     rules: Rules = None,
 ) -> None:
-    """Rewrite a checkpoint for other degrees, optimizer included; no processes, one tensor in memory at a time."""
+    """Rewrite a checkpoint for other degrees, optimizer included, in one process, one tensor in memory at a time."""
     from nxd_infer.cli import ckpt as tools
 
     tools.reshard(path, out, tp, dp, tag, config, rules)
@@ -104,7 +106,7 @@ def diff(
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Largest max|a-b| / max(|a|,|b|) of a tensor to accept.")
     ] = 0.0,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizers' moments out.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Ignore the optimizers' moments.")] = False,
     config: ModelConfig = None,
     rules: Rules = None,
     tag: Annotated[
@@ -112,7 +114,7 @@ def diff(
     ] = None,
     other_tag: Annotated[str | None, typer.Option("--other-tag", help="Which one of the second.")] = None,
 ) -> None:
-    """Compare names, shapes, types and values of two checkpoints of any degrees; exits 1 past the tolerance."""
+    """Compare names, shapes, dtypes and values of two checkpoints of any degrees; exits 1 above the tolerance."""
     from nxd_infer.cli import ckpt as tools
 
     raise typer.Exit(tools.diff(first, second, tolerance, weights_only, config, rules, (tag, other_tag)))

@@ -1,4 +1,4 @@
-"""``nxd-infer ckpt diff``: two checkpoints of whatever degrees compared tensor by tensor, weights and moments."""
+"""``nxd-infer ckpt diff``: compare two checkpoints of any degrees tensor by tensor, weights and moments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.layout import DictSource, WeightSource
 
 CHUNK = 1 << 22
-"""Elements that are compared at a time."""
+"""Number of elements compared at a time."""
 Kinds = dict[str, WeightSource]
-"""Logical tensors by what they are: ``"weights"``, ``"exp_avg"``, ``"master"``, ``"step"``, ..."""
+"""Logical tensors by kind: ``"weights"``, ``"exp_avg"``, ``"master"``, ``"step"``, ..."""
 
 
 def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
-    """Everything a checkpoint holds of a model and, unless ``weights_only``, of an optimizer."""
+    """Return all model tensors of a checkpoint and, unless ``weights_only``, all optimizer tensors."""
     found: Kinds = {}
     if any(archive.parts("model")):
         found["weights"] = RunsSource(archive.pieces("model"))
@@ -38,26 +38,26 @@ def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs. ``problem`` is of its name, shape or type; the numbers are of its values."""
+    """How one tensor differs: ``problem`` in its name, shape or dtype, the numbers in its values."""
 
     kind: str
     name: str
     problem: str = ""
     largest: float = 0.0
-    """max |a - b|; infinite where only one of them is not finite."""
+    """max |a - b|; infinite if only one of them is finite."""
     relative: float = 0.0
     """``largest`` over the largest absolute value of both."""
     fatal: bool = False
-    """It counts whatever the tolerance is."""
+    """Counts at any tolerance."""
 
 
 def count(first: Kinds, second: Kinds) -> int:
-    """How many tensors :func:`differences` compares."""
+    """Return how many tensors :func:`differences` compares."""
     return sum(len(set(first[kind].keys()) & set(second[kind].keys())) for kind in first.keys() & second.keys())
 
 
 def differences(first: Kinds, second: Kinds, advance: Callable[[], None] = lambda: None) -> Iterator[Difference]:
-    """All that differ, a pair of tensors in memory at a time. A type that differs counts for itself and in value."""
+    """Yield all differences, with one pair of tensors in memory at a time. Dtypes and values count separately."""
     for kind in [*first, *(kind for kind in second if kind not in first)]:
         a, b = _names(first, kind), _names(second, kind)
         for name in a.keys() | b.keys():
@@ -85,7 +85,7 @@ def _compare(kind: str, name: str, first: WeightSource, second: WeightSource) ->
 
 
 def difference_of(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """``(max |a - b|, the same over the largest |a| and |b|)`` in float64; equal infinities and two NaN are equal."""
+    """Return ``(max |a - b|, max |a - b| / max(|a|, |b|))`` in float64; equal infinities and two NaN are equal."""
     if not a.numel() or (a.dtype == b.dtype and a.equal(b)):
         return 0.0, 0.0
     largest, scale = 0.0, 0.0

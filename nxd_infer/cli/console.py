@@ -1,4 +1,4 @@
-"""What the commands print with: one console, durations as text, a progress bar, a table."""
+"""Console output of the commands: one console, durations as text, a progress bar, a table."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rich.table import Table
 
 console = Console(highlight=False)
 aside = Console(highlight=False, stderr=True)
-"""For what is no part of a command's answer: a redirected answer stays clean."""
+"""For output that is not part of a command's answer, so that a redirected answer stays clean."""
 
 
 def verbatim(text: str, *, bold: bool = False, end: str = "") -> None:
-    """Print what is not ours: the console would wrap its lines, expand its tabs and draw ":warning:" as a picture."""
+    """Print foreign text unchanged: the console would wrap lines, expand tabs and turn ":warning:" into an emoji."""
     if bold and console.is_terminal and not console.is_dumb_terminal:
         text = f"\x1b[1m{text}\x1b[0m"
     print(text, end=end, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: milliseconds below one second."""
+    """Format seconds as text, in milliseconds below one second."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _progress(on: Console, drawn: bool = True) -> Progress:
-    """A bar where the total is known, a spinner with elapsed time where it is not."""
+    """Return a bar if the total is known, otherwise a spinner with elapsed time."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -43,15 +43,15 @@ def _progress(on: Console, drawn: bool = True) -> Progress:
 
 @contextmanager
 def bar(on: Console = console, *, drawn: bool = True) -> Iterator[Progress]:
-    """A progress display: a bar where the total is known, a spinner with elapsed time where it is not. One that is not
-    ``drawn`` is for who prints lines instead."""
+    """Show progress: a bar if the total is known, otherwise a spinner with elapsed time. With ``drawn=False`` nothing
+    is drawn, for callers that print lines instead."""
     with _progress(on, drawn) as progress:
         yield progress
 
 
 @contextmanager
 def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Callable[[], None]]:
-    """A bar that shows itself when the work takes longer than ``after`` seconds; call what it gives at each step."""
+    """Show a bar if the work takes longer than ``after`` seconds. Call the yielded function after each step."""
     progress = _progress(console)
     task = progress.add_task(description, total=total, note="")
     timer = threading.Timer(after, progress.start)
@@ -68,7 +68,7 @@ def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Calla
 
 @contextmanager
 def spinner(description: str, on: Console = console) -> Iterator[None]:
-    """Show that something of unknown length goes on, to whoever looks: not in a file."""
+    """Show on a terminal that work of unknown length is in progress."""
     with bar(on, drawn=on.is_terminal) as progress:
         task = progress.add_task(description, total=None, note="")
         yield

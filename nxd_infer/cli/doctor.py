@@ -1,4 +1,4 @@
-"""``nxd-infer doctor``: what this machine has, what is missing, and what to do about it."""
+"""``nxd-infer doctor``: show what this machine has, what it lacks, and how to fix that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
     "uvicorn": "serving: pip install 'nxd-infer[server]'",
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
-    "tensorboard": "curves of a training job: pip install 'nxd-infer[train]'",
+    "tensorboard": "training curves: pip install 'nxd-infer[train]'",
     "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }
@@ -28,11 +28,11 @@ def cpu_features() -> str:
     with open("/proc/cpuinfo") as lines:
         flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-    return " ".join(flag for flag in wanted if flag in flags) or "none of the ones that matter"
+    return " ".join(flag for flag in wanted if flag in flags) or "none of the relevant ones"
 
 
 def cores() -> str:
-    """``"16 of 16 (a container's share of 4): ranks compute with 4 threads in all"``."""
+    """Return for example ``"16 of 16 (a container's share of 4): ranks compute with 4 threads in all"``."""
     share = processor_share()
     limit = f" (a container's share of {share:g})" if share < len(available_cores()) else ""
     threads = compute_threads()
@@ -48,7 +48,7 @@ def version_of(package: str) -> str | None:
 
 
 def run() -> int:
-    """Print the tables; 0 when the default backend can run here, 1 otherwise."""
+    """Print the tables; return 0 if the default backend can run here, else 1."""
     import nxd_infer
     from nxd_infer import backends, native
     from nxd_infer.util import cache_dir as cache
@@ -82,7 +82,7 @@ def run() -> int:
     packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
     table("Optional packages", ("package", "found"), packages)
     if usable["inductor"][0]:
-        console.print("ready: `nxd-infer demo` runs the main job on this machine")
+        console.print("ready: `nxd-infer demo` runs everything end to end on this machine")
         return 0
     console.print(f"the default backend cannot run: {usable['inductor'][1]}", style="bold red")
     return 1

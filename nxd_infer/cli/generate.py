@@ -20,16 +20,16 @@ def run(
     allow_kernel: bool,
     **sampling: Any,
 ) -> None:
-    """Print each prompt's continuation, or one JSON object a prompt; anything else goes to the error stream.
+    """Print each prompt's continuation, or one JSON object per prompt; everything else goes to stderr.
 
-    ``max_tokens`` None: the default, if it fits. Any other value that is None: the model's own default, else greedy.
+    ``max_tokens`` None: the default, if it fits. Other parameters that are None: the model's default, else greedy.
     """
     from nxd_server import LLM, RequestOutput
     from nxd_server.engine.engine import Engine
     from nxd_server.engine.params import SamplingParams
 
     typed = {name: value for name, value in sampling.items() if value is not None}
-    SamplingParams(max_tokens=max_tokens, **typed)  # a wrong value is told before anything is loaded
+    SamplingParams(max_tokens=max_tokens, **typed)  # report a wrong value before anything is loaded
 
     def answers(llm: LLM) -> list[RequestOutput]:
         rooms = [max_tokens or min(DEFAULT_MAX_TOKENS, llm.room(prompt)) for prompt in prompts]
@@ -52,7 +52,7 @@ def run(
         return
     with spinner("loading and answering", aside), LLM(artifact, **options) as llm:
         outputs = answers(llm)
-        assert isinstance(llm.engine, Engine)  # generate() has refused every other
+        assert isinstance(llm.engine, Engine)  # generate() has rejected any other
         stats = llm.engine.stats()
     for output in outputs:
         answer = output.outputs[0]

@@ -1,4 +1,4 @@
-"""``nxd-infer``: one function a command. User errors print without a traceback and exit 1; bad usage exits 2."""
+"""``nxd-infer``: one function per command. User errors print without a traceback and exit 1; bad usage exits 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxd_infer.errors import NxdError
 
 
 class Commands(typer.core.TyperGroup):
-    """Says that Ctrl-C was the end, and which value an option cannot have: typer does neither."""
+    """Reports Ctrl-C, and the rejected value of an option; typer does neither."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -30,7 +30,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def _with_its_value(error: typer.BadParameter) -> str:
-    """What is wrong, and with what: typer passes on what pydantic said where it asked it, and that lacks the value."""
+    """Return the message with the rejected value: pydantic's messages, which typer passes on, lack it."""
     message = error.message.removeprefix("Value error, ")
     found = getattr(error.__cause__, "errors", list)()
     given = repr(found[0]["input"]) if found else ""
@@ -77,12 +77,12 @@ ModelDir = Annotated[
     Path, typer.Argument(help="A Hugging Face model directory (config.json, *.safetensors).", show_default=False)
 ]
 NoKernel = Annotated[
-    bool, typer.Option("--no-kernel", help="Refuse an artifact that chooses its buckets with code of its own.")
+    bool, typer.Option("--no-kernel", help="Reject an artifact that chooses its buckets with its own code.")
 ]
 CompilerArgs = Annotated[str | None, typer.Option(help="Options of the backend, as key=value,key=value.")]
 CpuTarget = Annotated[
     str | None,
-    typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine has."),
+    typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine supports."),
 ]
 
 
@@ -98,7 +98,7 @@ def version_of(
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """``"1,4,16"`` -> ``[1, 4, 16]``, sorted, without repeats. Raises typer.BadParameter otherwise."""
+    """Parse ``"1,4,16"`` into ``[1, 4, 16]``, sorted, without duplicates. Raises typer.BadParameter."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -109,7 +109,7 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
-    """``"a=1,b=2"`` and a target as the backend's ``key=value`` words."""
+    """Return ``"a=1,b=2"`` and a target as the backend's ``key=value`` options."""
     words = (compiler_args or "").replace(",", " ").split()
     return words if cpu_target is None else [*words, f"cpu_target={cpu_target}"]
 
@@ -119,59 +119,63 @@ def trace(
     model_dir: ModelDir,
     out: Annotated[
         Path,
-        typer.Option("--out", help="Where to write the artifact; one that is there is replaced.", show_default=False),
+        typer.Option("--out", help="Where to write the artifact; replaces an existing one.", show_default=False),
     ],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process per rank.")] = 1,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16.")] = "1,4",
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, such as 1,4,16.")] = "1,4",
     prompt_buckets: Annotated[
-        str, typer.Option(help="Prompt (or text) lengths to compile, as 32,128,512.")
+        str, typer.Option(help="Prompt (or text) lengths to compile, such as 32,128,512.")
     ] = "32,128,512",
     max_len: Annotated[
         int | None,
         typer.Option(min=2, help="Longest prompt plus answer, in tokens. Default: 1024, or the model's own if less."),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Type of the weights and of the arithmetic.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Dtype of the weights and of the arithmetic.")] = DType.bfloat16,
     quantize: Annotated[
         Quantize | None,
-        typer.Option(help="int8 reads half the bytes a token; `nxd-infer verify` measures what it costs in accuracy."),
+        typer.Option(help="int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy."),
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+    backend: Annotated[
+        Backend, typer.Option(help="inductor compiles graphs; eager runs them uncompiled.")
+    ] = Backend.inductor,
     task: Annotated[
         Task | None,
         typer.Option(help="generate, embed or classify. Default: by the model's architecture."),
     ] = None,
     workdir: Annotated[
         Path | None,
-        typer.Option(help="Keep what the compiler writes here."),
+        typer.Option(help="Keep the compiler's files here."),
     ] = None,
     cpu_target: CpuTarget = None,
     compiler_args: CompilerArgs = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="Take the weights from this folder that save_checkpoint() wrote into, at any degree."),
+        typer.Option(help="Take the weights from this folder of save_checkpoint() checkpoints, at any degree."),
     ] = None,
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which checkpoint in the folder. Default: the newest complete one.")
+    ] = None,
     lora_slots: Annotated[
-        int, typer.Option(min=0, help="LoRA adapters to hold at once; they are loaded while the model is served.")
+        int, typer.Option(min=0, help="Number of LoRA adapters that fit at once; the server loads them at run time.")
     ] = 0,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Largest rank of an adapter. Default: 16.")] = None,
     lora_targets: Annotated[
         str | None,
-        typer.Option(help="Layers that adapters may change, as q_proj,v_proj. Default: all linear layers."),
+        typer.Option(help="Layers that adapters may change, such as q_proj,v_proj. Default: all linear layers."),
     ] = None,
     speculate: Annotated[
         int,
-        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess: one more graph a batch."),
+        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess: one more graph per batch size."),
     ] = 0,
     plan_only: Annotated[
         bool,
         typer.Option(
             "--plan-only",
-            help="Print the plan and stop. Its memory is what the machine must have: without pages of files.",
+            help="Print the plan and stop. Its memory is what the machine must have, without page cache.",
         ),
     ] = False,
 ) -> None:
-    """Shard a model, compile one graph a bucket, and write an artifact that needs neither model code nor compiler."""
+    """Shard a model, compile one graph per bucket, and write an artifact that needs neither model code nor compiler."""
     from nxd_infer.cli.trace import run
 
     if tag is not None and checkpoint is None:
@@ -208,11 +212,12 @@ def recompile(
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
     cpu_target: CpuTarget = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="inductor compiles; eager runs the same graphs. Default: the artifact's own.")
+        Backend | None,
+        typer.Option(help="inductor compiles graphs; eager runs them uncompiled. Default: the artifact's own."),
     ] = None,
     compiler_args: CompilerArgs = None,
 ) -> None:
-    """Compile an artifact's graphs again, for another CPU or backend, without the model's code or checkpoint."""
+    """Recompile an artifact's graphs for another CPU or backend, without the model's code or checkpoint."""
     from nxd_infer.cli.recompile import run
 
     run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
@@ -231,18 +236,18 @@ def serve(
     ] = None,
     admin_key: Annotated[
         str | None,
-        typer.Option(help="Key of the routes that change what is served; without it they are closed. NXD_ADMIN_KEY."),
+        typer.Option(help="Key for the admin routes; without it they are closed. Also NXD_ADMIN_KEY."),
     ] = None,
     lora: Annotated[
-        list[str] | None, typer.Option(help="LoRA adapter to begin with, as NAME=PATH; repeat for several.")
+        list[str] | None, typer.Option(help="LoRA adapter to load at startup, as NAME=PATH; repeat for several.")
     ] = None,
     weights_root: Annotated[
         Path | None,
-        typer.Option(help="Directory of what the admin's routes may load; without it they load nothing."),
+        typer.Option(help="Directory that the admin routes may load from; without it they load nothing."),
     ] = None,
     speculate: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate. Default: 0, off."),
+        typer.Option(min=0, help="Tokens to guess ahead; needs an artifact traced with --speculate. Default: 0, off."),
     ] = None,
     max_queued_requests: Annotated[
         int | None,
@@ -250,7 +255,7 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="Name to answer to. Default: the name in the artifact."),
+        typer.Option(help="Name of the served model. Default: the name in the artifact."),
     ] = None,
     config: Annotated[
         Path | None,
@@ -258,7 +263,7 @@ def serve(
     ] = None,
     no_kernel: NoKernel = False,
 ) -> None:
-    """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics."""
+    """Serve an artifact over HTTP: the OpenAI and SageMaker routes, embeddings, /v1/predict, health and metrics."""
     from nxd_infer.cli.serve import run
 
     raise typer.Exit(
@@ -274,7 +279,7 @@ def serve(
             speculate=speculate,
             max_queued_requests=max_queued_requests,
             served_model_name=served_model_name,
-            allow_kernel=False if no_kernel else None,  # else as the environment or the file says
+            allow_kernel=False if no_kernel else None,  # None: as the environment or the file says
         )
     )
 
@@ -284,27 +289,29 @@ def generate(
     artifact: ArtifactDir,
     prompt: Annotated[list[str], typer.Option("--prompt", help="Text to continue; repeat for several.")],
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to write at most. Default: 64, or what fits behind the prompt.")
+        int | None, typer.Option(min=1, help="Most tokens to generate. Default: 64, or what fits after the prompt.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 takes the likeliest token. Default: the model's own, else 0.")
+        float | None, typer.Option(min=0.0, help="0 is greedy. Default: the model's own, else 0.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens up to this mass. Default: the model's own."),
+        typer.Option(
+            min=0.0, max=1.0, help="Keep the most likely tokens up to this probability mass. Default: the model's own."
+        ),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(min=0, help="Keep this many tokens; 0 keeps all. Default: the model's own.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeat for several.")] = None,
     speculate: Annotated[
-        int, typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate; 0 is off.")
+        int, typer.Option(min=0, help="Tokens to guess ahead; needs an artifact traced with --speculate; 0 is off.")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     no_kernel: NoKernel = False,
 ) -> None:
-    """Continue prompts in this process's own engine, without a server."""
+    """Continue prompts in this process, without a server."""
     from nxd_infer.cli.generate import run
 
     if not all(prompt):
@@ -335,12 +342,14 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="Compare with the weights of this folder that save_checkpoint() wrote into, as for trace."),
+        typer.Option(help="Compare with the weights of this folder of save_checkpoint() checkpoints, as for trace."),
     ] = None,
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint of it. Default: the newest complete one.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which checkpoint in the folder. Default: the newest complete one.")
+    ] = None,
     no_kernel: NoKernel = False,
 ) -> None:
-    """Compare the traced artifact with the unsharded eager model: one row per bucket; exits 1 past the tolerance."""
+    """Compare an artifact with the unsharded eager model, one row per bucket; exits 1 above the tolerance."""
     from nxd_infer.cli.verify import run
 
     if tag is not None and checkpoint is None:
@@ -353,7 +362,7 @@ app.add_typer(ckpt, name="ckpt")
 
 @app.command(epilog="Example:  nxd-infer doctor")
 def doctor() -> None:
-    """Say what this machine has and lacks: torch, compiler, backends, CPU features, memory, optional packages."""
+    """Show what this machine has and lacks: torch, compiler, backends, CPU features, memory, optional packages."""
     from nxd_infer.cli.doctor import run
 
     raise typer.Exit(run())
@@ -365,14 +374,16 @@ def demo(
         Path | None,
         typer.Option(
             "--dir",
-            help="Keep everything here, in place of an earlier demo. Default: a temporary directory.",
+            help="Keep everything here; replaces an earlier demo. Default: a temporary directory.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
-    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+    backend: Annotated[
+        Backend, typer.Option(help="inductor compiles graphs; eager runs them uncompiled.")
+    ] = Backend.inductor,
 ) -> None:
-    """The main job end to end on this machine's CPU: train, trace, save, load, serve, ask."""
+    """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
     from nxd_infer.cli.demo.run import run
 
     run(directory, seconds, tp, backend.value)
@@ -383,7 +394,7 @@ def main() -> None:
     stop.install()  # `serve` has handlers of its own
     try:
         app()
-    except (NxdError, OSError) as error:  # a path that is no directory, that is not ours, on a full disk
+    except (NxdError, OSError) as error:  # OSError: not a directory, no permission, disk full
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``nxd-infer recompile``: an artifact's stored graphs, compiled for another CPU or backend."""
+"""``nxd-infer recompile``: compile an artifact's stored graphs for another CPU or backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nxd_infer.cli.trace import Progress, check_writable
 
 
 def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]) -> None:
-    """Write ``out``; prints what was compiled and for what."""
+    """Write ``out``; print what was compiled and for which target."""
     from nxd_infer.trace import load_artifact, parallel_model_recompile
 
     check_writable(out)
@@ -19,7 +19,7 @@ def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]
         )
     if report["ignored_compiler_args"]:
         console.print(
-            f"note: ignored, for the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False
+            f"note: ignored options of the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False
         )
     manifest = load_artifact(out, verify=False, runs_here=False).manifest
     target = manifest.target.get("march") or manifest.target.get("arch")

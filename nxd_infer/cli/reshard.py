@@ -1,4 +1,4 @@
-"""``nxd-infer ckpt reshard``: a checkpoint rewritten for other degrees, without processes, a tensor at a time."""
+"""``nxd-infer ckpt reshard``: rewrite a checkpoint for other degrees, in one process, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Read = Callable[[], Tensor]
 
 @dataclass
 class Part:
-    """What one rank saves of a model or an optimizer: the tensors, each read when it is written, and the record."""
+    """One rank's part of a model or an optimizer: the tensors, each read when it is written, and the record."""
 
     file: str
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, Read]] = field(default_factory=dict)
@@ -45,19 +45,19 @@ class Part:
 
 
 class Resharding:
-    """A checkpoint laid out anew for ``tp`` x ``dp`` ranks; ``dp`` None keeps it."""
+    """A checkpoint resharded for ``tp`` x ``dp`` ranks; ``dp`` None keeps the degree."""
 
     def __init__(self, archive: AnyArchive, tp: int, dp: int | None = None):
         self.archive = archive
         self.tp, self.dp = tp, archive.degrees["dp"] if dp is None else dp
         self.notes: list[str] = []
-        """What could not be taken over, for the user."""
+        """What was left out, for the user."""
         world = self.tp * self.dp
         self.contexts = [make_context(world, rank, tp=tp) for rank in range(world)]
         for kind in ("model", "optimizer"):
             if any("structure" in part for _, part in archive.parts(kind)):
                 raise CheckpointError(
-                    f"the {kind} of {archive.where} was saved as a dictionary, which fits its own degrees only: save "
+                    f"the {kind} of {archive.where} was saved as a dictionary, which fits only its own degrees: save "
                     "the object itself"
                 )
         self._model = archive.pieces("model") if any(archive.parts("model")) else []
@@ -75,8 +75,8 @@ class Resharding:
         if isinstance(self.archive, Archive):
             return self.archive.pieces("optimizer")
         self.notes.append(
-            "the optimizer's state is left out: the reference's files number the parameters and do not name them. "
-            "Load the checkpoint in a job with load_checkpoint(), which knows them, and save it there"
+            "the optimizer's state is left out: the reference's files number the parameters instead of naming them. "
+            "Load the checkpoint in a job with load_checkpoint(), which knows the names, and save it there"
         )
         return []
 
@@ -148,7 +148,7 @@ class Resharding:
                 if value.numel() > 1:
                     raise CheckpointError(
                         f"the optimizer's {key!r} of {name!r} has the shape {list(value.shape)}, not its parameter's: "
-                        "it fits the degrees it was saved at only"
+                        "it fits only the degrees that it was saved at"
                     )
                 part.tensors[f"{name}|{key}"] = tuple(value.shape), value.dtype, lambda value=value: value
             part.pieces[name] = {
@@ -161,7 +161,7 @@ class Resharding:
         return part
 
     def _values(self, context: ParallelContext) -> dict[str, Any]:
-        """The random state where the degrees stay, the position in the data where it can be had, of rank 0 the rest."""
+        """Return the random state if the degrees stay, the position in the data if possible, and on rank 0 the rest."""
         first = self.archive.value(0, "values")
         same = all(self.archive.degrees[axis] == context.axis(axis).degree for axis in AXES)
         own = dict(self.archive.value(context.rank, "values")) if same else {}
@@ -181,10 +181,10 @@ class Resharding:
     # --- writing --------------------------------------------------------------------------------------
 
     def write(self, storage: Storage, tag: str, advance: Callable[[], None]) -> None:
-        """Write the checkpoint ``tag``, whole or not at all; ``advance`` is called after each tensor."""
+        """Write the checkpoint ``tag``, completely or not at all; ``advance`` is called after each tensor."""
         tag = folders.checked_tag(tag)
         if any(found.tag == tag for found in folders.complete_checkpoints(storage)):
-            raise CheckpointError(f"{storage.where()} holds a checkpoint {tag!r} already; choose another folder")
+            raise CheckpointError(f"{storage.where()} already holds a checkpoint {tag!r}; choose another folder")
         counter = folders.begin(storage, tag)
         folder = folders.folder_of(storage, tag, counter)
         try:
@@ -230,7 +230,7 @@ class Resharding:
                 temporary.write_text(json.dumps(record), encoding="utf-8")
 
     def _copy_adapter(self, place: Path) -> Iterator[str]:
-        """A LoRA adapter beside the checkpoint is the same at any degrees."""
+        """Copy the checkpoint's LoRA adapter, which is the same at any degrees."""
         if not isinstance(self.archive, Archive):
             return
         for name in self.archive.checkpoint.manifest["files"]:
@@ -255,13 +255,13 @@ def _write_part(path: Path, part: Part, advance: Callable[[], None]) -> None:
 
 
 def _plans(pieces: list[Piece], archive: AnyArchive) -> dict[str, ParamLayout]:
-    """How each parameter is cut at any degree. Raises CheckpointError when the checkpoint does not say so."""
+    """Return how each parameter is sharded at any degree. Raises CheckpointError if the checkpoint does not say."""
     found: dict[str, ParamLayout] = {}
     for piece in pieces:
         if piece.plans is None:
             raise CheckpointError(
-                f"{archive.where} does not say how {piece.param!r} is cut at other degrees (it was saved by an earlier "
-                "version, or cut by a plan of its own): load it in a job at the degrees wanted and save it there"
+                f"{archive.where} does not say how {piece.param!r} is sharded at other degrees (it was saved by an "
+                "earlier version, or sharded by a custom plan): load it in a job at the new degrees and save it there"
             )
         found.setdefault(piece.param, piece.plans)
     return found

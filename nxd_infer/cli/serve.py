@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run(artifact: Path, config: Path | None, **given: Any) -> int:
-    """Serve until a signal ends it; returns the exit status."""
+    """Serve until a signal ends the server; return the exit status."""
     from nxd_server.config import load_settings
     from nxd_server.run import serve
 

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM end a command, wherever it is.
+"""Let Ctrl-C and SIGTERM end a command at any point.
 
-The exception that a signal raises is lost where Python has no caller to hand it to: in a ``__del__``, in a callback of
-a weak reference or of the collector, and a trace runs thousands of those. So the signal is remembered, and raised
-again at the next place that asks.
+Python loses the exception of a signal if it has no caller to raise it in: in a ``__del__``, or in a callback of a weak
+reference or of the garbage collector. A trace runs thousands of those. So the signal is remembered, and :func:`check`
+raises it again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _came: int | None = None
 
 
 def install() -> None:
-    """As Ctrl-C does: what is half done is undone, temporary files and processes end. A Ctrl-C that is ignored, as in a
-    shell's background, stays so."""
+    """Make SIGTERM act like Ctrl-C: partial work is undone, temporary files and processes are removed. A Ctrl-C that is
+    ignored, as in a shell's background, stays ignored."""
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def check() -> None:
-    """Raise what a signal that came has raised, once more: KeyboardInterrupt, or SystemExit for SIGTERM."""
+    """Raise the exception of a received signal again: KeyboardInterrupt, or SystemExit for SIGTERM."""
     if _came == signal.SIGINT:
         raise KeyboardInterrupt
     if _came is not None:

@@ -1,4 +1,4 @@
-"""``nxd-infer trace``: from a Hugging Face directory to an artifact, with its plan printed before anything compiles."""
+"""``nxd-infer trace``: turn a Hugging Face directory into an artifact; print the plan before anything compiles."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 
 SAME_ROUNDING = "emulate_precision_casts=True"
-"""Makes inductor round every result to its dtype, whatever it fuses, so that all graphs give a token the same bits."""
+"""Makes inductor round every result to its dtype even inside fusions, so that all graphs give bit-equal tokens."""
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines of one stage where nothing can be drawn."""
+"""Seconds between two lines of one stage when the output is not a terminal."""
 
 
 class Progress:
-    """Draws what ``parallel_model_trace`` reports: one line a stage, with a bar where the total is known.
+    """Draws the progress of ``parallel_model_trace``: one line per stage, with a bar if the total is known.
 
-    Where the output is no terminal (a log, CI) lines say that a stage begins, now and then how far it is, and its end.
+    If the output is not a terminal (a log, CI), it prints a line when a stage starts and ends, and some in between.
     """
 
     def __init__(self, display: Any, line_every: float = LINE_EVERY):
@@ -54,13 +54,13 @@ class Progress:
 
 
 def check_writable(out: Path) -> None:
-    """Raise ArtifactError when ``out`` cannot be made: known before a compile of minutes, not after it."""
+    """Raise ArtifactError if ``out`` cannot be created: before minutes of compilation, not after."""
     from nxd_infer.trace import ArtifactWriter
 
     ArtifactWriter(out).check_target()
     parent = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        kind = "may not be written to" if parent.is_dir() else "is no directory"
+        kind = "is not writable" if parent.is_dir() else "is not a directory"
         raise ArtifactError(f"cannot write the artifact {out}: {parent} {kind}; choose another --out")
 
 
@@ -85,7 +85,7 @@ def run(
     speculate: int = 0,
     quantize: str | None = None,
 ) -> dict[str, float]:
-    """Trace and save; returns what a report wants: seconds, graphs, compiled graphs, bytes on disk."""
+    """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk."""
     from nxd_infer import trace
     from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
     from nxd_infer.checkpoint.source import weight_source
@@ -107,7 +107,7 @@ def run(
         speculate=speculate,
     )
     if not plan_only and checkpoint is None:
-        hf.weights(model_dir)  # raises where there are none, before a plan is printed
+        hf.weights(model_dir)  # raises if there are none, before a plan is printed
     arguments = {
         **plan.trace_arguments(),
         "tp_degree": tp,
@@ -116,7 +116,7 @@ def run(
         "compiler_args": compiler_args,
         "quantize": quantize,
     }
-    if speculate and backend == "inductor":  # a draft is verified with the numbers that decode would have
+    if speculate and backend == "inductor":  # verifying a draft must give the same bits as decoding
         arguments["compiler_args"] = [SAME_ROUNDING, *(compiler_args or [])]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
@@ -125,10 +125,10 @@ def run(
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]
             what = "prompt and answer" if plan.task == "generate" else "text"
-            console.print(f"note: the bucket of {length} tokens is cut to the longest {what}, {longest}")
+            console.print(f"note: the bucket of {length} tokens is reduced to the longest {what}, {longest}")
     if not has_tokenizer(plan.files_to_copy.keys()):
         console.print(
-            f"note: {model_dir} has no tokenizer.json: the artifact will take and give token ids, not text "
+            f"note: {model_dir} has no tokenizer.json: the artifact will take and return token ids, not text "
             "(transformers' AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes one)",
             markup=False,
         )
@@ -137,14 +137,14 @@ def run(
         console.print(f"note: serving needs about {size(planned.serve_bytes)}; this machine has {size(total)}")
     free = available_memory()
     if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
-        console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; here {size(free)} are free")
+        console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free")
     cores = processors()
     if tp > cores:
-        console.print(f"note: {tp} ranks are more than this machine's {cores} cores, which will take turns")
+        console.print(f"note: {tp} ranks share this machine's {cores} cores")
     if plan_only:
         return {}
     if (out / MANIFEST_NAME).exists():
-        console.print(f"note: the artifact in {out} is replaced once the new one is whole", markup=False)
+        console.print(f"note: the artifact in {out} will be replaced once the new one is complete", markup=False)
     with bar(drawn=console.is_terminal) as display:
         model = trace.parallel_model_trace(**arguments, artifact_dir=out, progress=Progress(display))
     report = model.trace_report
@@ -162,8 +162,8 @@ def run(
         before = sum(spec.nbytes for spec in weights)
         saved = sum(spec.nbytes - math.prod(packed_shape(spec.shape)) for spec in held)
         console.print(
-            f"{quantize}: a rank holds {len(held)} of its {len(weights)} weights in eight bits, "
-            f"{size(before - saved)} instead of {size(before)} in all; `nxd-infer verify` measures what that changes"
+            f"{quantize}: each rank holds {len(held)} of its {len(weights)} weights in eight bits, "
+            f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
         )
     return {
         "seconds": seconds,

@@ -1,7 +1,7 @@
-"""``nxd-infer verify``: the traced artifact against the unsharded eager model, bucket by bucket.
+"""``nxd-infer verify``: compare the traced artifact with the unsharded eager model, bucket by bucket.
 
-An artifact with weights in eight bits is compared with the model of the weights that it rounds to, which it should
-equal; what the rounding costs is measured apart.
+An artifact with int8 weights is compared with a model of the quantized weights, which it should equal; the loss of
+accuracy is measured separately.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Row:
     difference: float
     """max|a - b| / max|b| over the floating-point outputs that do not depend on how ties are broken."""
     agreement: str
-    """Of the integer outputs, how many are equal; "" where there are none."""
+    """How many of the integer outputs are equal; "" if there are none."""
     ok: bool
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
-    """max|a - b| / max|b|; infinite when one is not finite where the other is."""
+    """Return max|a - b| / max|b|; infinite if only one of them is finite somewhere."""
     a, b = ours.double(), reference.double()
     if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
         return float("inf")
@@ -46,7 +46,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
-    """(bucket, steps): the last step is compared; those before it fill the slots that it reads."""
+    """Yield ``(bucket, steps)``: the last step is compared; the steps before it fill the slots that it reads."""
     meta = manifest.metadata
     vocabulary = meta["vocab_size"]
 
@@ -61,14 +61,14 @@ def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tupl
 
     lengths = {b.name: next(s.shape for s in b.inputs if s.name == "tokens") for b in manifest.buckets}
     prefills = sorted((b for b in manifest.buckets if lengths[b.name][1] > 1), key=lambda b: lengths[b.name][1])
-    for bucket in prefills:  # and those that verify drafts
+    for bucket in prefills:  # includes the buckets that verify drafts
         rows, length = lengths[bucket.name]
         yield bucket.name, [step(bucket, list(range(rows)), [0] * rows, [length] * rows)]
     prefills = [bucket for bucket in prefills if lengths[bucket.name][0] == 1]
     single = next((b for b in manifest.buckets if lengths[b.name] == [1, 1]), None)
     for bucket in (b for b in manifest.buckets if lengths[b.name][1] == 1):
         rows = lengths[bucket.name][0]
-        slots = [row % meta["slots"] for row in range(rows)]  # rows beyond those feed a slot's next tokens
+        slots = [row % meta["slots"] for row in range(rows)]  # additional rows feed a slot's next tokens
         fill = prefills[0] if prefills else single
         steps = []
         begin = 0
@@ -83,7 +83,7 @@ def generation_cases(manifest: Any, generator: torch.Generator) -> Iterator[tupl
 
 
 def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[str, list[tuple[str, Tensors]]]]:
-    """Random ids under masks of random lengths, one step a bucket."""
+    """Yield random ids under masks of random lengths, one step per bucket."""
     vocabulary = manifest.metadata["vocab_size"]
     for bucket in manifest.buckets:
         inputs: Tensors = {}
@@ -100,7 +100,7 @@ def one_shot_cases(manifest: Any, generator: torch.Generator) -> Iterator[tuple[
 
 
 def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) -> Row:
-    """Floating-point outputs within the tolerance; a sampled token may differ only between near-equal candidates."""
+    """Compare outputs: floating-point within the tolerance; a sampled token may differ only between near ties."""
     if "top_logprobs" not in reference:
         difference = max(relative(ours[name], reference[name]) for name in reference)
         return Row(bucket, difference, "", difference <= tolerance)
@@ -117,14 +117,14 @@ def compare(bucket: str, ours: Tensors, reference: Tensors, tolerance: float) ->
 
 
 def answered(outputs: Tensors, scores: str) -> Tensors:
-    """A classifier's outputs, and what a client is answered for them."""
+    """Return a classifier's outputs and the scores that a client would get."""
     probs = probabilities(outputs["logits"], scores)
     return {**outputs, "scores": outputs["logits"] if probs is None else probs}
 
 
 def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], torch.nn.Module]:
-    """Makes the unsharded eager module that the artifact's graphs should equal, states empty, ``weights`` rounded
-    alike.
+    """Return a function that builds the unsharded eager module which the artifact should equal: states empty,
+    ``weights`` quantized like the artifact's.
     """
     from nxd_infer.artifact.manifest import dtype_of
     from nxd_models import hf, registry, tasks
@@ -132,7 +132,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
     meta = manifest.metadata
     if meta.get("task") not in registry.TASKS:
         raise ArtifactError(
-            "verify compares artifacts that `nxd-infer trace` wrote; this one says "
+            "verify compares artifacts that `nxd-infer trace` wrote; this one has "
             f"task = {meta.get('task')!r}, so there is no model directory to rebuild it from"
         )
     options: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def run(
     tag: str | None = None,
     allow_kernel: bool = True,
 ) -> int:
-    """Print one row per bucket; 0 when all are within the tolerance. ``checkpoint``, if given, has the weights."""
+    """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
     from nxd_infer import trace
     from nxd_infer.checkpoint.source import weight_source
     from nxd_models import hf, registry
@@ -219,8 +219,8 @@ def run(
     if failed:
         console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")
         console.print(
-            f"This compares with the weights of {whose}: an artifact that was traced from others differs; for a "
-            "training checkpoint's give --checkpoint, and --tag.",
+            f"This compares with the weights of {whose}: an artifact traced from other weights differs. For a "
+            "training checkpoint, pass --checkpoint and --tag.",
             markup=False,
         )
         return 1
@@ -229,7 +229,7 @@ def run(
 
 
 def full_inputs(bucket: Any, given: Tensors) -> Tensors:
-    """``given`` and, for the inputs that were left out, the defaults that the runtime would fill in."""
+    """Return ``given`` plus the runtime's defaults for missing inputs."""
     return {
         spec.name: given[spec.name]
         if spec.name in given

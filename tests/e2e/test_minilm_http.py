@@ -39,7 +39,7 @@ def test_embeddings_of_real_sentences_over_http_equal_sentence_transformers(mini
         *("--prompt-buckets", "512", "--dtype", "float32", "--task", "embed"),
     )
     assert done.status == 0, done.err
-    assert "the bucket of 512 tokens is cut to the longest text, 256" in done.out
+    assert "the bucket of 512 tokens is reduced to the longest text, 256" in done.out
     with real_server(artifact) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
         name = client.models.list().data[0].id
         rows = client.embeddings.create(model=name, input=SENTENCES, encoding_format="float").data

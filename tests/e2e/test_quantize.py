@@ -28,7 +28,7 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
     assert done.status == 0, done.err
     assert "linear layers keep their weights in int8" in done.out
     count = re.search(
-        r"int8: a rank holds (\d+) of its (\d+) weights in eight bits, ([0-9.]+) KiB instead of ([0-9.]+)", done.out
+        r"int8: each rank holds (\d+) of its (\d+) weights in eight bits, ([0-9.]+) KiB instead of ([0-9.]+)", done.out
     )
     assert count and 0 < int(count[1]) < int(count[2]) and float(count[3]) < float(count[4]), done.out
     # To 1e-4, with the weights that the ranks round to.

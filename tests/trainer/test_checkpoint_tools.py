@@ -90,9 +90,9 @@ def test_an_adapter_is_no_model(tmp_path: Path, run):
     assert not out.exists()
 
     done = run("consolidate", alone, "--out", tmp_path / "adapter")
-    assert done.status == 0 and "an adapter alone" in done.out
+    assert done.status == 0 and "only an adapter" in done.out
     done = run("consolidate", beside, "--out", tmp_path / "both")
-    assert done.status == 0 and "alone" not in done.out and "not merged" in done.out
+    assert done.status == 0 and "only an adapter" not in done.out and "unmerged" in done.out
 
     merged = adapted(config, tmp_path / "merged", save_lora_base=True, merge_lora=True)
     done = run("export-hf", merged, "--config", config, "--out", out)
@@ -132,12 +132,12 @@ def test_weights_that_are_there_are_kept(tmp_path: Path, run):
     save_checkpoint(tmp_path / "ckpts", "a", torch.nn.Linear(2, 2))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("mine")
-    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "exists already", "choose another")
+    refused(run("consolidate", tmp_path / "ckpts", "--out", tmp_path / "out"), "already exists", "choose another")
     config = write_tiny("llama", tmp_path / "out")
     before = load_file(config / "model.safetensors")
     save_checkpoint(tmp_path / "ckpts", "b", registry.build(config))
     other = write_tiny("llama", tmp_path / "model")
-    refused(run("export-hf", tmp_path / "ckpts", "--config", other, "--out", config), "exists already")
+    refused(run("export-hf", tmp_path / "ckpts", "--config", other, "--out", config), "already exists")
     after = load_file(config / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -152,7 +152,7 @@ def test_a_comparison_says_of_what(tmp_path: Path, run):
     save_checkpoint(tmp_path / "ckpts", "new", model, optimizer)
     done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old")
     assert done.status == 1 and f"A: {tmp_path}/ckpts/new" in done.out and f"B: {tmp_path}/ckpts/old" in done.out
-    assert "only A holds the state of an optimizer: --weights-only" in done.out
+    assert "only A has optimizer state: pass --weights-only" in done.out
     done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts" / "old", "--weights-only")
     assert done.status == 0 and "only A" not in done.out
     done = run("diff", tmp_path / "ckpts", tmp_path / "ckpts", "--tag", "old", "--other-tag", "old")

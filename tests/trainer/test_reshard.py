@@ -157,7 +157,7 @@ def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
         assert done.status == 1 and "the folder of the checkpoint itself; write to another one" in done.err
     assert command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2).status == 0
     done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "b", "--tp", 2)
-    assert done.status == 1 and "holds a checkpoint 'a' already; choose another folder" in done.err
+    assert done.status == 1 and "already holds a checkpoint 'a'; choose another folder" in done.err
     done = command(capsys, monkeypatch, "reshard", tmp_path / "a", tmp_path / "c", "--tp", 0)
     assert done.status == 2
     file = next((tmp_path / "b" / "a").glob("model.tp_rank_01*"))
@@ -166,7 +166,7 @@ def test_what_cannot_be_resharded(tmp_path: Path, capsys, monkeypatch):
     assert done.status == 1 and f"{file.name} differs from its checksum" in done.err
     save_checkpoint(tmp_path / "d", "dict", {"weight": torch.ones(2)})
     done = command(capsys, monkeypatch, "reshard", tmp_path / "d", tmp_path / "c", "--tp", 1)
-    assert done.status == 1 and "saved as a dictionary, which fits its own degrees only" in done.err
+    assert done.status == 1 and "saved as a dictionary, which fits only its own degrees" in done.err
     for record_file in (tmp_path / "a" / "a").glob("rank_*.json"):  # as the first version wrote it
         record = json.loads(record_file.read_text())
         for piece in record["model"]["pieces"].values():

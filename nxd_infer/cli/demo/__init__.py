@@ -1,1 +1,1 @@
-"""``nxd-infer demo``: the main job end to end, on text that ships with Python."""
+"""``nxd-infer demo``: train, trace and serve end to end, on text that ships with Python."""

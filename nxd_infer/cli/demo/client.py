@@ -1,4 +1,4 @@
-"""A streaming client of the OpenAI completions route on the standard library alone, with its timings."""
+"""A streaming client for the OpenAI completions route that uses only the standard library and measures times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nxd_infer.errors import NxdError
 
 
 class ServerError(NxdError):
-    """The server refused or broke off."""
+    """The server refused a request or broke off the stream."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer and when its parts came, in seconds after the request was sent."""
+    """One streamed answer and its times, in seconds after the request was sent."""
 
     text: str
     tokens: int
@@ -27,18 +27,18 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed after the first token, in tokens a second."""
+        """Speed after the first token, in tokens per second."""
         return (self.tokens - 1) / max(self.total - self.first_token, 1e-9)
 
 
 def stream_completion(
     port: int, prompt: str, sampling: Mapping[str, Any], write: Callable[[str], None], timeout: float = 60
 ) -> Answer:
-    """Ask ``/v1/completions`` on this machine and pass each piece of text to ``write`` as it comes.
+    """Send ``prompt`` to ``/v1/completions`` on this machine and pass each piece of text to ``write`` as it arrives.
 
-    ``sampling`` holds the route's other fields: ``max_tokens``, ``temperature`` and so on.
+    ``sampling`` has the route's other fields: ``max_tokens``, ``temperature`` and so on.
 
-    Raises ServerError when the server refuses, or ends the stream without ``[DONE]``.
+    Raises ServerError if the server refuses, or ends the stream without ``[DONE]``.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     request = {
@@ -73,7 +73,7 @@ def stream_completion(
                 pieces.append(choice["text"])
                 write(choice["text"])
         if not complete or first is None:
-            raise ServerError("the server closed the stream before its end")
+            raise ServerError("the server closed the stream before the end")
         return Answer("".join(pieces), tokens, first - start, time.monotonic() - start)
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""The text the demo trains on: the Python language reference inside Python itself, and a tokenizer made from it."""
+"""The demo's training text: the Python language reference, which ships with Python, and a tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 VOCAB_SIZE = 4096
 HELD_OUT = ("import", "strings")
-"""Chapters to measure on, never to train on: none of their paragraphs stands in another chapter, as many others do."""
+"""Held-out chapters, used only for evaluation: unlike most, they share no paragraph with another chapter."""
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
-# A plain continuation model: a conversation is its text, one message after the other.
+# A plain continuation model: a conversation is the text of its messages in order.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def documents() -> list[str]:
-    """The chapters of the language reference (``pydoc_data.topics``), about 0.5 MB of English in all."""
+    """Return the chapters of the language reference (``pydoc_data.topics``), about 0.5 MB of English in total."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
 
 
 def split() -> tuple[list[str], list[str]]:
-    """The chapters to train on, and those that are held out."""
+    """Return the chapters to train on and the held-out chapters."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics) if name not in HELD_OUT], [topics[name] for name in HELD_OUT]
 
 
 def write_tokenizer(directory: Path, texts: list[str], vocab_size: int = VOCAB_SIZE):
-    """Train a byte-level BPE of ``vocab_size`` tokens and write it as Hugging Face does; returns the tokenizer."""
+    """Train a byte-level BPE of ``vocab_size`` tokens and write it in Hugging Face's format; return the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Run as a program: load an artifact in a fresh process, run each graph once, and print the figures as JSON."""
+"""A program that loads an artifact in a fresh process, runs each graph once, and prints the times as JSON."""
 
 from __future__ import annotations
 

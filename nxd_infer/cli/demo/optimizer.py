@@ -9,10 +9,10 @@ from torch import nn
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Steps groups with ``muon=True`` by Muon and the others by AdamW.
+    """Updates groups with ``muon=True`` by Muon and the others by AdamW.
 
-    A rank orthogonalises its own shard of a matrix, which is another update than that of the whole matrix, as good
-    here, and needs no communication.
+    A rank orthogonalises its own shard of a matrix. This differs from the update of the whole matrix, but works as well
+    here and needs no communication.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1):
@@ -33,15 +33,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for inner, group in zip(self._inner, self.param_groups, strict=True):
-            inner.param_groups, inner.state = [group], self.state  # this optimizer's own, also after a load
+            inner.param_groups, inner.state = [group], self.state  # share this optimizer's state, also after a load
             inner.step()
         return loss
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameter groups of a decoder.
+    """Return the parameter groups of a decoder.
 
-    With so few steps Muon's orthogonal updates pay: 80 s of one core gave 1.36 bits a byte, AdamW alone 1.90.
+    With so few steps Muon's orthogonal updates pay off: 80 s on one core gave 1.36 bits per byte, AdamW alone 1.90.
     """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     known = {id(p) for p in matrices}

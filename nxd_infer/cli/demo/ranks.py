@@ -1,4 +1,4 @@
-"""Start one process per rank, with the environment that torchrun gives them, and leave none behind."""
+"""Start one process per rank, with the environment that torchrun would set, and leave none behind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nxd_infer.util.processors import compute_threads
 from nxd_infer.util.python_command import child_environment
 
 STOP_TIMEOUT = 3.0
-"""Seconds that a rank has to put the terminal in order before it is killed."""
+"""Seconds that a rank has to restore the terminal before it is killed."""
 
 
 def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float) -> None:
-    """Run ``command`` once a rank and wait for all of them. Rank 0 prints to this terminal; all else goes to ``log``.
+    """Run ``command`` once per rank and wait for all. Rank 0 prints to this terminal; all else goes to ``log``.
 
-    Raises RankFailedError with the end of the log as soon as one ends with another status than 0, RankTimeoutError
-    after ``timeout`` seconds. Whatever happens, Ctrl-C included, no rank is left running.
+    Raises RankFailedError with the end of the log as soon as a rank exits with a status other than 0, and
+    RankTimeoutError after ``timeout`` seconds. No rank is left running, even after Ctrl-C.
     """
     deadline = time.monotonic() + timeout
     with _started(command, world_size, log) as ranks:
@@ -35,7 +35,7 @@ def run_ranks(command: Sequence[str], world_size: int, log: Path, timeout: float
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], world_size: int, log: Path) -> Iterator[list[ChildProcess]]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it lives as long as the ranks
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives as long as the ranks
     threads = max(1, compute_threads() // world_size)
     common = {
         "OMP_NUM_THREADS": str(threads),

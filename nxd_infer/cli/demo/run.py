@@ -1,4 +1,4 @@
-"""The main job, end to end: train -> trace -> save -> load -> serve -> ask, then stop everything cleanly."""
+"""Everything end to end: train -> trace -> save -> load -> serve -> query, then stop cleanly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def ready(port: int) -> bool:
-    """Whether ``/readyz`` answers 200 now."""
+    """Return whether ``/readyz`` answers 200 now."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/readyz")
@@ -56,7 +56,7 @@ def ready(port: int) -> bool:
 
 @contextlib.contextmanager
 def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server process for the block; ended with SIGTERM, or killed when that does not end it."""
+    """Run a server process inside the block; end it with SIGTERM, or SIGKILL if that does not work."""
     command = python_module("nxd_infer.cli.main", "serve", str(artifact), "--port", str(port))
     with log.open("wb") as output:
         process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
@@ -75,7 +75,7 @@ def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[by
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> float:
-    """Seconds until the server is ready. Raises ServerError with the end of its log when it is not in time."""
+    """Return the seconds until the server is ready. Raises ServerError with the end of its log on timeout."""
     start = time.monotonic()
     while not ready(port):
         if process.poll() is not None or time.monotonic() - start > READY_TIMEOUT:
@@ -87,7 +87,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> float:
 
 
 def ask(port: int) -> list[Answer]:
-    """Send the prompts one after the other and print each answer as it streams in."""
+    """Send the prompts one after another and print each answer as it streams in."""
     answers = []
     for prompt, sampling in QUESTIONS:
         how = "greedy" if sampling is GREEDY else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
@@ -99,7 +99,7 @@ def ask(port: int) -> list[Answer]:
 
 
 def load_in_fresh_process(artifact: Path) -> dict[str, float]:
-    """Load and warm the artifact in a process of its own that never imports the model's code."""
+    """Load and warm up the artifact in a separate process that never imports the model's code."""
     command = python_module("nxd_infer.cli.demo.load_check", str(artifact))
     done = subprocess.run(  # nosec B603  # this interpreter and a module of ours
         command, capture_output=True, text=True, timeout=LOAD_TIMEOUT, env=child_environment()
@@ -113,7 +113,7 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
 
 
 def train(directory: Path, seconds: float, tp: int) -> Trained:
-    """Train on ``tp`` rank processes, which save a checkpoint; its weights, whole, complete the model directory."""
+    """Train on ``tp`` rank processes, which save a checkpoint; write its full weights into the model directory."""
     from nxd_infer import native
     from nxd_infer.cli.ckpt import WEIGHTS, consolidate
     from nxd_infer.cli.demo import training
@@ -121,20 +121,20 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
     with spinner("writing the text and its tokenizer"):
         training.prepare(directory)
     if native.availability().ok and not native.is_built():
-        with spinner("building the native operators, this once"):
-            native.load()  # over its shared memory the ranks exchange faster than over sockets
+        with spinner("building the native operators, only this once"):
+            native.load()  # ranks communicate faster through its shared memory than over sockets
     command = python_module(training.__name__, str(directory), str(seconds), str(os.getpid()))
     try:
         run_ranks(command, tp, directory / "training.log", seconds + TRAIN_TIMEOUT)
     finally:
-        console.show_cursor()  # a rank that had to be killed has not
-    (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # of an earlier demo in this directory
+        console.show_cursor()  # a killed rank leaves it hidden
+    (directory / training.MODEL / WEIGHTS).unlink(missing_ok=True)  # from an earlier demo in this directory
     consolidate(directory / training.CHECKPOINTS, directory / training.MODEL, None, None)
     return training.Trained(**json.loads((directory / training.FIGURES).read_text()))
 
 
 def parameters(model_dir: Path) -> int:
-    """How many numbers the weights of a model directory hold."""
+    """Return the number of parameters in a model directory."""
     from nxd_models.registry import weights
 
     source = weights(model_dir)
@@ -142,7 +142,7 @@ def parameters(model_dir: Path) -> int:
 
 
 def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
-    """Run the demo in ``directory`` (a temporary one by default) and print what happened."""
+    """Run the demo in ``directory`` (default: a temporary one) and print the results."""
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if directory is not None:
@@ -153,15 +153,15 @@ def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a directory that holds something and is not of an earlier demo, before anything is written."""
+    """Reject a non-empty directory that is not from an earlier demo, before anything is written."""
     from nxd_infer.cli.demo.training import TOKENS
 
     if directory.exists() and not directory.is_dir():
-        raise ArtifactError(f"{directory} is not a directory: give --dir a new one")
+        raise ArtifactError(f"{directory} is not a directory: pass a new one as --dir")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / TOKENS).exists():
         raise ArtifactError(
-            f"{directory} holds files and is not the directory of an earlier demo, which would be replaced: it is left "
-            "alone. Give --dir a new directory"
+            f"{directory} has files and is not the directory of an earlier demo (which would be replaced): it is left "
+            "alone. Pass a new directory as --dir"
         )
 
 
@@ -191,7 +191,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
     with spinner("loading"):
         loaded = load_in_fresh_process(artifact)
 
-    console.rule("4. serve it, and ask")
+    console.rule("4. serve it and query it")
     port, log = free_port(), directory / "server.log"
     with server(artifact, port, log) as process:
         with spinner("starting the server"):
@@ -209,7 +209,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
         [
             ("model", f"{parameters(model_dir) / 1e6:.1f} M parameters, {trained.steps} steps"),
             ("loss", f"{trained.first_loss:.2f} -> {trained.last_loss:.2f}"),
-            ("loss on two chapters held out", f"{trained.held_out_loss:.2f}"),
+            ("loss on two held-out chapters", f"{trained.held_out_loss:.2f}"),
             (f"training, {tp} ranks", f"{trained.tokens_per_second:,.0f} tokens/s"),
             ("trace and save", duration(traced["seconds"])),
             ("graphs", f"{traced['graphs']:.0f}, {traced['compiled']:.0f} compiled now"),
@@ -218,6 +218,6 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
             ("server start to ready", duration(to_ready)),
             ("time to first token", duration(firsts[len(firsts) // 2])),
             ("decoding, one stream", f"{speeds[len(speeds) // 2]:.0f} tokens/s"),
-            ("all of it", duration(time.monotonic() - start)),
+            ("total", duration(time.monotonic() - start)),
         ],
     )

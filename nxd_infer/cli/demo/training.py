@@ -1,6 +1,6 @@
-"""Train the demo's Llama, tensor parallel over as many ranks as there are: run as a program by every rank of torchrun.
+"""Train the demo's Llama, tensor parallel over all ranks: a program that every rank runs, as under torchrun.
 
-``python -m nxd_infer.cli.demo.training FOLDER SECONDS PARENT``; FOLDER is what :func:`prepare` wrote.
+``python -m nxd_infer.cli.demo.training FOLDER SECONDS PARENT``; :func:`prepare` creates FOLDER.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ CONFIG = {
 }
 BATCH, LENGTH, PEAK_RATE, SEED = 8, 128, 8e-3, 0
 MODEL, TOKENS, CHECKPOINTS, FIGURES = "model", "tokens.safetensors", "checkpoints", "training.json"
-"""What lies in the folder: configuration and tokenizer, the text as ids, what was trained, how it went."""
+"""Contents of the folder: configuration and tokenizer, the text as ids, the trained weights, the results."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave. Losses are mean cross-entropies a token, in nats."""
+    """Results of training. Losses are mean cross-entropies per token, in nats."""
 
     steps: int
     first_loss: float
@@ -80,7 +80,7 @@ def prepare(folder: Path) -> None:
 
 
 def batches(tokens: Tensor) -> Iterator[Tensor]:
-    """Endless random windows ``[BATCH, LENGTH]`` of one long token tensor, the same on every rank."""
+    """Yield random windows ``[BATCH, LENGTH]`` of one long token tensor, forever, the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
     window = torch.arange(LENGTH)
     while True:
@@ -89,7 +89,7 @@ def batches(tokens: Tensor) -> Iterator[Tensor]:
 
 
 def rate(done: float) -> float:
-    """Learning rate after the share ``done`` of the time: a short warm-up, then a cosine to a twentieth."""
+    """Return the learning rate after the fraction ``done``: a short warm-up, then a cosine decay to a twentieth."""
     if done < 0.05:
         return PEAK_RATE * (0.1 + 0.9 * done / 0.05)
     return PEAK_RATE * (0.525 + 0.475 * math.cos(math.pi * (done - 0.05) / 0.95))
@@ -97,19 +97,19 @@ def rate(done: float) -> float:
 
 @contextlib.contextmanager
 def narrow() -> Iterator[None]:
-    """Matrix products in bfloat16; the fused attention's backward takes longer in it than the plain products do."""
+    """Run matrix products in bfloat16, without fused attention, whose backward is slower there than plain products."""
     with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 def agreed(value: float) -> float:
-    """The first rank's number, on every rank: a clock that is read by each would not end them at the same step."""
+    """Return the first rank's number on every rank: with a clock per rank they would not stop at the same step."""
     return float(comm.broadcast(torch.tensor(value, dtype=torch.float64), current_context()))
 
 
 @narrow()
 def held_out_loss(model: NxDModel, tokens: Tensor) -> float:
-    """The loss over text that the model has not seen, in windows one after the other."""
+    """Return the loss over held-out text, in consecutive windows."""
     windows = tokens.unfold(0, LENGTH, LENGTH - 1)  # the first token of a window is given, not predicted
     parts = windows.split(BATCH)
     return sum(model.run_eval(input_ids=part, labels=part).item() * len(part) for part in parts) / len(windows)
@@ -153,7 +153,7 @@ def train(folder: Path, seconds: float) -> Trained:
 
 def main(folder: str, seconds: str, parent: str) -> None:
     die_with_parent(int(parent))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # puts the terminal in order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # restores the terminal
     dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
     trained = train(Path(folder), float(seconds))
     if dist.get_rank() == 0:
