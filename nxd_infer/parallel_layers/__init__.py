@@ -1,4 +1,4 @@
-"""Layers whose weights are split over ranks, and what belongs to them. Names are resolved on first use."""
+"""Layers whose weights are split over ranks, and their helpers. Names are resolved on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parallel layers share: their context, their parameters' layouts, initialisation, and index buffers."""
+"""The base of the parallel layers: context, parameter layouts, initialisation, and index buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Self = TypeVar("Self", bound="ParallelLayer")
 
 
 def device_of(device: DeviceLike) -> torch.device | None:
-    """A torch.device, or None for PyTorch's default one. ``False`` (the document's default) is None too."""
+    """Return a torch.device, or None for PyTorch's default. ``False``, the documented default, also means None."""
     if device is None or device is False:
         return None
     if device is True:
@@ -34,7 +34,7 @@ def device_of(device: DeviceLike) -> torch.device | None:
 
 
 def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) -> AxisPlan:
-    """The plan of an axis of ``size``: equal pieces of each of ``stride`` sections, padded when asked for."""
+    """Return the plan of an axis of ``size``: equal pieces of each of ``stride`` sections, padded on request."""
     if not pad:
         return AxisPlan.strided(size, stride)
     if stride == 1:
@@ -45,16 +45,16 @@ def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) 
 
 @contextlib.contextmanager
 def real_cpu_tensors() -> Iterator[None]:
-    """Inside, tensors have values, even while a model is built on the meta device or out of fake tensors."""
+    """Create real CPU tensors inside, even while a model is built on the meta device or with fake tensors."""
     with unset_fake_temporarily(), torch.device("cpu"):
         yield
 
 
 class ParallelLayer(nn.Module):
-    """A module whose parameters are cut over one axis.
+    """A module whose parameters are sharded over one axis.
 
-    It keeps the context it was built with, and uses it forward and backward; built without any, its degree is 1 and
-    it is plain PyTorch. It holds an axis *name* and no process group, so it can be copied and pickled.
+    It keeps the context that it was built in, for forward and backward. Without a context its degree is 1 and it is
+    plain PyTorch. It holds an axis *name* instead of a process group, so it can be copied and pickled.
     """
 
     def __init__(self, process_group: object = None):
@@ -75,7 +75,7 @@ class ParallelLayer(nn.Module):
 
     @property
     def tensor_parallel_group(self) -> str:
-        """The axis name; every function of this package that takes a group takes it."""
+        """The axis name, which every function of this package accepts as a group."""
         return self.axis
 
     # --- parameters -----------------------------------------------------------------------------------
@@ -83,18 +83,18 @@ class ParallelLayer(nn.Module):
     def new_parameter(
         self, name: str, dtype: torch.dtype, device: torch.device | None, sources: Any = None, stride: int = 1
     ) -> None:
-        """Register an empty parameter of this rank's shape that carries its layout.
+        """Register an empty parameter of this rank's shape, with its layout attached.
 
-        A parameter without a sharded axis gets no layout: it is replicated.
+        A parameter without a sharded axis is replicated and gets no layout.
         """
         shape = ParamLayout.of(self.axes_of(name)).rank_shape(self.degree)
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self._attach(name, sources, stride)
 
     def replace_parameters(self, plans: dict[str, AxisPlan], **tensors: Tensor) -> None:
-        """Give the layer other plans (``plan_name -> plan``) and this rank's tensors for them, as ``pad_model`` does.
+        """Replace the layer's plans (``plan_name -> plan``) and this rank's tensors for them, as ``pad_model`` does.
 
-        Only what is named changes: ``layer.replace_parameters({"output_plan": plan}, weight=w, bias=b)``.
+        Only the named ones change: ``layer.replace_parameters({"output_plan": plan}, weight=w, bias=b)``.
         """
         for name, plan in plans.items():
             setattr(self, name, plan)
@@ -114,13 +114,13 @@ class ParallelLayer(nn.Module):
         """Derive sizes and indices from the layer's plans."""
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
-        """The axes of a parameter by the layer's current plans."""
+        """Return the axes of a parameter under the layer's current plans."""
         raise NotImplementedError(f"{type(self).__name__} does not say how {name!r} is laid out")
 
     def init_parameter(self, name: str, fills: Fill | dict[str, Fill], keep_master: bool = False) -> Tensor | None:
-        """Fill a parameter with its part of freshly drawn logical tensors (one ``Fill`` a source).
+        """Fill a parameter with its part of newly drawn logical tensors (one ``Fill`` per source).
 
-        Returns the master in at least float32 when asked to keep it. Does nothing on the meta device.
+        With ``keep_master``, return the master weight in at least float32. Does nothing on the meta device.
         """
         param, layout = getattr(self, name), layout_of(self, name)
         if param.is_meta:
@@ -137,21 +137,21 @@ class ParallelLayer(nn.Module):
         return next(iter(masters.values())) if keep_master else None
 
     def require_divisible(self, what: str, plan: AxisPlan) -> None:
-        """Raise ShardingError when the axis does not divide and has not been padded."""
+        """Raise ShardingError if the axis does not divide and is not padded."""
         fix = "build the layer (and the one it is paired with) with pad=True" if hasattr(self, "pad") else ""
         plan.require_exact(self.degree, f"{type(self).__name__}: {what}", fix)
 
-    # --- index buffers: constants that every rank holds alike ------------------------------------------
+    # --- index buffers: constants that are equal on every rank -----------------------------------------
 
     def use_index(self, name: str, index: Tensor | None) -> None:
-        """Hold ``index`` (int64, or None) as a non-persistent buffer that survives ``to_empty``."""
+        """Register ``index`` (int64, or None) as a non-persistent buffer that survives ``to_empty``."""
         self._index_values[name] = index
         device = next((p.device for p in self._parameters.values() if p is not None and not p.is_meta), None)
         value = index if index is None or device is None else index.to(device)
         self.register_buffer(name, value, persistent=False)
 
     def gather_output_features(self, y: Tensor, plan: AxisPlan, index_name: str, dim: int = -1) -> Tensor:
-        """Each rank's outputs -> all logical ones in order: filling dropped, replicas taken once."""
+        """Gather the ranks' outputs into the logical ones in order: drop padding, take replicas once."""
         y = mappings.gather_from_tensor_model_parallel_region_with_dim(y, dim, self.axis, context=self.context)
         index = getattr(self, index_name)
         if index is not None:
@@ -159,7 +159,7 @@ class ParallelLayer(nn.Module):
         return y.narrow(dim, 0, plan.size) if y.shape[dim] != plan.size else y
 
     def scatter_input_features(self, x: Tensor, plan: AxisPlan, index_name: str, dim: int = -1) -> Tensor:
-        """All logical inputs -> this rank's: laid out by ``plan``, then cut evenly."""
+        """Reduce all logical inputs to this rank's: lay them out by ``plan``, then split evenly."""
         index = getattr(self, index_name)
         if index is not None:
             x = torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim).index_select(dim, index)
@@ -168,28 +168,28 @@ class ParallelLayer(nn.Module):
         return mappings.scatter_to_tensor_model_parallel_region_with_dim(x, dim, self.axis, context=self.context)
 
     def gather_index_of(self, plan: AxisPlan) -> Tensor | None:
-        """The index that :meth:`gather_output_features` needs; None when cutting the end off is enough."""
+        """Return the index for :meth:`gather_output_features`, or None if it only needs to cut off the end."""
         if self._in_order(plan):
             return None
         with real_cpu_tensors():
             return plan.gather_index(self.degree)
 
     def scatter_index_of(self, plan: AxisPlan) -> Tensor | None:
-        """The index that :meth:`scatter_input_features` needs; None when zeros at the end are enough."""
+        """Return the index for :meth:`scatter_input_features`, or None if it only needs zeros at the end."""
         if self._in_order(plan):
             return None
         with real_cpu_tensors():
             return plan.scatter_index(self.degree)
 
     def _in_order(self, plan: AxisPlan) -> bool:
-        """Whether the gathered axis is the logical one, perhaps with filling at its end."""
+        """Return whether the gathered axis is the logical one, possibly with padding at its end."""
         pieces = coalesce(piece for rank in range(self.degree) for piece in plan.runs(self.degree, rank))
         return not plan.sharded or pieces[:1] == (Run("", 0, plan.size),)
 
-    # --- gradients of weights whose axis repeats elements or holds filling -------------------------------
+    # --- gradients of weights whose axis repeats elements or holds padding -------------------------------
 
     def elements_of(self, plan: AxisPlan) -> mappings.Elements | None:
-        """What :meth:`logical` needs to know of an axis; None when each local element is one logical element."""
+        """Return the element map for :meth:`logical`, or None if each local element is one logical element."""
         repeated = plan.duplicated(self.degree)
         if not repeated and not any(isinstance(piece, Filling) for piece in plan.runs(self.degree, self.rank)):
             return None
@@ -197,10 +197,10 @@ class ParallelLayer(nn.Module):
             return mappings.Elements(plan.rank_index(self.degree, self.rank), plan.size, repeated)
 
     def logical(self, param: Tensor, elements: mappings.Elements | None, dim: int = 0) -> Tensor:
-        """``param`` itself; copies of an element share one gradient, and filling gets none."""
+        """Return ``param`` with the logical gradient: copies of an element share one gradient, padding gets none."""
         return mappings.with_logical_gradient(param, elements, dim, self.axis, context=self.context)
 
-    # --- the layout survives whatever replaces the parameters -------------------------------------------
+    # --- keep the layout when parameters are replaced ---------------------------------------------------
 
     def _apply(self: Self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -208,7 +208,7 @@ class ParallelLayer(nn.Module):
         for name, index in self._index_values.items():
             buffer = getattr(self, name)
             if index is not None and not buffer.is_meta:
-                buffer.copy_(index)  # to_empty() has just lost it
+                buffer.copy_(index)  # to_empty() has just erased it
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,4 +217,4 @@ class ParallelLayer(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        restore_attributes(self)  # load_state_dict(assign=True) puts other parameters in
+        restore_attributes(self)  # load_state_dict(assign=True) replaces the parameters

@@ -1,4 +1,4 @@
-"""``parallel_layers.save`` and ``load``: one folder a model-parallel rank.
+"""``parallel_layers.save`` and ``load``: one folder per model-parallel rank.
 
 ::
 
@@ -6,8 +6,8 @@
     save_dir/tp_rank_00_pp_rank_00                               # save(..., save_xser=True): JSON
     save_dir/tp_rank_00_pp_rank_00.tensors/tensor_0.<id>.safetensors
 
-Source: API guide, "Checkpointing". The folders are the documented ones, the contents are safetensors and JSON. What the
-reference wrote (``checkpoint.pt``; a pickle beside ``tensor_0.pt``) can be read, with ``weights_only=True``.
+Source: API guide, "Checkpointing". The folders are the documented ones, the contents are safetensors and JSON.
+Checkpoints of the reference (``checkpoint.pt``; a pickle beside ``tensor_0.pt``) are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ def save(
     save_xser: bool = False,
     down_cast_bf16: bool = False,
 ) -> None:
-    """Save this rank's ``state_dict`` in ``save_dir``; every rank calls it. Ranks of data-parallel rank 0 write.
+    """Save this rank's ``state_dict`` in ``save_dir``. Every rank calls this; those of data-parallel rank 0 write.
 
     Args:
-        state_dict: what one would give to ``torch.save``, such as ``{"model": model.state_dict(), "step": 3}``:
-            tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them. A dataclass
-            comes back as its class where ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
+        state_dict: what ``torch.save`` would take, such as ``{"model": model.state_dict(), "step": 3}``: tensors,
+            arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of these. A dataclass comes back
+            as its class if ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
             :mod:`~nxd_infer.layout.files.values`.
         save_serially: one model-parallel rank writes at a time.
-        save_xser: a file a tensor, written one by one: less memory. Load it with ``load_xser=True``.
-        down_cast_bf16: store floating tensors as bfloat16; ``state_dict`` itself is not changed.
+        save_xser: one file per tensor, written one by one: less memory. Load it with ``load_xser=True``.
+        down_cast_bf16: store floating-point tensors as bfloat16; ``state_dict`` itself is not modified.
 
-    A rank's part is replaced in one step: an interrupted save leaves the old one, and :func:`load` refuses parts of two
-    different saves. Returns when all ranks are done. Raises CheckpointError when a value cannot be stored, with the
-    path to it (``state_dict['a'][3]``), or a file not be written, and on the other ranks when one of them failed;
-    NotInitializedError in one of several processes before ``initialize_model_parallel()``: all would write one file.
+    A rank's part is replaced atomically: an interrupted save leaves the old one, and :func:`load` rejects parts of two
+    different saves. Returns when all ranks are done. Raises CheckpointError if a value cannot be stored, with the path
+    to it (``state_dict['a'][3]``), or if a file cannot be written, and on all other ranks if one fails. Raises
+    NotInitializedError in one of several processes before ``initialize_model_parallel()``, where all would write the
+    same file.
     """
     require_no_lonely_rank("save")
     context = current_context()
@@ -79,7 +80,7 @@ def save(
 
 
 def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serially: bool) -> None:
-    """Run ``write`` on every rank, one after the other when ``serially``; all learn of a failure of any."""
+    """Run ``write`` on every rank, one after another if ``serially``; if one fails, all raise."""
     failure: Exception | None = None
     failed = 0  # 1 + the global rank that failed
     for stage in range(context.pp.degree if serially else 1):
@@ -92,7 +93,7 @@ def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serial
                     failure, failed = error, context.rank + 1
             failed = _agree(failed, context, "tp")
         failed = _agree(failed, context, "pp")
-    for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
+    for axis in ("tp", "dp", "cp"):  # ranks that do not write wait for those that do
         failed = _agree(failed, context, axis)
     if isinstance(failure, OSError):
         raise CheckpointError(f"the checkpoint could not be written: {failure}") from failure
@@ -103,14 +104,14 @@ def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serial
 
 
 def _agree(failed: int, context: ParallelContext, axis: str) -> int:
-    """The largest ``failed`` of the axis; waits until all have come here."""
+    """Return the largest ``failed`` of the axis; waits for all ranks."""
     if context.axis(axis).degree == 1:
         return failed
     return int(comm.all_reduce(torch.tensor([failed]), context, axis, "max"))
 
 
 def _new_save(context: ParallelContext) -> int:
-    """A number that all parts of one save share, so that parts of two saves are never taken for one checkpoint."""
+    """Return a number shared by all parts of a save, so that parts of two saves are never mixed."""
     number = torch.tensor([secrets.randbits(62)])
     for axis in ("pp", "tp"):
         number = comm.broadcast(number, context, axis, 0)
@@ -127,23 +128,23 @@ def load(
     model: nn.Module | torch.optim.Optimizer | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Load this rank's part of a checkpoint. Every rank may call it at its own time.
+    """Load this rank's part of a checkpoint. Ranks need not call it at the same time.
 
     Args:
-        load_dir: what was given to :func:`save`; with ``sharded=False`` a file, or a directory of safetensors.
-        model_or_optimizer: takes ``checkpoint[model_key]``; also as ``model=``.
-        model_key: where the model is in the checkpoint.
+        load_dir: the ``save_dir`` of :func:`save`; with ``sharded=False`` a file, or a directory of safetensors.
+        model_or_optimizer: loads ``checkpoint[model_key]``; also as ``model=``.
+        model_key: key of the model in the checkpoint.
         load_xser: the checkpoint was saved with ``save_xser=True``.
         sharded: False for one unsharded checkpoint with the logical names and shapes of the model: safetensors, or a
-            file of ``torch.save``. Each rank reads its part only. Then a module must be given.
+            file of ``torch.save``. Each rank reads only its part. This requires a module.
         strict: missing and unexpected names are an error, as in ``Module.load_state_dict``.
 
-    Returns the checkpoint without ``model_key`` when a model or optimizer was given, else all of it.
-    Raises CheckpointError when files are missing, damaged, of another degree, or hold code (which is never run), and
-    WeightMismatchError when an unsharded checkpoint does not belong to the model.
+    Returns the checkpoint, without ``model_key`` if a model or optimizer was passed.
+    Raises CheckpointError if files are missing, damaged, of another degree, or contain code (which is never run), and
+    WeightMismatchError if an unsharded checkpoint does not belong to the model.
     """
     if model is not None and model_or_optimizer is not None and model is not model_or_optimizer:
-        raise CheckpointError("load() takes model_or_optimizer or model, which mean the same, and not two")
+        raise CheckpointError("load() takes either model_or_optimizer or model, which mean the same; pass one of them")
     target = model if model is not None else model_or_optimizer
     if not sharded:
         return _load_unsharded(Path(load_dir), target, model_key, strict)
@@ -186,10 +187,10 @@ def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, An
 
 
 def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: bool, context: ParallelContext) -> None:
-    """Raise CheckpointError for a checkpoint of another degree, or one whose parts were not saved together."""
+    """Raise CheckpointError for a checkpoint of another degree, or with parts of different saves."""
     degrees = facts.get("degrees") or {}
     if not isinstance(degrees, dict) or not degrees.keys() <= {"tp", "pp"}:
-        raise CheckpointError(f"{path} is damaged: it says that it was saved at the degrees {degrees!r}")
+        raise CheckpointError(f"{path} is damaged: it claims the degrees {degrees!r}")
     for axis, saved in degrees.items():
         if saved != context.axis(axis).degree:
             raise CheckpointError(
@@ -232,9 +233,9 @@ def _load_unsharded(path: Path, target: Any, model_key: str, strict: bool) -> di
 
 
 def _with_fused_split(model: nn.Module, source: WeightSource) -> WeightSource:
-    """The logical tensors of fused parameters, where the checkpoint has the fused parameter as an unsharded model does.
+    """Return ``source`` with fused parameters split into their logical tensors, if it has fused, unsharded ones.
 
-    There the parts of ``weight_qkv`` lie one after the other.
+    In an unsharded model the parts of ``weight_qkv`` follow one another.
     """
     names = {name: name for name in source.keys()}  # noqa: SIM118 (a source is not a mapping)
     table: dict[str, str | tuple[str, int, int, int]] = dict(names)
@@ -259,8 +260,8 @@ def _rank_name(context: ParallelContext) -> str:
 def _require_other_form_absent(path: Path, there: bool, how: str) -> None:
     if there:
         raise CheckpointError(
-            f"{path} is there already, saved {how}; save to another directory, or remove it first "
-            "(one directory holds one kind of checkpoint)"
+            f"{path} already exists, saved {how}; save to another directory, or remove it first "
+            "(a directory holds one kind of checkpoint)"
         )
 
 
@@ -269,7 +270,7 @@ def _what_is_there(root: Path) -> str:
         return "it is not a directory"
     names = sorted(p.name for p in root.iterdir() if p.name.startswith("tp_rank_") and not p.name.endswith(".tensors"))
     if not names:
-        return "it holds no rank's checkpoint"
+        return "it has no checkpoint of any rank"
     return f"it holds {', '.join(names[:16])}: the degrees of saving and loading must be the same"
 
 

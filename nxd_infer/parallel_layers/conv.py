@@ -95,7 +95,7 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
-            ``nn.Conv2d``; ``groups`` must be 1. The bias is whole with ``gather_output``, else split.
+            ``nn.Conv2d``; ``groups`` must be 1. With ``gather_output`` every rank has the full bias, else it is split.
         gather_output: return all channels on every rank, else this rank's.
         dtype, device, init_method, keep_master_weight, tensor_model_parallel_group, reduce_dtype: as for
             ColumnParallelLinear.
@@ -154,7 +154,7 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
         self.elements = self.elements_of(plan)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[N, in, H, W]`` -> ``[N, out, H', W']``, or this rank's channels."""
+        """Map ``[N, in, H, W]`` to ``[N, out, H', W']``, or to this rank's channels."""
         self.require_divisible("out_channels", self.output_plan)
         x = mappings.copy_to_tensor_model_parallel_region(
             x, self.axis, context=self.context, reduce_dtype=self.reduce_dtype
@@ -173,8 +173,8 @@ class InputChannelParallelConv2d(_ParallelConv2d):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
-            ``nn.Conv2d``; ``groups`` must be 1. The bias is whole.
-        input_is_parallel: ``x`` holds this rank's channels already.
+            ``nn.Conv2d``; ``groups`` must be 1. Every rank has the full bias.
+        input_is_parallel: ``x`` already holds only this rank's channels.
         dtype, device, init_method, keep_master_weight, tensor_model_parallel_group, reduce_dtype: as for
             RowParallelLinear.
         partition_pad: pad the channels to a multiple of the degree with channels of zeros.
@@ -232,7 +232,7 @@ class InputChannelParallelConv2d(_ParallelConv2d):
         self.elements = self.elements_of(plan)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[N, in, H, W]``, or this rank's channels of it, -> ``[N, out, H', W']``."""
+        """Map ``[N, in, H, W]``, or this rank's channels of it, to ``[N, out, H', W']``."""
         self.require_divisible("in_channels", self.input_plan)
         if not self.input_is_parallel:
             x = self.scatter_input_features(x, self.input_plan, "input_index", dim=-3)

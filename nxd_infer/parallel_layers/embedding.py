@@ -28,15 +28,15 @@ class ParallelEmbedding(ParallelLayer):
         dtype, device: of the table. The output has the same dtype at every degree.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``nn.Embedding``.
         shard_across_embedding: split the embedding dimension instead of the vocabulary.
-        pad: fill the split dimension up to a multiple of the degree.
+        pad: pad the split dimension to a multiple of the degree.
         sequence_parallel_enabled: return this rank's piece of the sequence.
-        sequence_dimension: where the sequence is; None is 0, as in the reference.
+        sequence_dimension: dimension of the sequence; None is 0, as in the reference.
         collect_output: False returns this rank's part: a partial sum, or its slice of the embedding dimension.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
-        use_spmd_rank: accepted; the rank is always data here, so every rank's exported graph is the same.
+        use_spmd_rank: accepted, no effect; the rank is always data here, so all ranks export the same graph.
 
     Ids are ``[...]`` int64 or int32, the result is ``[..., embedding_dim]``. An id outside the vocabulary raises
-    IndexError at every degree (on CUDA a device-side assertion; an exported graph does not check).
+    IndexError at every degree (a device-side assertion on CUDA; an exported graph does not check).
     """
 
     weight: nn.Parameter
@@ -74,7 +74,7 @@ class ParallelEmbedding(ParallelLayer):
             )
         if sequence_parallel_enabled and not collect_output:
             raise ParallelConfigError(
-                "ParallelEmbedding: sequence_parallel_enabled=True returns a collected piece of the sequence; "
+                "ParallelEmbedding: sequence_parallel_enabled=True returns a summed piece of the sequence; "
                 "pass collect_output=True"
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -103,7 +103,7 @@ class ParallelEmbedding(ParallelLayer):
         self.embedding_dim_per_partition = local if self.shard_across_embedding else self.embedding_dim
         self.use_index("output_index", self.gather_index_of(self.plan) if self.shard_across_embedding else None)
         if not self.shard_across_embedding and not self._in_order(self.plan):
-            raise ParallelConfigError("ParallelEmbedding: a split vocabulary lies on the ranks in order")
+            raise ParallelConfigError("ParallelEmbedding: a split vocabulary must be on the ranks in order")
 
     def reset_parameters(self) -> None:
         """Give the table the logical values that ``nn.Embedding`` would have after the same seed."""
@@ -116,7 +116,7 @@ class ParallelEmbedding(ParallelLayer):
         self.init_parameter("weight", fill)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Ids ``[...]`` -> ``[..., embedding_dim]``; see the class."""
+        """Map ids ``[...]`` to ``[..., embedding_dim]``; see the class."""
         what = "embedding_dim" if self.shard_across_embedding else "num_embeddings"
         self.require_divisible(what, self.plan)
         here = {"process_group": self.axis, "context": self.context}
@@ -130,13 +130,13 @@ class ParallelEmbedding(ParallelLayer):
         y = self._look_up_own(input)
         if self.sequence_parallel_enabled:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, self.sequence_dimension, **here)
-        # A sum of one value and zeros is exact in every type, so it is taken in the type of the table.
+        # A sum of one value and zeros is exact in every dtype, so the table's dtype will do.
         return mappings.reduce_from_tensor_model_parallel_region(y, **here) if self.collect_output else y
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> Tensor:
-        """A plain lookup in this rank's table; ids count from its first row."""
+        """Look up ids in this rank's table, counted from its first row."""
         max_norm = self.max_norm
-        if max_norm is not None and torch.compiler.is_exporting():  # a graph reads its weights and changes none
+        if max_norm is not None and torch.compiler.is_exporting():  # a graph must not change its weights
             y = F.embedding(ids, self.weight)
             return (y * self._shortening(y, max_norm)).to(y.dtype)
         if max_norm is not None and self.shard_across_embedding and self.degree > 1:
@@ -150,7 +150,7 @@ class ParallelEmbedding(ParallelLayer):
         )
 
     def _shortening(self, rows: Tensor, max_norm: float) -> Tensor:
-        """``[..., 1]``: the factor that cuts each row down to ``max_norm``, over all ranks where they share rows."""
+        """Return the factors ``[..., 1]`` that limit each row to ``max_norm``; the norm covers all ranks of a row."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if self.shard_across_embedding and self.degree > 1:
             power = rows.abs().pow(self.norm_type).sum(-1, keepdim=True)
@@ -160,7 +160,7 @@ class ParallelEmbedding(ParallelLayer):
         return torch.where(norm > max_norm, max_norm / (norm + 1e-7), torch.ones_like(norm))
 
     def _look_up_own(self, ids: Tensor) -> Tensor:
-        """This rank's rows of the table, zeros for ids that other ranks hold."""
+        """Look up the ids that this rank holds; other ids give zeros."""
         rows = self.num_embeddings_per_partition
         first = comm.axis_rank(self.context, self.axis, ids.device) * rows
         local = ids - first
@@ -175,7 +175,7 @@ class ParallelEmbedding(ParallelLayer):
         if self.max_norm is None and not self.scale_grad_by_freq and not self.sparse:
             y = F.embedding(local.masked_fill(~own, 0), self.weight, padding_idx)
             return y.masked_fill(~own.unsqueeze(-1), 0)
-        # These options count or change the rows that are looked up, so only the own ones may be.
+        # These options count or change the looked-up rows, so look up only this rank's.
         y = self._look_up(local[own], padding_idx)
         return y.new_zeros((*ids.shape, self.embedding_dim)).index_put((own,), y)
 

@@ -1,8 +1,8 @@
-"""Gradients over ranks: which elements a rank counts, the norm of all of them, clipping, and what must be summed.
+"""Gradients over ranks: the elements that a rank counts, the global norm, clipping, and sums over ranks.
 
-A parameter that every tensor-parallel rank holds is counted once; one that is split is counted piece by piece; of
-elements that lie in several places (replicated key/value heads) the first owner counts; filling counts nowhere; a tied
-parameter is one parameter. So the norm is that of the whole model, whatever the degrees.
+A parameter that every tensor-parallel rank holds counts once; a split parameter counts piece by piece; of replicated
+elements (key/value heads) only the first owner's counts; padding does not count; a tied parameter is one parameter. So
+the norm is that of the whole model at any degrees.
 
 Source: API guide, "Gradient Clipping".
 """
@@ -37,24 +37,24 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Share:
-    """A gradient with the elements of it that this rank counts."""
+    """A gradient and the ranges of it that this rank counts."""
 
     grad: Tensor
     spans: Spans
     over_dp: bool = False
-    """Whether the data-parallel ranks hold different elements (ZeRO-1), so that theirs are counted too."""
+    """Whether data-parallel ranks hold different elements (ZeRO-1), so that all of theirs count."""
 
 
-# --- what a rank counts -----------------------------------------------------------------------------------
+# --- the elements that a rank counts ----------------------------------------------------------------------
 
 
 def split_over_ranks(param: Tensor) -> bool:
-    """Whether the tensor-parallel ranks hold different elements of ``param``."""
+    """Return whether the tensor-parallel ranks hold different elements of ``param``."""
     return bool(getattr(param, "tensor_model_parallel", False)) and getattr(param, "num_partitions", 2) > 1
 
 
 def counted_spans(param: Tensor, context: ParallelContext | None = None) -> Spans:
-    """The elements of the flattened ``param`` that this rank counts in a norm over all ranks, as ranges."""
+    """Return the ranges of the flattened ``param`` that this rank counts in a norm over all ranks."""
     tp = (current_context() if context is None else context).tp
     if getattr(param, "nxd_spans", None) is not None:  # a range of a flat bucket; see nxd_infer.optimizer
         return param.nxd_spans  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,7 +80,7 @@ def _spans_of(mask: Tensor) -> Spans:
 
 
 def cut_spans(spans: Spans, start: int, stop: int) -> Spans:
-    """The part of ``spans`` inside ``start..stop``, counted from ``start``."""
+    """Return the part of ``spans`` inside ``start..stop``, relative to ``start``."""
     cut = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
     return tuple((a, b) for a, b in cut if a < b)
 
@@ -89,7 +89,7 @@ def cut_spans(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def norm_order(norm_type: float | int | str) -> float:
-    """The ``p`` of a norm; ``"inf"`` is infinity. Raises ParallelConfigError for what is no positive number."""
+    """Return the ``p`` of a norm; ``"inf"`` is infinity. Raises ParallelConfigError unless it is positive."""
     try:
         p = float(norm_type)
     except (TypeError, ValueError):
@@ -100,10 +100,10 @@ def norm_order(norm_type: float | int | str) -> float:
 
 
 def total_norm(shares: Sequence[Share], p: float, context: ParallelContext, *, zero1: bool = False) -> Tensor:
-    """The p-norm over all ranks of everything counted, as a 0-d tensor in float32 or float64.
+    """Return the p-norm of all counted elements over all ranks, a 0-d float32 or float64 tensor.
 
-    Every tensor-parallel rank must call it; with ``zero1`` every data-parallel rank too. Sums that overflow float32
-    are taken again in float64, so a norm is only non-finite when a gradient is.
+    Every tensor-parallel rank must call it, with ``zero1`` also every data-parallel rank. If a sum overflows float32,
+    it is computed again in float64, so the norm is non-finite only if a gradient is.
     """
     norm = _combined_norm(shares, p, context, zero1, wide=False)
     if not torch.isfinite(norm):
@@ -120,7 +120,7 @@ def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, 
 
 
 def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:
-    """In float32, or in float64 when asked for and for float64 gradients."""
+    """Return this rank's norm, in float64 if ``wide`` or for float64 gradients, else in float32."""
     parts = [part for share in shares for part in _counted(share)]
     if not parts:
         kind = torch.float64 if wide else torch.float32
@@ -152,19 +152,19 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _over_ranks(norm: Tensor, p: float, context: ParallelContext, axis: str) -> Tensor:
-    """The norm of the ranks' norms, in the widest of their types, bit-equal on all; at degree 1 the same tensor."""
+    """Return the norm of the ranks' norms in their widest dtype, bit-equal on all ranks; at degree 1 ``norm``."""
     if context.axis(axis).degree == 1:
         return norm
     wide = norm.double()
     is_wide = torch.full_like(wide, norm.dtype == torch.float64)  # a rank that counts nothing cannot tell
-    # A maximum over ranks may lose a NaN, so whether there is one travels beside it.
+    # A maximum over ranks may lose a NaN, so a NaN flag is reduced with it.
     top, missing, is_wide = comm.all_reduce(
         torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan(), is_wide]), context, axis, "max"
     )
     dtype = torch.float64 if is_wide else torch.float32
     if math.isinf(p):
         return top.masked_fill(missing > 0, math.nan).to(dtype)
-    # Divided by the largest, because its p-th power may be no float64.
+    # Divide by the largest norm, because its p-th power may overflow float64.
     scale = torch.where(torch.isfinite(top) & (top > 0), top, torch.ones_like(top))
     total = comm.all_reduce((wide / scale).pow(p), context, axis)
     return (scale * total.pow(1 / p)).to(dtype)
@@ -189,7 +189,7 @@ def clip_with_norm(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> No
 
 
 def nonfinite(shares: Sequence[Share | None], context: ParallelContext, *, zero1: bool = False) -> list[int]:
-    """The places in ``shares`` whose gradient holds a NaN or an infinity on any rank; the same on every rank."""
+    """Return the indices in ``shares`` whose gradient is NaN or infinite on any rank; the same on every rank."""
     flags = [0 if share is None or bool(torch.isfinite(_values(share.grad)).all()) else 1 for share in shares]
     device = next((share.grad.device for share in shares if share is not None), None)
     found = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -208,11 +208,11 @@ def get_grad_norm(
     zero1_optimizer: bool = False,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The norm of the gradients of the whole model over all ranks, as ``torch.nn.utils.get_total_norm``.
+    """Return the norm of the whole model's gradients over all ranks, like ``torch.nn.utils.get_total_norm``.
 
-    ``parameters`` are this rank's: an iterable (a generator too) or one tensor; those without a gradient do not count.
-    With ``zero1_optimizer`` they are the pieces that a ZeRO-1 optimizer steps, and the data-parallel ranks are summed.
-    Gradients must have been averaged over the data-parallel ranks. Every rank must call it.
+    ``parameters`` are this rank's: an iterable (also a generator) or one tensor; those without a gradient do not count.
+    With ``zero1_optimizer`` they are the pieces that a ZeRO-1 optimizer updates, and the norm covers the data-parallel
+    ranks too. Gradients must already be averaged over the data-parallel ranks. Every rank must call it.
 
     Returns a 0-d float32 tensor (float64 for float64 gradients), the same on every rank.
     """
@@ -229,10 +229,10 @@ def clip_grad_norm(
     zero1_optimizer: bool = False,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Scale the gradients of the whole model so that their norm is at most ``max_norm``; return the norm before.
+    """Scale the whole model's gradients to a norm of at most ``max_norm``; return the norm before scaling.
 
-    Takes what :func:`get_grad_norm` takes. ``norm_type`` is any positive number, ``inf`` or ``"inf"``. Without
-    parallelism it does what ``torch.nn.utils.clip_grad_norm_`` does.
+    The arguments are those of :func:`get_grad_norm`. ``norm_type`` is any positive number, ``inf`` or ``"inf"``.
+    Without parallelism this equals ``torch.nn.utils.clip_grad_norm_``.
     """
     context = current_context() if context is None else context
     shares = _shares(parameters, context, zero1_optimizer)
@@ -250,10 +250,10 @@ def _shares(parameters: Iterable[Tensor] | Tensor, context: ParallelContext, ove
 def allreduce_sequence_parallel_gradients(
     source: torch.optim.Optimizer | Iterable[Tensor], *, context: ParallelContext | None = None
 ) -> None:
-    """Sum over the tensor-parallel ranks what each computed from its own piece of the sequence.
+    """Sum gradients over the tensor-parallel ranks, each of which has seen only its piece of the sequence.
 
-    ``source`` is an optimizer or parameters, of which those marked ``sequence_parallel_enabled`` (norm weights) are
-    taken. One collective a dtype. The optimizers of this package do it in their step: call it only without them, once
+    ``source`` is an optimizer or parameters; only those marked ``sequence_parallel_enabled`` (norm weights) are summed,
+    with one collective per dtype. The optimizers of this package do this in their step: call it only without them, once
     after the last backward of a step.
     """
     context = current_context() if context is None else context
@@ -263,12 +263,12 @@ def allreduce_sequence_parallel_gradients(
 
 
 def is_sequence_parallel(param: Tensor) -> bool:
-    """Whether the gradients of ``param`` on the tensor-parallel ranks are parts of one sum."""
+    """Return whether the gradients of ``param`` on the tensor-parallel ranks are partial sums."""
     return bool(getattr(param, "sequence_parallel_enabled", False)) and not split_over_ranks(param)
 
 
 def sum_over_tp(grads: Iterable[Tensor], context: ParallelContext) -> None:
-    """Sum tensors in place over the tensor-parallel ranks, in at least float32, one collective a dtype."""
+    """Sum tensors in place over the tensor-parallel ranks, in at least float32, with one collective per dtype."""
     if context.tp.degree == 1:
         return
     for group in _by_type(grads):

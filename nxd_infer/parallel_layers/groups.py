@@ -1,7 +1,7 @@
-"""Which axis a ``process_group`` argument means.
+"""Resolve a ``process_group`` argument to an axis.
 
-The reference's layers take a process group; ours keep an axis name, since a module that holds a group can be neither
-copied nor pickled, and a group's name differs from rank to rank.
+The reference's layers take a process group. Ours keep an axis name, because a module that holds a group cannot be
+copied or pickled, and a group's name differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from nxd_infer.errors import ParallelConfigError
 
 
 def axis_of(process_group: object, context: ParallelContext) -> str:
-    """``None`` is the tensor-parallel axis; an axis name is itself; a group is the axis whose ranks it has.
+    """Return the axis of a process group: tp for ``None``, an axis name itself, or the axis with the group's ranks.
 
-    A group is one of torch.distributed, a list of ranks, or a list of such lists of which this rank's counts
-    (``get_tensor_model_parallel_group(as_list=True)``).
+    A group is a torch.distributed group, a list of ranks, or a list of such lists, of which the one with this rank is
+    used (``get_tensor_model_parallel_group(as_list=True)``).
 
-    Raises ParallelConfigError for a name that is no axis and for a group that is none of this rank's.
+    Raises ParallelConfigError for an unknown axis name and for a group that is not one of this rank's.
     """
     if process_group is None:
         return "tp"
@@ -29,13 +29,13 @@ def axis_of(process_group: object, context: ParallelContext) -> str:
         if context.axis(axis).ranks == ranks:
             return axis
     raise ParallelConfigError(
-        f"the process group {process_group!r} with ranks {list(ranks)} is no parallel group of rank {context.rank}; "
+        f"the process group {process_group!r} with ranks {list(ranks)} is not a parallel group of rank {context.rank}; "
         f"pass None or one of the axis names {', '.join(AXES)}"
     )
 
 
 def _ranks_of(process_group: object, rank: int) -> tuple[int, ...]:
-    """Global ranks of a group; of several groups, of the one that ``rank`` is in."""
+    """Return the global ranks of a group; of several groups, those of the group with ``rank``."""
     import torch.distributed as dist
 
     if isinstance(process_group, list | tuple):
@@ -48,5 +48,5 @@ def _ranks_of(process_group: object, rank: int) -> tuple[int, ...]:
     if ranks is not None:
         return tuple(ranks)
     raise ParallelConfigError(
-        f"a process group is None, an axis name or a group of parallel_state, not {type(process_group).__name__}"
+        f"a process group must be None, an axis name or a group of parallel_state, got {type(process_group).__name__}"
     )

@@ -1,4 +1,4 @@
-"""Norms that may see only their rank's piece of the sequence."""
+"""Norms that can run on one rank's piece of the sequence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Self = TypeVar("Self", bound="SequenceParallelWeights")
 
 
 def mark_sequence_parallel(*parameters: Tensor | None) -> None:
-    """Say of whole parameters that each tensor-parallel rank uses them on its own piece of the sequence.
+    """Mark replicated parameters that each tensor-parallel rank uses on its own piece of the sequence.
 
-    Their gradients are then parts of one sum; the optimizers of ``nxd_infer.trainer`` take it in their step.
+    Their gradients are then partial sums; the optimizers of ``nxd_infer.trainer`` add them up in their step.
     """
     for parameter in parameters:
         if parameter is not None:
@@ -28,7 +28,7 @@ def mark_sequence_parallel(*parameters: Tensor | None) -> None:
 class SequenceParallelWeights(nn.Module):
     """A module whose own parameters are marked when ``sequence_parallel_enabled`` is set.
 
-    Copies, ``to_empty`` and ``load_state_dict(assign=True)`` put other parameters in; those are marked again.
+    Copies, ``to_empty`` and ``load_state_dict(assign=True)`` replace the parameters; the new ones are marked again.
     """
 
     sequence_parallel_enabled = False

@@ -1,4 +1,4 @@
-"""The parallel layers by the module path that ported code imports them from."""
+"""The parallel layers, under the module path that ported code imports."""
 
 from nxd_infer.parallel_layers.base import ParallelLayer as BaseParallelLayer
 from nxd_infer.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d

@@ -1,6 +1,6 @@
 """Linear layers whose weight is split over the tensor-parallel ranks, by rows (column parallel) or by columns.
 
-Weights are ``[out, in]`` as in ``nn.Linear``. The pair of them makes a block with one collective each way::
+Weights are ``[out, in]`` as in ``nn.Linear``. A pair of these layers needs one collective in each direction::
 
     x (replicated) -> ColumnParallelLinear(gather_output=False) -> RowParallelLinear(input_is_parallel=True) -> y
 
@@ -27,29 +27,29 @@ class ColumnParallelLinear(ParallelLayer):
 
     Args:
         input_size, output_size: logical sizes, as in ``nn.Linear``.
-        bias: add a bias. It is whole on every rank with ``gather_output``, else split like the outputs.
+        bias: add a bias. With ``gather_output`` every rank holds the full bias, else it is split like the outputs.
         gather_output: return all ``output_size`` outputs on every rank, else this rank's.
-        sequence_parallel_enabled: ``x`` holds this rank's piece of the sequence and is gathered first; the gradient
-            goes back by reduce-scatter.
+        sequence_parallel_enabled: ``x`` is this rank's piece of the sequence and is gathered first; the backward is a
+            reduce-scatter.
         dtype, device: of the parameters. Device None is PyTorch's default device.
-        stride: the outputs are ``stride`` blocks (gate and up, say), and each rank holds a piece of every block.
+        stride: the outputs consist of ``stride`` blocks (such as gate and up), and each rank holds a piece of each.
         init_method: fills the *logical* ``[output_size, input_size]`` weight in place; default as in ``nn.Linear``.
-        sequence_dimension: where the sequence is; None is 0, as in the reference.
-        keep_master_weight: keep the whole initial weight in float32 (or wider) as ``master_weight``, and the bias as
+        sequence_dimension: dimension of the sequence; None is 0, as in the reference.
+        keep_master_weight: keep the full initial weight in float32 (or wider) as ``master_weight``, and the bias as
             ``master_bias``.
         skip_bias_add: return ``(y, bias)`` and leave the addition to the caller.
         pad: pad the outputs to the next multiple of the degree (times ``pad_alignment_size_per_rank``) with zero rows.
         keep_padded_output: with ``pad`` and ``gather_output``, return the padded columns too, filled with the lowest
             finite value so that they never win an argmax.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
-        reduce_dtype: gradients of the input are summed over ranks in this type (float64 stays float64).
-        output_plan: how the outputs lie on the ranks, for heads and vocabularies; default: equal pieces.
+        reduce_dtype: gradients of the input are summed over ranks in this dtype (float64 stays float64).
+        output_plan: how the outputs are placed on the ranks, for heads and vocabularies; default: equal pieces.
         input_is_shared: several layers read this input, and the caller has entered the parallel region once for all of
-            them (``copy_to_tensor_model_parallel_region`` or ``gather_from_sequence_parallel_region``), so that their
-            gradients travel together. The layer then communicates nothing on its way in.
+            them (``copy_to_tensor_model_parallel_region`` or ``gather_from_sequence_parallel_region``), so that one
+            collective sums their gradients. The layer itself then does not communicate its input.
 
-    ``x`` is ``[..., input_size]`` with any number of leading dimensions. An ``output_size`` that does not divide over
-    the ranks raises ShardingError at the first call, so that ``pad_model`` can be applied before.
+    ``x`` is ``[..., input_size]`` with any number of leading dimensions. If ``output_size`` does not divide over the
+    ranks, the first call raises ShardingError, so ``pad_model`` can be applied before.
     """
 
     weight: nn.Parameter
@@ -129,7 +129,7 @@ class ColumnParallelLinear(ParallelLayer):
             self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """``[..., input_size]`` -> ``[..., output_size]`` (gathered) or this rank's outputs; see the class."""
+        """Map ``[..., input_size]`` to ``[..., output_size]`` (gathered) or this rank's outputs; see the class."""
         plan, here = self.output_plan, {"process_group": self.axis, "context": self.context}
         self.require_divisible("output_size", plan)
         if self.sequence_parallel_enabled:
@@ -163,13 +163,13 @@ class RowParallelLinear(ParallelLayer):
 
     Args:
         input_size, output_size, bias, dtype, device, stride, init_method, sequence_dimension, keep_master_weight,
-            skip_bias_add, pad, tensor_model_parallel_group: as for ColumnParallelLinear. The bias is whole.
-        input_is_parallel: ``x`` is already this rank's piece, as a column-parallel layer leaves it.
+            skip_bias_add, pad, tensor_model_parallel_group: as for ColumnParallelLinear. Every rank has the full bias.
+        input_is_parallel: ``x`` is already this rank's piece, the output of a column-parallel layer.
         sequence_parallel_enabled: return this rank's piece of the sequence (a reduce-scatter instead of an
             all-reduce). Needs ``input_is_parallel=True``.
         reduce_output: False returns this rank's partial sum; then there must be no bias to add.
-        reduce_dtype: the results are summed over ranks in this type and cast back (float64 stays float64).
-        input_plan: how the inputs lie on the ranks; the ``output_plan`` of the layer before.
+        reduce_dtype: the results are summed over ranks in this dtype and cast back (float64 stays float64).
+        input_plan: how the inputs are placed on the ranks; the ``output_plan`` of the layer before.
     """
 
     weight: nn.Parameter
@@ -236,7 +236,7 @@ class RowParallelLinear(ParallelLayer):
         plan = self.input_plan
         if plan.duplicated(self.degree):
             raise ShardingError(
-                "RowParallelLinear sums the ranks' results, so an input must not lie on two of them: "
+                "RowParallelLinear sums the ranks' results, so no input may be on two ranks: "
                 f"the plan of its {plan.size} inputs repeats some at degree {self.degree}"
             )
         self.input_size_per_partition = plan.local_size(self.degree)
@@ -254,7 +254,7 @@ class RowParallelLinear(ParallelLayer):
             self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """``[..., input_size]``, or this rank's part of it, -> ``[..., output_size]``; see the class."""
+        """Map ``[..., input_size]``, or this rank's part of it, to ``[..., output_size]``; see the class."""
         here = {"process_group": self.axis, "context": self.context}
         self.require_divisible("input_size", self.input_plan)
         if not self.input_is_parallel:

@@ -1,4 +1,4 @@
-"""Losses of logits whose vocabulary is split over the tensor-parallel ranks, without gathering them.
+"""Losses for logits whose vocabulary is split over the tensor-parallel ranks, without gathering the logits.
 
 Source: API guide, "Loss functions".
 """
@@ -16,9 +16,10 @@ __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
 
 class _LogProbs(torch.autograd.Function):
-    """Of each target its log-probability, and with it the mean log-probability of the whole vocabulary.
+    """The log-probability of each target, and the mean log-probability over the whole vocabulary.
 
-    Two collectives: the largest logit, then one sum of everything else. Columns from ``vocabulary`` on are filling.
+    Uses two collectives: a maximum of the logits, then one sum for everything else. Columns from ``vocabulary`` on are
+    padding.
     """
 
     @staticmethod
@@ -69,17 +70,17 @@ def parallel_cross_entropy(
     vocab_size: int | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The cross entropy of every token, as ``F.cross_entropy(..., reduction="none")`` over the whole vocabulary.
+    """Return the cross entropy of every token, as ``F.cross_entropy(..., reduction="none")`` on the full vocabulary.
 
     Args:
-        parallel_logits: ``[..., vocabulary / degree]``, this rank's part of the logits; not changed.
-        labels: ``[...]`` int64 over the whole vocabulary, the same on every rank. Where they are ``ignore_index`` the
-            loss and its gradient are zero.
-        label_smoothing: 0 to 1; the smoothed part is spread over all classes, the right one included.
-        vocab_size: the vocabulary without the filling of padded ranks; default: all the ranks' columns.
+        parallel_logits: ``[..., vocabulary / degree]``, this rank's part of the logits; not modified.
+        labels: ``[...]`` int64 over the whole vocabulary, the same on every rank. For ``ignore_index`` the loss and its
+            gradient are zero.
+        label_smoothing: 0 to 1; the smoothed part is spread over all classes, including the target.
+        vocab_size: the vocabulary without padding; default: the columns of all ranks.
 
-    Returns ``[...]`` in float32 (float64 for float64 logits). Raises ParallelConfigError for a smoothing outside 0 to
-    1 and for shapes that do not fit, IndexError for a label outside the vocabulary.
+    Returns ``[...]`` in float32 (float64 for float64 logits). Raises ParallelConfigError for smoothing outside 0 to 1
+    and for shapes that do not match, IndexError for a label outside the vocabulary.
     """
     context = current_context() if context is None else context
     if not 0.0 <= label_smoothing <= 1.0:
@@ -87,17 +88,17 @@ def parallel_cross_entropy(
     if parallel_logits.shape[:-1] != labels.shape:
         raise ParallelConfigError(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(parallel_logits.shape)}: "
-            "they have all its dimensions but the last"
+            "labels must have all dimensions of the logits but the last"
         )
     if labels.is_floating_point():
-        raise ParallelConfigError(f"labels are the numbers of classes, int64, got {labels.dtype}")
+        raise ParallelConfigError(f"labels must be class indices (int64), got {labels.dtype}")
     counted = labels != ignore_index
     target = labels.masked_fill(~counted, 0)
     vocabulary = _vocabulary(parallel_logits, vocab_size, context)
     _check_range(target, vocabulary)
     chosen, mean = _LogProbs.apply(parallel_logits, target, context, vocabulary)  # pyright: ignore
     loss = -chosen
-    if label_smoothing > 0:  # by itself, so that without smoothing a logit of -inf is no nan
+    if label_smoothing > 0:  # separately, so that without smoothing a logit of -inf does not become nan
         loss = -(1 - label_smoothing) * chosen - label_smoothing * mean
     return loss.masked_fill(~counted, 0)
 
@@ -110,10 +111,10 @@ def from_parallel_logits_to_logprobs(
     vocab_size: int | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The log-probability of each next token: ``[batch, sequence - 1]`` in float32.
+    """Return the log-probability of each next token, ``[batch, sequence - 1]`` in float32.
 
-    ``vocab_parallel_logits`` ``[batch, sequence, vocabulary / degree]``; ``target`` ``[batch, sequence]``, the tokens
-    themselves: position i is scored with token i + 1. ``inference=False`` keeps the graph for a backward.
+    ``vocab_parallel_logits``: ``[batch, sequence, vocabulary / degree]``. ``target``: the input tokens
+    ``[batch, sequence]``; position i is scored with token i + 1. ``inference=False`` keeps the graph for backward.
     """
     context = current_context() if context is None else context
     vocabulary = _vocabulary(vocab_parallel_logits, vocab_size, context)

@@ -1,7 +1,7 @@
-"""Moves between the parallel regions, each with its backward. The names are those of the reference (and of Apex).
+"""Moves between parallel regions, each with its backward. The names are those of the reference (and of Apex).
 
 A tensor is *replicated* (equal on every rank of the axis), *split* along a dimension (rank r holds the r-th piece), or
-*partial* (the wanted value is the sum over the ranks). Each function is a conjugate pair of collectives:
+*partial* (the true value is the sum over the ranks). Each function is a conjugate pair of collectives:
 
 ======================================================  =================  ==================
 function                                                forward            backward
@@ -19,8 +19,8 @@ function                                                forward            backw
 (1) with ``to_model_parallel=False``: own piece, for a gathered value that every rank then uses in the same way.
 
 All take ``process_group`` (None, an axis name, or a group of ``parallel_state``) and ``context`` (default: the current
-one). The context is captured, so the backward runs in the groups of the forward whatever thread it runs in. While
-a model is exported only the forward operator is recorded. At degree 1 every function returns its input.
+one). The context is captured, so the backward uses the groups of the forward on any thread. During export only the
+forward operator is recorded. At degree 1 every function returns its input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IDENTITY, _REDUCE, _SHARD, _GATHER, _REDUCE_SCATTER = "identity", "all_reduce",
 
 
 def reduction_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which ``x`` is summed over ranks: ``reduce_dtype``, but float64 is never summed in less."""
+    """Return the dtype in which ``x`` is summed over ranks: ``reduce_dtype``, except that float64 stays float64."""
     if reduce_dtype is None or x.dtype == torch.float64 or not x.dtype.is_floating_point:
         return x.dtype
     return reduce_dtype
@@ -73,7 +73,7 @@ def _apply(kind: str, x: Tensor, context: ParallelContext, axis: str, dim: int, 
 
 
 class _Move(torch.autograd.Function):
-    """One collective forward, its conjugate backward, both in the context given."""
+    """One collective in forward and its conjugate in backward, both in the given context."""
 
     @staticmethod
     def forward(ctx, x, forward_kind, backward_kind, context, axis, dim, dtype):
@@ -106,13 +106,13 @@ def _move(
 
 @dataclass(frozen=True)
 class Elements:
-    """Which logical element of an axis each local one is, where some are filling or lie in several places."""
+    """Maps local elements of an axis to logical ones, if some are padding or occur more than once."""
 
     index: Tensor
-    """int64 [local size]; ``size`` marks filling."""
+    """int64 [local size]; ``size`` marks padding."""
     size: int
     repeated: bool
-    """Whether an element of the axis, on whatever rank, lies in several places."""
+    """Whether an element of the axis occurs more than once, on any rank."""
 
 
 class _LogicalGradient(torch.autograd.Function):
@@ -127,7 +127,7 @@ class _LogicalGradient(torch.autograd.Function):
         grad = grads[0].movedim(dim, 0)
         index = elements.index.to(grad.device)
         if elements.repeated:
-            # One row more than there are elements takes what belongs to filling.
+            # One extra row collects the gradients of padding.
             whole = grad.new_zeros((elements.size + 1, *grad.shape[1:]), dtype=reduction_dtype(grad, dtype))
             whole = whole.index_add(0, index, grad.to(whole.dtype))
             grad = comm.all_reduce(whole, context, axis).index_select(0, index).to(grad.dtype)
@@ -144,10 +144,10 @@ def with_logical_gradient(
     context: ParallelContext | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """``x`` itself, a weight whose dimension ``dim`` is laid out as ``elements`` say.
+    """Return the weight ``x`` unchanged, with the gradient of the logical weight.
 
-    Its gradient becomes that of the logical weight: equal elements, on this rank and on the others, get the sum of
-    their gradients, and filling gets none, so that it stays what it is when the weight is trained.
+    ``elements`` describe dimension ``dim``. Copies of an element, on this and other ranks, get the sum of their
+    gradients. Padding gets no gradient, so training does not change it.
     """
     if elements is None or torch.compiler.is_exporting() or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -163,7 +163,7 @@ def copy_to_tensor_model_parallel_region(
     context: ParallelContext | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Replicated -> replicated; the gradients of the ranks are summed (in ``reduce_dtype`` where given)."""
+    """Replicated -> replicated; the gradients of the ranks are summed (in ``reduce_dtype`` if given)."""
     return _move(x, _IDENTITY, _REDUCE, process_group, context, 0, reduce_dtype)
 
 
@@ -174,7 +174,7 @@ def reduce_from_tensor_model_parallel_region(
     context: ParallelContext | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Partial -> replicated: the sum over the ranks, in ``reduce_dtype`` where given, returned in x's dtype."""
+    """Partial -> replicated: the sum over the ranks, in ``reduce_dtype`` if given, returned in x's dtype."""
     return _move(x, _REDUCE, _IDENTITY, process_group, context, 0, reduce_dtype)
 
 
@@ -247,8 +247,8 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Split along the sequence -> replicated.
 
-    ``to_model_parallel=True``: each rank goes on with its own weights, so its gradient is partial and the backward
-    is a reduce-scatter. False: every rank does the same with the value, and the backward takes the own piece.
+    ``to_model_parallel=True``: each rank continues with its own weights, so its gradient is partial and the backward
+    is a reduce-scatter. False: every rank uses the value in the same way, and the backward takes the own piece.
     """
     backward = _REDUCE_SCATTER if to_model_parallel else _SHARD
     return _move(x, _GATHER, backward, process_group, context, sequence_dimension or 0, reduce_dtype)

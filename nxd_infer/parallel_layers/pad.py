@@ -1,8 +1,8 @@
-"""Padding a model so that its attention heads divide over the ranks, without changing what it computes.
+"""Pad a model so that its attention heads divide over the ranks, without changing its results.
 
-``pad_model`` may be called on a model that is built, sharded and loaded. It rebuilds the logical weights through their
-layouts, puts whole heads on every rank (heads of zeros where there are too few, copies of key/value heads where they
-must serve several ranks), and cuts them again. The padded heads meet zero columns of the output projection.
+``pad_model`` works on a model that is already built, sharded and loaded. It rebuilds the logical weights through their
+layouts, puts whole heads on every rank (zero heads if there are too few, copies of key/value heads if several ranks
+need them), and shards them again. The padded heads are multiplied by zero columns of the output projection.
 
 Source: API guide, "Padding Tensor-Parallel Layers".
 """
@@ -30,14 +30,14 @@ __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model"]
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
-    """How many heads must be added to ``n_head`` for ``tp_degree`` ranks to have equally many."""
+    """Return how many heads to add to ``n_head`` so that it divides over ``tp_degree`` ranks."""
     if n_head < 1 or tp_degree < 1:
         raise ParallelConfigError(f"heads and degree must be at least 1, got {n_head} heads on {tp_degree} ranks")
     return -n_head % tp_degree
 
 
 class HeadRatio(float):
-    """Padded over original heads. A float, but exact for a whole number that stays whole: int(880 * 12/11) is 960."""
+    """Padded over original heads: a float whose products are exact if they are whole: int(880 * 12/11) is 960."""
 
     exact: Fraction
 
@@ -68,19 +68,19 @@ def pad_model(
 
     Args:
         tp_degree: the model's tensor-parallel degree, or a multiple of it.
-        n_heads: query heads of the whole, unpadded model.
+        n_heads: query heads of the full, unpadded model.
         wrapped_classes: pad only the parallel layers inside instances of these classes; empty pads all.
         pad_hook_fn: called as ``pad_hook_fn(instance, ratio)`` after padding, with ``ratio`` = padded heads / heads,
-            once for every instance of ``wrapped_classes``; without them for every module that holds a padded layer.
+            once for every instance of ``wrapped_classes``; without them, for every module that has a padded layer.
 
     Layers whose outputs stay on the ranks (``gather_output=False``) and the row-parallel layers that consume them get
-    the size they would have with the padded number of heads; ``output_size`` and ``input_size`` then count the
-    padding. Layers that give or take all features are padded inside only, where their size does not divide.
-    Parameters are replaced (make the optimizer afterwards); their attributes and ties are kept.
+    their size for the padded number of heads; ``output_size`` and ``input_size`` then include the padding. Layers that
+    return or take all features are padded only internally, if their size does not divide.
+    Parameters are replaced (create the optimizer afterwards); their attributes and ties are kept.
 
-    Every rank of the group must call it: the weights of layers that change are gathered over the group.
-    Raises ShardingError, before anything is changed, when heads cannot be placed, and ParallelConfigError when
-    ``tp_degree`` does not fit the model.
+    Every rank of the group must call it: the weights of changing layers are gathered over the group.
+    Raises ShardingError, before anything changes, if heads cannot be placed, and ParallelConfigError if ``tp_degree``
+    does not fit the model.
     """
     classes = _classes(wrapped_classes)
     ratio = HeadRatio(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
@@ -108,7 +108,7 @@ def _classes(wrapped_classes: Sequence[type] | type) -> tuple[type, ...]:
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
     for cls in classes:
         if not isinstance(cls, type):
-            raise ParallelConfigError(f"wrapped_classes must hold classes, got {cls!r}")
+            raise ParallelConfigError(f"wrapped_classes must contain classes, got {cls!r}")
     return classes
 
 
@@ -117,7 +117,7 @@ def _holders(model: nn.Module, padded: set[int]) -> list[nn.Module]:
 
 
 def _plan(padder: Padder, members: Sequence[Member], inside: set[int]) -> None:
-    """Decide the new plans of all layers inside, and check that none is parted from its counterpart outside."""
+    """Decide the new plans of all layers inside, and check that none has a changing counterpart outside."""
     for member in members:
         if member.kind == "own" and id(member.layer) in inside:
             padder.plan_own(member)
@@ -133,7 +133,7 @@ def _plan(padder: Padder, members: Sequence[Member], inside: set[int]) -> None:
         if parted is not None:
             raise ShardingError(
                 f"pad_model: {here[0].name!r} is inside wrapped_classes but its counterpart {parted.name!r} is not, "
-                "and both must be padded alike; add the class that holds them both"
+                "and both must be padded alike; add the class that contains both"
             )
 
 
@@ -146,7 +146,7 @@ def _changes(member: Member) -> bool:
 
 
 def _new_layouts(member: Member) -> dict[str, ParamLayout]:
-    """The layouts that the layer's sharded parameters will have."""
+    """Return the new layouts of the layer's sharded parameters."""
     layer = member.layer
     try:
         for name, plan in member.new.items():
@@ -165,7 +165,7 @@ def _old_layouts(layer: ParallelLayer) -> dict[str, ParamLayout]:
 
 
 def _check_ties(model: nn.Module, changing: Sequence[Member]) -> None:
-    """A parameter with several holders must get the same layout from all of them."""
+    """Raise ShardingError unless all holders of a tied parameter give it the same layout."""
     wanted: dict[int, tuple[str, Any]] = {}
     planned: set[tuple[int, str]] = set()
     for member in changing:
@@ -186,7 +186,7 @@ def _check_ties(model: nn.Module, changing: Sequence[Member]) -> None:
 
 
 def _apply(member: Member, moved: dict[int, nn.Parameter]) -> None:
-    """Give a layer its new plans, parameters and sizes."""
+    """Set a layer's new plans, parameters and sizes."""
     layer, new = member.layer, _new_layouts(member)
     old = _old_layouts(layer)
     before = dict(layer.named_parameters(recurse=False))
@@ -217,7 +217,7 @@ def _apply(member: Member, moved: dict[int, nn.Parameter]) -> None:
 
 
 def _recut(layer: ParallelLayer, param: nn.Parameter, old: ParamLayout, new: ParamLayout) -> Tensor:
-    """This rank's tensor by the new layout, from all ranks' tensors by the old one."""
+    """Return this rank's tensor in the new layout, from all ranks' tensors in the old layout."""
     here = layer.context.axis(layer.axis)
     if param.is_meta or _is_fake(param):
         return param.detach().new_empty(new.rank_shape(here.degree))
@@ -228,7 +228,7 @@ def _recut(layer: ParallelLayer, param: nn.Parameter, old: ParamLayout, new: Par
 
 
 def _neutral(layout: ParamLayout) -> ParamLayout:
-    """The same layout with the parts' own names: a layer does not know where in a model it is."""
+    """Return the layout with the parts' own names, because a layer does not know its place in a model."""
     return replace(layout, sources=tuple((part, part or "whole") for part in layout.parts))
 
 
@@ -246,10 +246,10 @@ def generate_padding_mask(
     tp_degree: int = 1,
     tp_rank: int = 0,
 ) -> Tensor:
-    """bool [num_heads_with_pad / tp_degree]: which query heads of ``tp_rank`` are real after ``pad_model``.
+    """Return bool [num_heads_with_pad / tp_degree]: the query heads of ``tp_rank`` that are real after ``pad_model``.
 
-    Raises ShardingError when ``num_heads_with_pad`` (or, where given, ``num_kv_heads_with_pad``) is not what
-    ``pad_model`` makes of the heads.
+    Raises ShardingError if ``num_heads_with_pad`` (or ``num_kv_heads_with_pad``, if given) is not the number of heads
+    that ``pad_model`` pads to.
     """
     plan = gqa_plan(num_heads, num_kv_heads or num_heads, tp_degree, kv_size_multiplier=1)
     kv_given = num_kv_heads_with_pad is not None

@@ -1,7 +1,7 @@
-"""What ``pad_model`` will do, decided before anything is touched: which layers belong together, and their new plans.
+"""Plan ``pad_model`` before anything changes: which layers belong together, and their new plans.
 
 A row-parallel layer consumes the outputs of the column-parallel layers before it, so all of them must place the same
-heads on the same ranks. They are paired by the module that holds them, in the order in which they were registered.
+heads on the same ranks. They are paired by their parent module, in registration order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLi
 class Member:
     """A layer to plan for.
 
-    ``kind`` is "out" when its outputs stay on the ranks, "in" when it takes its inputs from there, else "own".
+    ``kind`` is "out" if its outputs stay on the ranks, "in" if its inputs are already there, else "own".
     """
 
     path: str
     layer: ParallelLayer
     kind: str
     plans: dict[str, AxisPlan]
-    """The layer's plan attributes as they are."""
+    """The layer's current plan attributes."""
     new: dict[str, AxisPlan] = field(default_factory=dict)
-    """The plan attributes as they will be."""
+    """The new plan attributes."""
     settings: dict[str, int] = field(default_factory=dict)
-    """Further attributes of the layer that follow from the plans."""
+    """Other attributes of the layer that follow from the plans."""
 
     @property
     def parent(self) -> str:
@@ -46,7 +46,7 @@ class Member:
 
     @property
     def plan(self) -> AxisPlan:
-        """The only plan of a layer that has one."""
+        """The plan of a layer that has exactly one."""
         return next(iter(self.plans.values()))
 
     @property
@@ -54,7 +54,7 @@ class Member:
         return self.path or type(self.layer).__name__
 
     def moves(self) -> bool:
-        """Whether any rank will hold other elements than now."""
+        """Return whether the elements of any rank change."""
         degree = self.layer.degree
         return any(
             plan.runs(degree, rank) != self.plans[name].runs(degree, rank)
@@ -65,14 +65,14 @@ class Member:
 
 @dataclass
 class Group:
-    """The layers whose outputs one row-parallel layer consumes; ``row`` is None for outputs that none consumes."""
+    """The layers whose outputs a row-parallel layer consumes; ``row`` is None for outputs without a consumer."""
 
     row: Member | None
     outs: list[Member]
 
 
 def members_of(model: nn.Module) -> list[Member]:
-    """The layers of ``model`` that padding knows, in the order in which they were registered."""
+    """Return the layers of ``model`` that padding supports, in registration order."""
     return [member for path, layer in model.named_modules() for member in _member(path, layer)]
 
 
@@ -84,11 +84,11 @@ def _member(path: str, layer: nn.Module) -> Iterator[Member]:
     elif isinstance(layer, ParallelEmbedding):
         yield Member(path, layer, "own", {"plan": layer.plan})
     elif isinstance(layer, ParallelLayer) and hasattr(layer, "kv_plan"):
-        # GQAQKVColumnParallelLinear, known by its plans: modules lie a floor above this package.
+        # GQAQKVColumnParallelLinear, recognised by its plans: this package must not import modules.
         kind = "own" if getattr(layer, "gather_output", False) else "out"
         yield Member(path, layer, kind, {name: getattr(layer, name) for name in ("q_plan", "kv_plan")})
     elif isinstance(layer, ParallelLayer):
-        # Convolutions hold no heads: their channels are filled up where they do not divide.
+        # Convolutions have no heads: their channels are padded if they do not divide.
         plans = {name: getattr(layer, name) for name in ("output_plan", "input_plan") if hasattr(layer, name)}
         if plans:
             yield Member(path, layer, "own", plans)
@@ -97,9 +97,9 @@ def _member(path: str, layer: nn.Module) -> Iterator[Member]:
 def groups_of(members: Sequence[Member]) -> list[Group]:
     """Pair every consumer with its producers.
 
-    Within one parent module the only row-parallel layer takes all outputs, and of several each takes those registered
-    since the one before. What is left (a projection in a module of its own, as in BERT) is paired in order over the
-    whole model.
+    Within a parent module, a single row-parallel layer takes all outputs; with several, each takes those registered
+    since the previous one. The rest (a projection in a separate module, as in BERT) are paired in order over the whole
+    model.
     """
     by_parent: dict[str, list[Member]] = {}
     for member in members:
@@ -134,13 +134,13 @@ def _in_order(members: Sequence[Member]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Padder:
-    """Makes plans for ``n_heads`` whole heads on ``tp_degree`` ranks."""
+    """Makes plans that place ``n_heads`` whole heads on ``tp_degree`` ranks."""
 
     n_heads: int
     tp_degree: int
 
     def plan_own(self, member: Member) -> None:
-        """A layer that takes and gives logical features: filling only where its size does not divide."""
+        """Plan a layer that takes and returns logical features: pad only if its size does not divide."""
         if member.is_qkv:
             self._plan_qkv(member, None)
             return
@@ -169,18 +169,18 @@ class Padder:
             row.new["input_plan"] = self._cut(row, plan)
 
     def _section(self, size: int, consumed: int, head_dim: int, kv_heads: int) -> AxisPlan:
-        """One section of a producer's outputs, or the consumer's inputs of ``consumed`` features."""
+        """Plan one section of a producer's outputs, or of the consumer's ``consumed`` input features."""
         if kv_heads and size == consumed:
             return gqa_plan(self.n_heads, kv_heads, self.tp_degree, kv_size_multiplier=1).q_axis(head_dim)
         if kv_heads and size == kv_heads * head_dim:
             return gqa_plan(self.n_heads, kv_heads, self.tp_degree, kv_size_multiplier=1).kv_axis(head_dim)
         if consumed % self.n_heads == 0 and size % self.n_heads == 0:
             return AxisPlan.heads(self.n_heads, size // self.n_heads)
-        # Not made of these heads: an MLP of some other size. Producers of a multiple keep their features together.
+        # Not made of these heads: an MLP of another size. Producers of a multiple keep their features together.
         return AxisPlan.padded(size, size // consumed if size % consumed == 0 else 1)
 
     def _kv_heads(self, row: Member, outs: Sequence[Member]) -> int:
-        """How many key/value heads the producers have when that is fewer than query heads, else 0."""
+        """Return the number of key/value heads of the producers if it is below that of query heads, else 0."""
         size, n = row.plan.size, self.n_heads
         if size % n:
             return 0
@@ -221,7 +221,7 @@ class Padder:
             )
 
     def _cut(self, member: Member, plan: AxisPlan) -> AxisPlan:
-        """The plan for ``tp_degree`` ranks on a layer that has ``degree``."""
+        """Return the plan for ``tp_degree`` ranks, on a layer with its own degree."""
         degree = member.layer.degree
         if self.tp_degree % degree:
             raise ParallelConfigError(
@@ -236,14 +236,14 @@ def _same(first: AxisPlan, second: AxisPlan, degree: int) -> bool:
 
 
 def sections_of(plan: AxisPlan) -> list[int]:
-    """The sizes of the sections that the axis is made of."""
+    """Return the sizes of the axis's sections."""
     if isinstance(plan, Sections):
         return [section.size for section in plan.plans]
     return list(plan.parts.values())
 
 
 def rebuilt(plan: AxisPlan, make: Callable[[int], AxisPlan]) -> AxisPlan:
-    """The same sections, each with the plan ``make(size)``."""
+    """Return an axis with the same sections, each with the plan ``make(size)``."""
     if isinstance(plan, Sections):
         return AxisPlan.sections([make(section.size) for section in plan.plans])
     if isinstance(plan, Fused):

@@ -1,7 +1,7 @@
-"""Random numbers over ranks: one stream that tensor-parallel ranks share, and one that differs between them.
+"""Random numbers over ranks: one stream that tensor-parallel ranks share, and one per rank.
 
-Dropout on a replicated tensor must draw the same numbers on every rank, dropout on a split one different numbers. The
-default generator is the shared stream; inside ``get_xla_rng_tracker().fork()`` the default generator is the own one.
+Dropout on a replicated tensor must draw the same numbers on every rank, dropout on a split tensor different numbers.
+The default generator is the shared stream; inside ``get_xla_rng_tracker().fork()`` it is the rank's own stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _OWN_SEED_OFFSET = 2718
-"""As in Megatron: far enough from the shared seed that no rank's own seed equals it."""
+"""As in Megatron: large enough that no rank's own seed equals the shared seed."""
 
 
 def _state() -> list[torch.Tensor]:
@@ -47,33 +47,33 @@ class RNGStatesTracker:
         self._seeds.clear()
 
     def get_states(self) -> dict[str, list[torch.Tensor]]:
-        """A copy of the streams, for a checkpoint."""
+        """Return a copy of the streams, for a checkpoint."""
         return {name: [state.clone() for state in states] for name, states in self._states.items()}
 
     def set_states(self, states: dict[str, list[torch.Tensor]]) -> None:
         self._states = {name: [state.clone() for state in kept] for name, kept in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Start a stream. Raises ParallelConfigError when the name is taken."""
+        """Start a stream. Raises ParallelConfigError if the name is taken."""
         if name in self._states:
-            raise ParallelConfigError(f"there is a random stream {name!r} already; reset() forgets all")
+            raise ParallelConfigError(f"a random stream {name!r} already exists; reset() removes all streams")
         outside = _state()
         torch.default_generator.manual_seed(seed)
-        if len(outside) > 1:  # torch.manual_seed() would seed CUDA for good where it has not come up yet
+        if len(outside) > 1:  # torch.manual_seed() would also seed an uninitialised CUDA, permanently
             torch.cuda.manual_seed(seed)
         self._states[name], self._seeds[name] = _state(), seed
         _restore(outside)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, the default generator is the stream ``name``, which goes on from where it was."""
+        """Inside the block, make the default generator the stream ``name``, continuing where it left off."""
         if name not in self._states:
             raise ParallelConfigError(
                 f"there is no random stream {name!r}; call model_parallel_xla_manual_seed() or add() first"
             )
         outside = _state()
         _restore(self._states[name])
-        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA has come up since the stream began
+        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA was initialised after the stream
             torch.cuda.manual_seed(self._seeds[name])
         try:
             yield
@@ -86,12 +86,12 @@ _tracker = RNGStatesTracker()
 
 
 def get_xla_rng_tracker() -> RNGStatesTracker:
-    """The tracker of this process."""
+    """Return the tracker of this process."""
     return _tracker
 
 
 def model_parallel_xla_manual_seed(seed: int, context: ParallelContext | None = None) -> None:
-    """Seed both streams: the shared one with ``seed``, each tensor-parallel rank's own with a number of its own."""
+    """Seed both streams: the shared one with ``seed``, each tensor-parallel rank's own stream with a different seed."""
     context = current_context() if context is None else context
     _tracker.reset()
     torch.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Building a model for sequence parallelism.
+"""Build a model for sequence parallelism.
 
-Between the parallel blocks, activations are split along the sequence. A model does that by passing
-``sequence_parallel_enabled=True`` to its parallel layers and to its norms (``layer_norm.LayerNorm``, or any norm whose
-parameters are marked with ``layer_norm.mark_sequence_parallel``). Whether it should is known while it is built::
+Between the parallel blocks, activations are split along the sequence. To do that, a model passes
+``sequence_parallel_enabled=True`` to its parallel layers and norms (``layer_norm.LayerNorm``, or any norm whose
+parameters are marked with ``layer_norm.mark_sequence_parallel``). While it is built, it can ask whether to do so::
 
     sequence_parallel = building_sequence_parallel()   # nxd_config["sequence_parallel"], in initialize_parallel_model
 """
@@ -21,13 +21,13 @@ _building: contextvars.ContextVar[bool] = contextvars.ContextVar("nxd_sequence_p
 
 
 def building_sequence_parallel() -> bool:
-    """Whether the model being built is to be sequence parallel; False outside :func:`build_sequence_parallel`."""
+    """Return whether to build a sequence-parallel model; False outside :func:`build_sequence_parallel`."""
     return _building.get()
 
 
 @contextlib.contextmanager
 def build_sequence_parallel(enabled: bool = True) -> Iterator[None]:
-    """Models built inside that ask are told ``enabled``."""
+    """Make :func:`building_sequence_parallel` return ``enabled`` inside the block."""
     token = _building.set(enabled)
     try:
         yield
@@ -36,5 +36,5 @@ def build_sequence_parallel(enabled: bool = True) -> Iterator[None]:
 
 
 def is_sequence_parallel_model(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` splits the sequence."""
+    """Return whether any layer of ``model`` splits the sequence."""
     return any(getattr(module, "sequence_parallel_enabled", False) for module in model.modules())

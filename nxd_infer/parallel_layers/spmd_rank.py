@@ -14,12 +14,12 @@ from nxd_infer.parallel_layers.groups import axis_of
 
 
 class SPMDRank(nn.Module):
-    """``get_rank()`` is this rank's place on the axis as a tensor, so that every rank's exported graph is the same.
+    """``get_rank()`` returns this rank's index on the axis as a tensor, so all ranks export the same graph.
 
-    The reference keeps the rank as a parameter ``rank`` that its checkpoints must carry. Here it is an operator:
-    nothing is saved, and a ``rank`` found in a state dict is ignored.
+    The reference keeps the rank as a parameter ``rank``, which its checkpoints must contain. Here it is an operator:
+    nothing is saved, and a ``rank`` in a state dict is ignored.
 
-    ``world_size`` is checked against the degree of the axis. Raises ParallelConfigError when they differ.
+    Raises ParallelConfigError if ``world_size`` differs from the degree of the axis.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SPMDRank(nn.Module):
             raise ParallelConfigError(f"SPMDRank over {wanted} ranks, but the {self.axis} degree is {degree}")
 
     def get_rank(self) -> Tensor:
-        """int32 [1]."""
+        """Return the rank, int32 [1]."""
         return comm.axis_rank(self.context, self.axis).to(torch.int32).reshape(1)
 
     def forward(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small helpers of ported code: exact division, splitting, vocabulary ranges, parameter attributes."""
+"""Small helpers for ported code: exact division, splitting, vocabulary ranges, parameter attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """``numerator // denominator``, exact. Raises ShardingError (a ValueError) when it is not."""
+    """Return the exact ``numerator // denominator``. Raises ShardingError (a ValueError) on a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -29,7 +29,7 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_dim(
     tensor: Tensor, partition_dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """``num_partitions`` equal views along ``partition_dim`` (copies when ``contiguous_split_chunks``)."""
+    """Return ``num_partitions`` equal views along ``partition_dim`` (copies with ``contiguous_split_chunks``)."""
     chunks = torch.split(tensor, divide(tensor.shape[partition_dim], num_partitions), partition_dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
 
@@ -37,7 +37,7 @@ def split_tensor_along_dim(
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """``num_partitions`` equal views along the last dimension (copies when ``contiguous_split_chunks``)."""
+    """Return ``num_partitions`` equal views along the last dimension (copies with ``contiguous_split_chunks``)."""
     return split_tensor_along_dim(tensor, tensor.dim() - 1, num_partitions, contiguous_split_chunks)
 
 
@@ -57,7 +57,7 @@ class EmbeddingUtility:
 def set_tensor_model_parallel_attributes(
     tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int = 1
 ) -> None:
-    """Mark a parameter as split along ``dim``: the reference's attributes, which ported code reads."""
+    """Mark a parameter as split along ``dim`` with the reference's attributes, which ported code reads."""
     attributes = {
         "tensor_model_parallel": is_parallel,
         "partition_dim": dim,
@@ -69,7 +69,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -> None:
-    """Give ``destination`` the parallel attributes and the layout of ``source``."""
+    """Copy the parallel attributes and the layout of ``source`` to ``destination``."""
     for name in _TP_ATTRIBUTES:
         if hasattr(source, name):
             setattr(destination, name, getattr(source, name))

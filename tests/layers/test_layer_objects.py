@@ -234,7 +234,7 @@ def groups() -> list[str]:
 def test_groups():
     found = run_ranks(groups, 4, tp=2, cp=2)
     assert all(axes[:4] == ["tp", "cp", "2", "2"] for axes in found)
-    assert "ranks [0, 1, 2] is no parallel group of rank 0" in found[0][4]
+    assert "ranks [0, 1, 2] is not a parallel group of rank 0" in found[0][4]
     for wrong in ("ep", 3, [[0, 1]]):
         with pytest.raises(ParallelConfigError):
             ColumnParallelLinear(4, 6, tensor_model_parallel_group=wrong)
@@ -332,7 +332,7 @@ def test_options_that_contradict_each_other():
         RowParallelLinear(4, 4, sequence_parallel_enabled=True)
     with pytest.raises(ParallelConfigError, match="bias=False or skip_bias_add=True"):
         RowParallelLinear(4, 4, reduce_output=False)
-    with two(), pytest.raises(ShardingError, match="must not lie on two of them"):
+    with two(), pytest.raises(ShardingError, match="no input may be on two ranks"):
         RowParallelLinear(4, 4, input_plan=GQAQKVColumnParallelLinear(4, [8, 4], head_dim=4).kv_plan)
     with pytest.raises(ShardingError, match="stride must divide it"):
         ColumnParallelLinear(4, 10, stride=4)

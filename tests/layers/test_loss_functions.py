@@ -112,7 +112,7 @@ def test_errors():
         parallel_cross_entropy(logits, torch.tensor([1, 2]))
     with pytest.raises(ParallelConfigError, match="vocab_size must lie between 1 and the 8 columns"):
         parallel_cross_entropy(logits, torch.tensor([1, 2, 3]), vocab_size=9)
-    with pytest.raises(ParallelConfigError, match="labels are the numbers of classes"):
+    with pytest.raises(ParallelConfigError, match="labels must be class indices"):
         parallel_cross_entropy(logits, torch.ones(3))
     with pytest.raises(IndexError, match="label 8 is outside the vocabulary"):
         parallel_cross_entropy(logits, torch.tensor([1, 8, 3]))

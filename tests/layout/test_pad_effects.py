@@ -147,7 +147,7 @@ def test_the_padding_mask_marks_real_heads():
 def test_what_cannot_be_padded_is_refused():
     with pytest.raises(ParallelConfigError, match="0 heads"):
         pad_model(nn.Linear(2, 2), 2, 0)
-    with pytest.raises(ParallelConfigError, match="wrapped_classes must hold classes"):
+    with pytest.raises(ParallelConfigError, match="wrapped_classes must contain classes"):
         pad_model(nn.Linear(2, 2), 2, 2, wrapped_classes=["Attention"])
     with pytest.warns(UserWarning, match="no instance of BertSelf"):
         pad_model(nn.Linear(2, 2), 2, 2, wrapped_classes=[BertSelf])
