@@ -1,4 +1,4 @@
-"""The model wrapper: used like the model, it runs training and evaluation steps.
+"""The model wrapper: used like the model, and runs training and evaluation steps.
 
 Source: NxD Core training API, "Initialize NxD Core Model Wrapper".
 """
@@ -18,9 +18,9 @@ __all__ = ["NxDModel"]
 
 
 class NxDModel(ModelWrapper):
-    """A model of one rank. Parameters, modules, state dicts and unknown attributes are those of the local module.
+    """One rank's model. Parameters, modules, state dicts and unknown attributes are those of the local module.
 
-    ``nxd_config`` is the configuration it was built with.
+    ``nxd_config`` is the configuration that it was built with.
     """
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]):
@@ -30,15 +30,15 @@ class NxDModel(ModelWrapper):
         self.train()
 
     def _name_parameters(self) -> None:
-        """Tell the parameters what they are called, for whoever is handed nothing but them."""
+        """Attach the names to the parameters, for code that gets only the parameters."""
         for name, param in self.module.named_parameters():
             param.nxd_name = name  # pyright: ignore[reportAttributeAccessIssue]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._name_parameters()  # a copy has other parameters
+        self._name_parameters()  # a copy has new parameters
 
-    # --- what it wraps --------------------------------------------------------------------------------
+    # --- the wrapped module ---------------------------------------------------------------------------
 
     def local_module(self) -> nn.Module:
         """The unwrapped module of this rank."""
@@ -71,10 +71,10 @@ class NxDModel(ModelWrapper):
     # --- running --------------------------------------------------------------------------------------
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one (micro)batch of this data-parallel rank; returns its loss, detached.
+        """Run forward and backward of one (micro)batch of this data-parallel rank; return its loss, detached.
 
-        The loss is the output itself when that is one number, else what ``output_loss_value_spec`` marks, else
-        ``output.loss``, ``output["loss"]`` or the first of a tuple. Raises InputMismatchError when there is none.
+        The loss is the output itself if that is one number, else the value marked by ``output_loss_value_spec``, else
+        ``output.loss``, ``output["loss"]`` or the first of a tuple. Raises InputMismatchError if there is none.
         """
         loss = self._loss(self(*args, **kwargs))
         loss.backward()
@@ -82,7 +82,7 @@ class NxDModel(ModelWrapper):
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of one batch in evaluation mode, without gradients."""
+        """Return the loss of one batch in evaluation mode, without gradients."""
         training = self.module.training
         self.eval()
         try:
@@ -104,13 +104,13 @@ class NxDModel(ModelWrapper):
         if not isinstance(found, Tensor) or found.numel() != 1:
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise InputMismatchError(
-                f"the model returned no loss but {what} (of {type(output).__name__}): pass it labels, return the loss "
-                "first, or say where it is with pipeline_config={'output_loss_value_spec': ...}"
+                f"the model returned {what} instead of a loss (in {type(output).__name__}): pass labels, return the "
+                "loss first, or mark it with pipeline_config={'output_loss_value_spec': ...}"
             )
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those that the optimizer sums in float32 as well."""
+        """Zero the gradients, including those that the optimizer sums in float32."""
         self.module.zero_grad(set_to_none)
         for param in self.module.parameters():
             if getattr(param, "main_grad", None) is not None:
@@ -118,7 +118,7 @@ class NxDModel(ModelWrapper):
 
 
 def _marked(output: Any, spec: Any) -> Any:
-    """The value of ``output`` that ``spec``, a tuple or dict of its shape, marks with True."""
+    """Return the value of ``output`` that is marked with True in ``spec``, a tuple or dict of the same structure."""
     pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
     for key, wanted in pairs:
         if wanted:

@@ -1,4 +1,4 @@
-"""Query, key and value projections as one module, with grouped key/value heads replicated over ranks where needed.
+"""Query, key and value projections as one module; grouped key/value heads are replicated over ranks if needed.
 
 Source: NxD Core training API, "GQA-QKV Linear Module".
 """
@@ -35,23 +35,24 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         bias, gather_output, sequence_parallel_enabled, dtype, device, init_method, sequence_dimension,
             tensor_model_parallel_group, reduce_dtype: as for ColumnParallelLinear. A bias is split like its weight.
         kv_size_multiplier: copies of every key/value head over all ranks, so that the degree may exceed their number;
-            k and v are that many times as wide, at every degree.
+            k and v are that many times wider, at every degree.
         fuse_qkv: one parameter ``weight_qkv`` (and ``bias_qkv``), a rank's rows of q, k and v in that order; else
             ``weight_q``, ``weight_k``, ``weight_v``. The logical tensors are the same three.
         head_dim: rows of one head. With it any degree works: heads are kept whole, padded and replicated as needed.
             Without it each rank takes equal pieces; see below for ``kv_size_multiplier``.
-        logical_names: what q, k and v are called in a checkpoint, as prefixes relative to this module, such as
+        logical_names: names of q, k and v in a checkpoint, as prefixes relative to this module, such as
             ``{"q": "../q_proj", "k": "../k_proj", "v": "../v_proj"}``.
 
-    Copies of a head lie side by side (K0, K0, K1, K1), so the j-th key/value head of a rank serves its j-th run of
-    query heads, as grouped-query attention expects. The copies are one weight: their gradients are summed. With
-    ``gather_output`` k and v are ``kv_size * kv_size_multiplier`` wide, in that same order. The initial values are
-    those of three ``nn.Linear`` made one after the other.
+    Copies of a head are adjacent (K0, K0, K1, K1), so the j-th key/value head of a rank serves its j-th run of query
+    heads, as grouped-query attention expects. The copies are one weight: their gradients are summed. With
+    ``gather_output`` k and v are ``kv_size * kv_size_multiplier`` wide, in the same order. The initial values are those
+    of three ``nn.Linear`` created one after another.
 
-    Which rows are a head is not known without ``head_dim``. Gathered, the copies are then whole (K0, K1, K0, K1) at
-    every degree. Not gathered, at a multiple of ``kv_size_multiplier`` what a rank holds is taken for one head, which
-    suits its queries where each rank has one key/value head; at other degrees ranks hold pieces of whole copies, and
-    the module warns: an attention over a rank's own heads computes the same at every degree with ``head_dim`` only.
+    Without ``head_dim`` the module does not know which rows form a head. With ``gather_output`` the copies are then
+    whole (K0, K1, K0, K1) at every degree. Otherwise, if the degree is a multiple of ``kv_size_multiplier``, a rank's
+    rows count as one head, which is right if each rank has one key/value head; at other degrees ranks hold pieces of
+    whole copies, and the module warns. Attention over a rank's own heads gives the same result at every degree only
+    with ``head_dim``.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     ):
         super().__init__(tensor_model_parallel_group)
         if (output_size is None) == (output_sizes is None):
-            raise ParallelConfigError("GQAQKVColumnParallelLinear takes output_size or output_sizes, and not both")
+            raise ParallelConfigError("GQAQKVColumnParallelLinear takes either output_size or output_sizes")
         self.input_size = input_size
         self.q_size, self.kv_size = _sizes(output_size if output_sizes is None else output_sizes)
         self.output_sizes = [self.q_size, self.kv_size]
@@ -119,7 +120,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         return plan.q_axis(d), plan.kv_axis(d)
 
     def _plan_without_heads(self) -> AxisPlan:
-        """Copies of keys and values whose heads are not known: of a rank's piece, or of all of them."""
+        """Plan copies of keys and values with unknown heads: of a rank's piece, or of all rows."""
         m = self.kv_size_multiplier
         if self.kv_size * m % self.degree:
             raise ParallelConfigError(
@@ -171,7 +172,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.elements = {parts: self.elements_of(self._rows(parts)) for parts in (*PARTS, "qkv")}
 
     def with_copies(self, features: Tensor) -> Tensor:
-        """Key or value features ``[..., kv_size]`` -> all copies, in the order of a gathered output."""
+        """Repeat key or value features ``[..., kv_size]`` for all copies, in the order of a gathered output."""
         m = self.kv_size_multiplier
         if self.head_dim is None:
             return torch.cat([features] * m, -1)
@@ -180,7 +181,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     # --- values ---------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """Give the module the logical weights of three ``nn.Linear`` made after the same seed: q, then k, then v."""
+        """Initialise the logical weights like three ``nn.Linear`` after the same seed: q, then k, then v."""
         first = getattr(self, self._parameter_names("weight")[0])
         if first.is_meta:
             return
@@ -205,7 +206,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     # --- computation ----------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[..., input_size]`` -> q, k, v, this rank's columns or all of them; see the class."""
+        """Map ``[..., input_size]`` to q, k, v, this rank's columns or all of them; see the class."""
         self.require_divisible("the query size", self.q_plan)
         self.require_divisible("the key/value size", self.kv_plan)
         here = {"process_group": self.axis, "context": self.context}
@@ -245,6 +246,6 @@ def _sizes(output_size: int | Sequence[int] | None) -> tuple[int, int]:
     sizes = [output_size, output_size] if isinstance(output_size, int) else list(output_size or ())
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ParallelConfigError(
-            f"output_size is [query size, key/value size] or one int for both, got {output_size!r}"
+            f"output_size must be [query size, key/value size] or one int for both, got {output_size!r}"
         )
     return sizes[0], sizes[1]

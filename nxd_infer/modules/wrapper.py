@@ -1,4 +1,4 @@
-"""A module that stands for another one: parameters, modules, state dicts and unknown attributes are the inner one's."""
+"""A transparent module wrapper: parameters, modules, state dicts and unknown attributes are the inner module's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Self = TypeVar("Self", bound="ModelWrapper")
 
 
 class ModelWrapper(nn.Module):
-    """Used like ``module``, under whose names everything is found."""
+    """Used like ``module``, with the same names."""
 
     module: nn.Module
 
@@ -32,7 +32,7 @@ class ModelWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    # --- everything of this rank, under the inner module's names ---------------------------------------
+    # --- this rank's tensors and modules, under the inner module's names --------------------------------
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.named_parameters(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Optimizers that know which ranks hold what: :class:`NxDOptimizer`, and ZeRO-1 as :class:`NeuronZero1Optimizer`."""
+"""Optimizers for sharded parameters: :class:`NxDOptimizer`, and ZeRO-1 as :class:`NeuronZero1Optimizer`."""
 
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer

@@ -1,12 +1,12 @@
-"""Averaging gradients over the data-parallel ranks in flat buckets, while the backward pass is still running.
+"""Average gradients over the data-parallel ranks in flat buckets, while the backward pass is still running.
 
-Parameters are laid one after the other, the last first, into buckets of about ``cap_mb``. A hook on each parameter sees
-its gradient arrive; when all of a bucket's have, the bucket is reduced beside the rest of the backward. Buckets go in
-one order on every rank, so ranks whose gradients arrive in different orders cannot cross.
+Parameters are placed in reverse order into buckets of about ``cap_mb``. A hook on each parameter notices its gradient;
+when all gradients of a bucket have arrived, the bucket is reduced during the rest of the backward. Buckets are reduced
+in the same order on every rank, so different arrival orders cannot mix them up.
 
-Gradient accumulation needs no announcement. A step learns how many backward passes it took and which parameters they
-reached, and the next one reduces in the last of as many; what comes unexpectedly is reduced in ``finish``. The ranks
-agree on that in one small collective, which also says which parameters have a gradient anywhere.
+Gradient accumulation needs no extra call. A step records how many backward passes it took and which parameters they
+reached, and the next step reduces in the last of that many passes; unexpected gradients are reduced in ``finish``. The
+ranks agree on this in one small collective, which also tells which parameters have a gradient on any rank.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _reducer_of: MutableMapping[Tensor, weakref.ref[GradReducer]] = WeakTensorKeyDic
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums and master weights: float32, and float64 for float64."""
+    """Return the dtype of sums and master weights: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass
 class Slot:
-    """Where a parameter lies in its bucket: ``start`` and ``stop`` in flat elements."""
+    """A parameter's range in its bucket: ``start`` and ``stop`` in flat elements."""
 
     index: int
-    """The parameter's place in the reducer's list."""
+    """The parameter's index in the reducer's list."""
     start: int
     stop: int
 
 
 @dataclass
 class Bucket:
-    """Parameters reduced together. ``size`` is a multiple of the ranks: at most ``degree - 1`` elements are filling."""
+    """Parameters reduced together. ``size`` is a multiple of ``degree``, with fewer than ``degree`` padded elements."""
 
     slots: list[Slot]
     size: int
@@ -56,18 +56,18 @@ class Bucket:
     waiting: int = 0
     pending: Pending | None = None
     seen: list[tuple[Tensor | None, int]] = field(default_factory=list)
-    """The gradients that were copied, and their versions then."""
+    """The gradients that were copied, and their versions at that time."""
     dirty: bool = False
     result: Tensor | None = None
-    """The average: of the whole bucket, or with ``scatter`` of this rank's equal piece of it."""
+    """The average of the whole bucket, or with ``scatter`` of this rank's equal share of it."""
 
 
 def make_buckets(
     params: Sequence[Tensor], degree: int, cap_mb: float, first: int = 0, reduce_dtype: torch.dtype = torch.float32
 ) -> list[Bucket]:
-    """Buckets over ``params[first:]``, last first, of one device and type each; a parameter is never split over two.
+    """Return buckets over ``params[first:]`` in reverse, each of one device and dtype; no parameter spans two buckets.
 
-    Gradients travel in ``reduce_dtype``, or in their own type where that is wider.
+    Gradients are reduced in ``reduce_dtype``, or in their own dtype if that is wider.
     """
     buckets: list[Bucket] = []
     open_for: dict[tuple, Bucket] = {}
@@ -87,12 +87,12 @@ def make_buckets(
 
 
 class GradReducer:
-    """Brings the gradients of ``params`` from the data-parallel ranks together.
+    """Averages the gradients of ``params`` over the data-parallel ranks.
 
-    ``scatter``: each rank gets the average of its equal piece of every bucket, instead of everything.
-    ``accumulate_dtype``: gradients of a narrower type are summed over backward passes in ``param.main_grad``, in this
-    type, and ``param.grad`` is emptied.
-    ``reduce_dtype``: gradients of a narrower type are summed over the ranks in this one.
+    ``scatter``: each rank gets the average of only its equal share of every bucket.
+    ``accumulate_dtype``: narrower gradients are summed over backward passes in this dtype, in ``param.main_grad``, and
+    ``param.grad`` is set to None.
+    ``reduce_dtype``: narrower gradients are summed over the ranks in this dtype.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GradReducer:
         cap_mb: float = 25.0,
     ):
         if not cap_mb > 0:
-            raise ParallelConfigError(f"a bucket holds a positive number of megabytes, got {cap_mb}")
+            raise ParallelConfigError(f"the size of a bucket must be a positive number of megabytes, got {cap_mb}")
         self.params: list[Tensor] = []
         self.context = context
         self.scatter = scatter
@@ -117,7 +117,7 @@ class GradReducer:
         self._wide: list[bool] = []
         self._passes: list[int] = []
         self._silent: list[bool] = []
-        """Parameters that no backward pass of the last step reached: no bucket waits for them."""
+        """Parameters that no backward pass of the last step reached; buckets do not wait for them."""
         self._expected = 1
         self._next = 0
         self._known: list[weakref.ref[Tensor] | None] = []
@@ -125,7 +125,7 @@ class GradReducer:
         self.extend(params)
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Reduce the gradients of more parameters too, in buckets of their own after the others."""
+        """Add parameters, in separate buckets after the existing ones."""
         first = len(self.params)
         self.params += params
         self._wide += [self._sum_type(p) != p.dtype for p in params]
@@ -139,17 +139,17 @@ class GradReducer:
         self._watch(first)
 
     def _watch(self, first: int) -> None:
-        """Put hooks on the parameters from place ``first`` on."""
+        """Register hooks on the parameters from index ``first`` on."""
         for index, param in enumerate(self.params[first:], first):
             former = _reducer_of.get(param)
             former = former and former()
             if former is not None:
-                former.close()  # its optimizer has been replaced; both reducing would be once too often
+                former.close()  # its optimizer was replaced; otherwise both would reduce
             _reducer_of[param] = weakref.ref(self)
             self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is between steps, whatever this one is doing: gradients are not copied, and its hooks are its own."""
+        """Copy the state between two steps, whatever the current state: no gradients, and new hooks."""
         buckets = [Bucket(bucket.slots, bucket.size, bucket.dtype, bucket.device) for bucket in self.buckets]
         return {**vars(self), "buckets": buckets, "_place_of": {}, "_hooks": [], "_known": [None] * len(self.params)}
 
@@ -160,7 +160,7 @@ class GradReducer:
         self._watch(0)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -170,21 +170,21 @@ class GradReducer:
         return self.degree > 1 and bool(self.params)
 
     def _sum_type(self, param: Tensor) -> torch.dtype:
-        """The type in which the gradients of a parameter are summed over backward passes."""
+        """Return the dtype in which a parameter's gradients are summed over backward passes."""
         wanted = self._accumulate_dtype
         return param.dtype if wanted is None else torch.promote_types(param.dtype, wanted)
 
     def sums_apart(self, index: int) -> bool:
-        """Whether the gradient of a parameter is summed up in ``main_grad``."""
+        """Return whether a parameter's gradients are summed in ``main_grad``."""
         return self._wide[index]
 
     def gradient(self, index: int) -> Tensor | None:
-        """What backward passes on this rank have summed up for a parameter."""
+        """Return a parameter's gradient, summed over the backward passes on this rank."""
         param = self.params[index]
         return getattr(param, "main_grad", None) if self._wide[index] else param.grad
 
     def zero(self) -> None:
-        """Forget gradients summed in ``main_grad``; those in ``param.grad`` are the optimizer's to zero."""
+        """Drop the gradients in ``main_grad``; the optimizer zeroes those in ``param.grad``."""
         for param, wide in zip(self.params, self._wide, strict=True):
             if wide:
                 param.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,7 +192,7 @@ class GradReducer:
     # --- during the backward pass ---------------------------------------------------------------------
 
     def arrived(self, index: int) -> None:
-        """A backward pass has added to the gradient of a parameter."""
+        """Note that a backward pass has added to a parameter's gradient."""
         param = self.params[index]
         if self._wide[index] and param.grad is not None:
             sum_ = getattr(param, "main_grad", None)
@@ -229,12 +229,12 @@ class GradReducer:
     # --- before the step ------------------------------------------------------------------------------
 
     def is_fresh(self, index: int) -> bool:
-        """Whether the gradient of a parameter is another one than :meth:`settle` knew, or a backward added to it."""
+        """Return whether a parameter's gradient was replaced, or a backward added to it, since :meth:`settle`."""
         known, grad = self._known[index], self.gradient(index)
         return self._passes[index] > 0 or (grad is not None and (known is None or known() is not grad))
 
     def settle(self) -> None:
-        """The gradients as they are now have been dealt with."""
+        """Mark the current gradients as processed."""
         grads = [self.gradient(index) for index in range(len(self.params))]
         self._known = [None if grad is None else weakref.ref(grad) for grad in grads]
         if any(self._passes):
@@ -242,9 +242,9 @@ class GradReducer:
         self._start_over()
 
     def finish(self) -> tuple[list[bool], list[bool]]:
-        """Reduce what has not been and wait for everything.
+        """Reduce the remaining buckets and wait for all.
 
-        Returns of each parameter whether any rank has a gradient, and whether it is fresh on any. Afterwards each
+        Returns for each parameter whether any rank has a gradient, and whether it is fresh on any rank. Afterwards each
         bucket's ``result`` is the average over the ranks. Every data-parallel rank must call it.
         """
         has = [self.gradient(index) is not None for index in range(len(self.params))]
@@ -269,9 +269,9 @@ class GradReducer:
         return flags[: len(self.params)], flags[len(self.params) :]
 
     def averaged(self, index: int, start: int, stop: int) -> Tensor | None:
-        """After :meth:`finish`: elements ``start..stop`` of the average of a gradient, flat; a view.
+        """Return elements ``start..stop`` of an averaged gradient as a flat view, after :meth:`finish`.
 
-        Without other ranks it is the gradient itself, in its shape.
+        Without other ranks, return the gradient itself, in its shape.
         """
         if not self.communicates:
             return self.gradient(index)
@@ -281,7 +281,7 @@ class GradReducer:
         return bucket.result[first + start : first + stop]
 
     def _modified(self, bucket: Bucket) -> bool:
-        """Whether a gradient is another one, or has other values, than when it was copied."""
+        """Return whether a gradient was replaced or changed since it was copied."""
         grads = [self.gradient(slot.index) for slot in bucket.slots]
         return any(
             grad is not seen or (grad is not None and grad._version != version)
@@ -295,7 +295,7 @@ class GradReducer:
             self._empty(bucket)
 
     def _empty(self, bucket: Bucket) -> None:
-        """Nothing of the next step has arrived yet."""
+        """Reset a bucket for the next step."""
         bucket.waiting = sum(not self._silent[slot.index] for slot in bucket.slots)
         bucket.pending, bucket.dirty, bucket.seen = None, False, []
 

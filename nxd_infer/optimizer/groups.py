@@ -1,4 +1,4 @@
-"""What an optimizer is given: parameters in any of the forms PyTorch takes, checked, with their names."""
+"""Check and normalise an optimizer's parameters, in any form that PyTorch takes, with their names."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
-    """Refuse what would not be the model's step: axes that are not for training, optimizers that need it whole."""
+    """Raise ParallelConfigError for axes without training support, and for optimizers that need full parameters."""
     for axis in ("pp", "cp"):
         if context.axis(axis).degree > 1:
             raise ParallelConfigError(
-                f"training over the axis {axis!r} is not supported yet, and its degree is {context.axis(axis).degree}; "
+                f"training over the axis {axis!r} is not supported yet, but its degree is {context.axis(axis).degree}; "
                 "use tensor and data parallelism"
             )
     kind = optimizer_class if isinstance(optimizer_class, type) else object
     if issubclass(kind, torch.optim.LBFGS):
         raise ParallelConfigError(
-            "LBFGS evaluates the model several times a step, which no rank can do alone; use AdamW"
+            "LBFGS evaluates the model several times per step, which no rank can do alone; use AdamW"
         )
     matrices = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
     if issubclass(kind, matrices) and (zero1 or context.tp.degree > 1):
         raise ParallelConfigError(
-            f"{kind.__name__} looks at whole matrices, and ZeRO-1 and tensor parallelism cut them: use an optimizer "
-            "that treats each element by itself, such as AdamW, or train with data parallelism alone"
+            f"{kind.__name__} needs whole matrices, but ZeRO-1 and tensor parallelism split them: use an elementwise "
+            "optimizer such as AdamW, or train with data parallelism only"
         )
 
 
 def checked_norm(name: str, norm: Any) -> float:
-    """What gradients are clipped to. Raises ParallelConfigError for what is no number above 0."""
+    """Return the clipping norm as a float. Raises ParallelConfigError unless it is a number above 0."""
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         raise ParallelConfigError(f"{name} must be a number above 0, got {norm!r}")
     return float(norm)
 
 
 def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:
-    """Parameter groups with lists of tensors, and their names under ``param_names`` where they were given.
+    """Return parameter groups with lists of tensors, and their names, if given, under ``param_names``.
 
     Raises ParallelConfigError or, as PyTorch does, TypeError and ValueError for anything else.
     """
@@ -60,7 +60,7 @@ def parameter_groups(parameters: Parameters) -> list[dict[str, Any]]:
 
 def _group(group: Any) -> dict[str, Any]:
     if not isinstance(group, dict) or "params" not in group:
-        raise ParallelConfigError(f"a parameter group is a dict with the key 'params', got {group!r:.80}")
+        raise ParallelConfigError(f"a parameter group must be a dict with the key 'params', got {group!r:.80}")
     members = group["params"]
     members = [members] if isinstance(members, Tensor) else _in_order(members)
     fresh = {k: v for k, v in group.items() if k != "params"}
@@ -77,25 +77,25 @@ def _group(group: Any) -> dict[str, Any]:
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
     if isinstance(values, set | frozenset):
-        raise TypeError("the parameters are a set, whose order differs from rank to rank: hand over a list")
+        raise TypeError("the parameters are a set, whose order differs from rank to rank: pass a list")
     return list(values)
 
 
 def require_once(groups: list[dict[str, Any]]) -> None:
     members = [id(param) for group in groups for param in group["params"]]
     if len(set(members)) < len(members):
-        raise ParallelConfigError("a parameter stands more than once in the optimizer's groups; name each once")
+        raise ParallelConfigError("a parameter is more than once in the optimizer's groups; pass each only once")
 
 
 def with_defaults(group: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    """The group of a user with the hyperparameters that it does not name, as the wrapped optimizer has them."""
+    """Return a user's group, with missing hyperparameters taken from the wrapped optimizer."""
     return {**{k: v for k, v in inner.items() if k not in NOT_HYPERPARAMETERS}, **group}
 
 
 def parameter_names(groups: list[dict[str, Any]], params: list[Tensor], taken: list[str], first: int) -> list[str]:
-    """What the parameters are called in the model, or where they stand when nobody has said or two are called alike.
+    """Return the parameters' names in the model, or their positions if they have no name or a duplicate one.
 
-    ``taken`` are names in use; ``first`` is the number of the first group.
+    ``taken`` are the names in use; ``first`` is the number of the first group.
     """
     used, known = set(taken), {}
     for number, group in enumerate(groups, first):

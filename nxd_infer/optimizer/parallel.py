@@ -1,10 +1,10 @@
 """The optimizer of parallel training: a ``torch.optim.Optimizer`` around another one.
 
 A step averages the gradients over the data-parallel ranks, sums those of sequence-parallel parameters, checks that they
-are finite, clips them by the norm of the whole model, lets the wrapped optimizer step, and writes back what it stepped
-elsewhere (float32 masters, ZeRO-1 shards). ``param_groups`` hold the model's own parameters, so schedulers and other
-users see what they expect; hyperparameters are handed on before each step. Whatever the wrapper does not have itself,
-attributes and methods, is the wrapped optimizer's.
+are finite, clips them by the norm of the whole model, runs the wrapped optimizer, and writes back what it updated
+elsewhere (float32 master weights, ZeRO-1 shards). ``param_groups`` has the model's own parameters, so schedulers and
+other users see what they expect; hyperparameters are copied before each step. Attributes and methods that the wrapper
+does not have are those of the wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ class NxDOptimizer(OptimizerWrapper):
 
     Args:
         parameters: tensors, ``(name, tensor)`` pairs or parameter groups, as for any optimizer; the same on every rank.
-        optimizer_class: what does the stepping. With ``zero1`` it gets flat ranges of parameters, so it must treat
-            each element by itself (as Adam and SGD do; PyTorch's that look at matrices are refused).
-        zero1: each data-parallel rank steps, and holds the state of, an equal share of the elements.
-        grad_clipping, max_grad_norm: scale all gradients so that the 2-norm of the model's is at most so much.
-        on_nonfinite: ``"raise"`` NonFiniteGradientError when a gradient is NaN or infinite on any rank, before anything
-            is changed, or ``"skip"`` the step with a warning. Every rank does the same.
-        master_weights: step float32 copies of parameters of a narrower type; a type: copies of all others in that one.
-        fp32_grad_acc: sum gradients over backward passes (in ``param.main_grad``) in at least float32 and the type of
+        optimizer_class: the wrapped optimizer. With ``zero1`` it gets flat ranges of parameters, so it must be
+            elementwise (like Adam and SGD; PyTorch optimizers that need matrices are rejected).
+        zero1: each data-parallel rank updates an equal share of the elements and holds only their state.
+        grad_clipping, max_grad_norm: scale all gradients so that the model's 2-norm is at most ``max_grad_norm``.
+        on_nonfinite: ``"raise"`` NonFiniteGradientError if a gradient is NaN or infinite on any rank, before anything
+            changes, or ``"skip"`` the step with a warning. Every rank does the same.
+        master_weights: True updates float32 copies of narrower parameters; a dtype updates copies in that dtype of all
+            parameters with another one.
+        fp32_grad_acc: sum gradients over backward passes (in ``param.main_grad``) in at least float32 and the dtype of
             the copies.
-        reduce_dtype: sum gradients over the ranks in at least this type.
-        bucket_cap_mb: gradients travel in flat buckets of about this size.
-        lazy_init: shard nothing and make no ``optimizer_class`` before :meth:`init_zero` is called.
-        defaults: handed to ``optimizer_class``.
+        reduce_dtype: sum gradients over the ranks in at least this dtype.
+        bucket_cap_mb: reduce gradients in flat buckets of about this size.
+        lazy_init: shard nothing and create no ``optimizer_class`` before :meth:`init_zero`.
+        defaults: passed to ``optimizer_class``.
 
-    Gradients are final after :meth:`synchronize_gradients`, which ``step`` calls; whoever clips or looks at ``.grad``
-    himself calls it first. With ZeRO-1, ``.grad`` stays this rank's own, see :meth:`named_gradients`. Accumulated
-    gradients are averages over ranks of sums over backward passes: divide the loss as in any PyTorch loop. Zero the
-    gradients after each step.
+    Gradients are final after :meth:`synchronize_gradients`, which ``step`` calls; call it before you clip or read
+    ``.grad`` yourself. With ZeRO-1, ``.grad`` stays this rank's own, see :meth:`named_gradients`. Accumulated gradients
+    are averages over ranks of sums over backward passes: divide the loss as in any PyTorch loop. Zero the gradients
+    after each step.
 
-    Attributes and methods of the wrapped optimizer are found here too, and ``state`` is its state under the model's own
-    parameters. A copy is between two steps: parameters, state and settings are copied, gradients and hooks are not.
+    The wrapper exposes the attributes and methods of the wrapped optimizer, and ``state`` is its state keyed by the
+    model's parameters. A copy is in the state between two steps: parameters, state and settings are copied, gradients
+    and hooks are not.
     """
 
     def __init__(
@@ -92,10 +94,10 @@ class NxDOptimizer(OptimizerWrapper):
         self._wide = master_weights if isinstance(master_weights, torch.dtype) else torch.float32
         self._fp32_grad_acc, self._reduce_dtype, self._cap_mb = fp32_grad_acc, reduce_dtype, bucket_cap_mb
         self.skipped_steps = 0
-        """Steps left out because of ``on_nonfinite="skip"``."""
+        """Number of steps skipped by ``on_nonfinite="skip"``."""
         self._grad_norm: Tensor | None = None
         self.names: list[str] = []
-        """Of each trained parameter, in order."""
+        """Names of the trained parameters, in order."""
         self._reducer = GradReducer([], current_context(), cap_mb=bucket_cap_mb)
         groups = parameter_groups(parameters)
         require_once(groups)
@@ -106,9 +108,9 @@ class NxDOptimizer(OptimizerWrapper):
     # --- construction ---------------------------------------------------------------------------------
 
     def init_zero(self) -> None:
-        """Take over the parameters as they are now, and make the wrapped optimizer. The constructor does, if not lazy.
+        """Shard the current parameters and create the wrapped optimizer. Without ``lazy_init`` the constructor does.
 
-        Calling it again starts over: the wrapped optimizer is a new one, without a state.
+        A second call starts over with a new wrapped optimizer without state.
         """
         require_no_lonely_rank(type(self).__name__)
         self.inited, self.context = False, current_context()
@@ -131,7 +133,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.inited = True
 
     def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Look after the parameters of more groups; the groups of the wrapped optimizer, over this rank's pieces."""
+        """Add the parameters of ``groups``; return the wrapped optimizer's groups, over this rank's pieces."""
         first = len(self._params)
         members = [param for group in groups for param in group["params"]]
         self._frozen += [param for param in members if not param.requires_grad]
@@ -169,15 +171,15 @@ class NxDOptimizer(OptimizerWrapper):
 
     @property
     def group_names(self) -> list[list[str]]:
-        """Of each group the names of its trained parameters."""
+        """The names of the trained parameters of each group."""
         name_of = dict(zip(map(id, self._params), self.names, strict=True))
         return [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters, as with any optimizer; their gradients travel in buckets of their own.
+        """Train more parameters, as with any optimizer; their gradients use separate buckets.
 
-        Every rank must call it, between steps; an optimizer that is to load its ``state_dict`` is made in the same
-        order. Raises ParallelConfigError for a parameter that is there already.
+        Every rank must call it, between steps. To load the ``state_dict``, build the optimizer in the same order.
+        Raises ParallelConfigError for a parameter that is already in a group.
         """
         if self.inited:
             groups = parameter_groups([param_group])
@@ -190,12 +192,12 @@ class NxDOptimizer(OptimizerWrapper):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The 2-norm of the model's gradients at the last step, before clipping; None without a step or clipping."""
+        """The 2-norm of the model's gradients in the last step, before clipping; None without a step or clipping."""
         return self._grad_norm
 
     @property
     def max_grad_norm(self) -> float:
-        """What the norm of the gradients is clipped to. Setting it raises ParallelConfigError unless it is above 0."""
+        """The norm that gradients are clipped to. Setting it raises ParallelConfigError unless it is above 0."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -213,15 +215,15 @@ class NxDOptimizer(OptimizerWrapper):
     def synchronize_gradients(self) -> None:
         """Wait for the averages over the data-parallel ranks and sum sequence-parallel gradients. A collective.
 
-        Afterwards the gradients of ``pieces`` are final; without ZeRO-1 and masters those are the parameters' own.
-        Without a backward pass in between, a second call changes nothing.
+        Afterwards the gradients of ``pieces`` are final; without ZeRO-1 and master weights these are the parameters'
+        own. A second call without a backward pass in between changes nothing.
         """
         self._require_inited("synchronize_gradients() or step()")
         thawed = [param for param in self._frozen if param.grad is not None]
         if thawed:
             raise ParallelConfigError(
-                f"{len(thawed)} parameter(s) got a gradient that were frozen when the optimizer was made; "
-                "make the optimizer after requires_grad is set"
+                f"{len(thawed)} parameter(s) got a gradient but were frozen when the optimizer was created; "
+                "create the optimizer after setting requires_grad"
             )
         if self._final and not any(self._reducer.is_fresh(index) for index in range(len(self._params))):
             return
@@ -236,7 +238,7 @@ class NxDOptimizer(OptimizerWrapper):
             elif grad is not source:
                 _give(piece.param, grad)
             grad = piece.tensor.grad
-            # What lies in the parameter's own gradient has been summed before, unless a backward added to it.
+            # The parameter's own gradient was already summed, unless a backward added to it.
             if (
                 grad is not None
                 and gradients.is_sequence_parallel(piece.param)
@@ -248,7 +250,7 @@ class NxDOptimizer(OptimizerWrapper):
         self._final = True
 
     def _average(self, piece: Piece) -> Tensor | None:
-        """The average for a piece in the shape and the type of its tensor."""
+        """Return the averaged gradient of a piece, in the shape and dtype of its tensor."""
         averaged = self._reducer.averaged(piece.index, piece.start, piece.stop)
         if averaged is None or (averaged is piece.param.grad and piece.tensor is piece.param):
             return averaged
@@ -257,7 +259,7 @@ class NxDOptimizer(OptimizerWrapper):
         return averaged.reshape(piece.tensor.shape).to(piece.tensor.dtype)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """The final gradients of this rank's parameters by name, zeros where there is none. A collective."""
+        """Return the final gradients of this rank's parameters by name, zeros if there is none. A collective."""
         self.synchronize_gradients()
         whole = self._publisher.gather([piece.tensor.grad for piece in self.pieces])
         return dict(zip(self.names, whole, strict=True))
@@ -281,7 +283,7 @@ class NxDOptimizer(OptimizerWrapper):
     # --- the step -------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step over all ranks; see the class. Returns what ``closure`` returns, which is called once before.
+        """Run one step over all ranks; see the class. ``closure`` is called once before; returns its result.
 
         ``kwargs`` are the wrapped optimizer's.
 
@@ -295,7 +297,7 @@ class NxDOptimizer(OptimizerWrapper):
         self._final = False
         zero1 = self.zero1 and self._reducer.communicates
         shares = self._shares()
-        # It is finite just when all gradients are. Where nobody clips too: the inf-norm takes 20 times as long.
+        # Finite exactly if all gradients are. Used even without clipping: the inf-norm takes 20 times as long.
         norm = gradients.total_norm(shares, 2.0, self.context, zero1=zero1)
         if self.grad_clipping:
             self._grad_norm = norm
@@ -313,12 +315,12 @@ class NxDOptimizer(OptimizerWrapper):
     def _refuse_nonfinite(self) -> bool:
         names = self._nonfinite_names()
         if not names:
-            return False  # finite gradients whose norm is above any float64: they are clipped to zero
+            return False  # finite gradients whose norm overflows float64: they are clipped to zero
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         message = f"gradients are NaN or infinite: {shown}"
         if self.on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f'{message}. Nothing was stepped; optimizer_config["on_nonfinite"] = "skip" leaves such steps out',
+                f'{message}. No parameter was updated; optimizer_config["on_nonfinite"] = "skip" skips such steps',
                 names,
             )
         self.skipped_steps += 1
@@ -328,10 +330,10 @@ class NxDOptimizer(OptimizerWrapper):
     # --- state ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, as the wrapped optimizer has it.
+        """Return this rank's state, as the wrapped optimizer has it.
 
-        Where it steps something else than the parameters themselves there is a key ``"pieces"`` as well: the range of
-        the parameter that each entry belongs to, and its float32 master where there is one.
+        If it updates other tensors than the parameters themselves, there is also a key ``"pieces"``: the parameter
+        range of each entry, and its float32 master weight if there is one.
         """
         self._require_inited("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -354,9 +356,9 @@ class NxDOptimizer(OptimizerWrapper):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave on the same rank of an equal job.
+        """Load the :meth:`state_dict` of the same rank of an equal job.
 
-        Raises CheckpointError when it describes other pieces: another model, or other degrees.
+        Raises CheckpointError if it describes other pieces: another model, or other degrees.
         """
         if not self.inited:
             self.init_zero()
@@ -393,7 +395,7 @@ class NxDOptimizer(OptimizerWrapper):
 
 
 def _give(param: Tensor, grad: Tensor | None) -> None:
-    """Make ``grad`` the gradient of ``param``, in memory of its own: what it is a view of takes the next sums."""
+    """Set the gradient of ``param`` to a copy of ``grad``, whose own memory is reused for the next sums."""
     if grad is not None and param.grad is not None and not param.grad.is_sparse:
         param.grad.copy_(grad)
     else:

@@ -1,8 +1,8 @@
-"""What one rank's optimizer steps: whole parameters, float32 masters of them, or with ZeRO-1 ranges of flat buckets.
+"""The tensors that a rank's optimizer updates: parameters, float32 masters, or ranges of flat ZeRO-1 buckets.
 
-A :class:`Piece` is a range of one parameter together with the tensor that the optimizer is given for it. That tensor is
-the parameter's own memory where the types allow, so weights that are loaded later are seen; otherwise it is a master.
-A piece never spans parameters: hyperparameters, state and names stay those of the parameter, and state can be saved
+A :class:`Piece` is a range of one parameter with the tensor that the optimizer updates for it. If the dtypes allow,
+that tensor shares the parameter's memory and so sees weights that are loaded later; otherwise it is a master weight. A
+piece never spans parameters, so hyperparameters, state and names stay those of the parameter, and state can be saved
 under logical names.
 """
 
@@ -33,28 +33,29 @@ class Piece:
     start: int
     stop: int
     tensor: Tensor
-    """What the optimizer steps: flat with ZeRO-1, else of the parameter's shape."""
+    """The tensor that the optimizer updates: flat with ZeRO-1, else of the parameter's shape."""
     spans: Spans
-    """The elements of the piece that this rank counts in a norm, before the data-parallel ranks are added."""
+    """The elements of the piece that this rank counts in a norm, before adding data-parallel ranks."""
     own_memory: bool
-    """Whether ``tensor`` is a copy (a master), which must be written back."""
+    """Whether ``tensor`` is a copy (a master weight) that must be written back."""
     seen: int = 0
-    """What the parameter was when ``tensor`` last agreed with it: its memory, or for a master its version."""
+    """The parameter's address, or for a master weight its version, when ``tensor`` last matched it."""
 
     @property
     def whole(self) -> bool:
         return (self.start, self.stop) == (0, self.param.numel())
 
     def values(self) -> Tensor:
-        """The parameter's own elements of this piece, shaped like ``tensor``; a view."""
+        """Return the parameter's elements of this piece as a view, shaped like ``tensor``."""
         flat = self.param.detach().view(-1)[self.start : self.stop]
         return flat.view(self.tensor.shape)
 
     def refresh(self) -> None:
-        """Follow a parameter that has been given other memory, or, for a master, other values, by somebody else.
+        """Update ``tensor`` after the parameter's memory, or for a master weight its values, changed from outside.
 
-        ``module.to()`` and ``load_state_dict(assign=True)`` do the one, ``load_state_dict()`` the other. A master keeps
-        the elements whose rounded value the parameter still has: a state that is loaded before its model stays exact.
+        ``module.to()`` and ``load_state_dict(assign=True)`` change the memory, ``load_state_dict()`` the values. A
+        master weight keeps elements that still round to the parameter's value, so a state loaded before its model stays
+        exact.
         """
         if self.tensor is self.param or self.seen == self._now():
             return
@@ -67,11 +68,11 @@ class Piece:
         self.settled()
 
     def settled(self) -> None:
-        """Parameter and tensor agree now."""
+        """Record that parameter and tensor match now."""
         self.seen = self._now()
 
     def copied(self) -> None:
-        """Parameter and tensor are copies of others, which agreed; they share no memory yet."""
+        """Record that parameter and tensor are copies of a matching pair, but do not share memory yet."""
         self.seen = self._now() if self.own_memory else NOWHERE
 
     def _now(self) -> int:
@@ -79,14 +80,13 @@ class Piece:
 
 
 Masters = bool | torch.dtype
-"""Whether and in which type copies of the parameters are stepped: False, at least float32 (True), or exactly this one.
-"""
+"""Whether to update copies of the parameters, and in which dtype: False, at least float32 (True), or this dtype."""
 
 
 def make_pieces(reducer: GradReducer, master_weights: Masters, first: int = 0) -> list[Piece]:
-    """What this rank steps of the parameters from place ``first`` on, in their order.
+    """Return this rank's pieces of the parameters from index ``first`` on, in order.
 
-    Whole parameters, or where ``reducer`` scatters, what this rank's equal share of every bucket holds of them.
+    These are whole parameters, or if ``reducer`` scatters, the parts in this rank's equal share of every bucket.
     """
     if not (reducer.scatter and reducer.communicates):
         return [_piece(reducer, index, None, master_weights) for index in range(first, len(reducer.params))]
@@ -101,7 +101,7 @@ def make_pieces(reducer: GradReducer, master_weights: Masters, first: int = 0) -
 
 
 def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, master_weights: Masters) -> Piece:
-    """The range ``shard`` of a parameter, flat; or all of it, in its shape."""
+    """Return the range ``shard`` of a parameter as a flat piece, or the full parameter in its shape."""
     param = reducer.params[index]
     start, stop = shard or (0, param.numel())
     dtype = wide_type(param.dtype) if master_weights is True else master_weights or param.dtype
@@ -121,13 +121,13 @@ def _piece(reducer: GradReducer, index: int, shard: tuple[int, int] | None, mast
 
 
 def shard_of(bucket: Bucket, context: ParallelContext) -> tuple[int, int]:
-    """The range of a bucket that belongs to this data-parallel rank."""
+    """Return the range of a bucket that belongs to this data-parallel rank."""
     size = bucket.size // context.dp.degree
     return context.dp.rank * size, (context.dp.rank + 1) * size
 
 
 class Publisher:
-    """Brings stepped pieces back into the parameters, gathering them from the other ranks where they are sharded."""
+    """Writes updated pieces back to the parameters, gathering sharded ones from the other ranks."""
 
     def __init__(self, reducer: GradReducer, pieces: Sequence[Piece]):
         self._reducer = reducer
@@ -137,7 +137,7 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make every parameter what the optimizers of all ranks have made of it."""
+        """Write the results of all ranks' optimizers to every parameter."""
         if not self._reducer.scatter or not self._reducer.communicates:
             for piece in self._pieces:
                 if piece.own_memory:
@@ -153,7 +153,7 @@ class Publisher:
             piece.settled()
 
     def publish_changes(self, changed: bool) -> None:
-        """:meth:`publish`, where this rank or, of those that gather from each other, another one has ``changed``."""
+        """:meth:`publish` if ``changed`` on this rank or on a rank that shares its buckets."""
         if self._reducer.scatter and self._reducer.communicates:
             flag = torch.tensor([int(changed)], dtype=torch.int32, device=self._reducer.buckets[0].device)
             changed = bool(comm.all_reduce(flag, self._reducer.context, "dp", "max"))
@@ -161,7 +161,7 @@ class Publisher:
             self.publish()
 
     def _write_back(self, slot: Slot, flat: Tensor, own: tuple[int, int]) -> None:
-        """Copy a parameter out of its bucket, but for what was stepped in the parameter's own memory: ``own``."""
+        """Copy a parameter from its bucket, except the range ``own`` that was updated in the parameter's memory."""
         param, piece = self._reducer.params[slot.index], self._by_index.get(slot.index)
         if piece is None or piece.own_memory:
             param.copy_(flat[slot.start : slot.stop].view(param.shape))
@@ -175,7 +175,7 @@ class Publisher:
         dtype = self._reducer.params[bucket.slots[0].index].dtype
         flat = self._flat[number]
         if flat is None:
-            # The gradients' own buffer is free after the step.
+            # The gradients' buffer is free after the step.
             shared = bucket.flat is not None and bucket.flat.dtype == dtype
             flat = bucket.flat if shared else torch.zeros(bucket.size, dtype=dtype, device=bucket.device)
             self._flat[number] = flat
@@ -189,7 +189,7 @@ class Publisher:
 
     @torch.no_grad()
     def gather(self, values: Sequence[Tensor | None]) -> list[Tensor]:
-        """Whole tensors like the parameters, out of what the ranks hold a piece (None is zeros). A collective."""
+        """Return full tensors of the parameters' shapes from the values of all pieces (None is zeros). A collective."""
         found: dict[int, Tensor] = {}
         of_piece = {piece.index: value for piece, value in zip(self._pieces, values, strict=True)}
         if not self._reducer.scatter or not self._reducer.communicates:

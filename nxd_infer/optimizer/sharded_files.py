@@ -1,9 +1,9 @@
-"""A sharded optimizer's state in files: one safetensors file a rank, and beside it JSON that says what is in it.
+"""A sharded optimizer's state in files: one safetensors file per rank, and JSON that describes it.
 
-``optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors`` holds for each piece of a parameter ``NAME|KEY``: the tensors of
-its state (``exp_avg``, ``step``, ...) and, as ``NAME|master``, its float32 master. The JSON describes each piece by its
-logical meaning: the flat range ``[start, stop)`` of the rank's parameter, that parameter's shape, and the layout that
-says which elements of which logical tensors it is made of, so that a state can be read at any other degree.
+``optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors`` has for each piece of a parameter the tensors of its state as
+``NAME|KEY`` (``exp_avg``, ``step``, ...) and its float32 master weight as ``NAME|master``. The JSON describes each
+piece logically: the flat range ``[start, stop)`` of the rank's parameter, that parameter's shape, and its layout, which
+maps its elements to logical tensors. So a state can be read at any other degree.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 FORMAT = "nxd-optimizer-shards 1.0"
 MASTER = "master"
 GROUP_KEYS = ("param_groups", "group_names")
-"""Of a description: the hyperparameters of each group, and the names of its parameters."""
+"""Keys of a description: the hyperparameters of each group, and the names of its parameters."""
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What learning-rate schedules put into groups."""
+"""Keys that learning-rate schedulers add to groups."""
 
 
 def stem(context: ParallelContext) -> str:
-    """The name of a rank's files without their endings."""
+    """Return the name of a rank's files without suffix."""
     return f"optim.dp_rank_{context.dp.rank:02d}.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}"
 
 
 def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at_a_time: int = 8) -> None:
-    """Write this rank's two files. Raises CheckpointError on every rank when one of them cannot."""
+    """Write this rank's two files. Raises CheckpointError on every rank if one of them cannot."""
     folder = Path(output_dir)
     tensors, description = describe(optimizer)
 
@@ -55,7 +55,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(path.with_name(f"{path.name}.safetensors")) as temporary:
                 save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, str(temporary))
-            # The description comes last and whole: without it a shard counts as missing.
+            # Write the description last and atomically: without it a shard counts as missing.
             with replacing(path.with_name(f"{path.name}.json")) as temporary:
                 temporary.write_text(json.dumps(description, indent=1))
         except OSError as error:
@@ -65,7 +65,7 @@ def save_sharded(optimizer: NxDOptimizer, output_dir: str | os.PathLike[str], at
 
 
 def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of this rank's state by their names in the file, by reference, and the JSON beside them."""
+    """Return the tensors of this rank's state by their names in the file (not copied), and the JSON for them."""
     context = optimizer.context
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
@@ -108,16 +108,16 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def layout_by_name(param: Tensor, name: str) -> ParamLayout:
-    """What a parameter is made of, with absolute logical names."""
+    """Return the layout of a parameter, with absolute logical names."""
     layout: ParamLayout = getattr(param, "nxd_layout", None) or ParamLayout.of(list(param.shape))
     path, _, own = name.rpartition(".")
     return layout.resolved(path, own)
 
 
 def _stored(value: Any, where: str) -> Any:
-    """A hyperparameter as JSON: plain, or a tensor (of a learning rate, say) with its type; every float is exact.
+    """Return a hyperparameter as JSON: plain, or a tensor (such as a learning rate) with its dtype; floats are exact.
 
-    Raises CheckpointError for anything else: left out, it would be another one in the job that goes on.
+    Raises CheckpointError for anything else, because a resumed job would otherwise silently use another value.
     """
     if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().cpu().tolist()}
@@ -126,13 +126,13 @@ def _stored(value: Any, where: str) -> Any:
     if isinstance(value, bool | int | float | str | None):
         return value
     raise CheckpointError(
-        f"the optimizer's {where} is a {type(value).__name__}, which a checkpoint does not hold: it takes numbers, "
+        f"the optimizer's {where} is a {type(value).__name__}, which a checkpoint cannot store: it takes numbers, "
         "text, None, tensors, and lists of them"
     )
 
 
 def _restored(value: Any) -> Any:
-    """What :func:`_stored` was given, lists as tuples. Raises CheckpointError for anything else."""
+    """Invert :func:`_stored`, with lists as tuples. Raises CheckpointError for anything else."""
     if isinstance(value, list | tuple):
         return tuple(_restored(item) for item in value)
     if not isinstance(value, dict):
@@ -154,7 +154,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
     for file in (tensors_file, json_file):
         if not file.is_file():
             there = sorted(p.name for p in folder.glob("optim.*.safetensors")) if folder.is_dir() else []
-            raise CheckpointError(f"{file} is missing; {folder} holds {len(there)} optimizer shards: {there[:8]}")
+            raise CheckpointError(f"{file} is missing; {folder} has {len(there)} optimizer shards: {there[:8]}")
     try:
         description = json.loads(json_file.read_text())
         found_format, found_degrees = description["format"], description["degrees"]
@@ -162,17 +162,17 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         if not all(isinstance(piece["values"], dict) for piece in description["pieces"].values()):
             raise TypeError("a piece has no values")
         if not all(isinstance(group, dict) for group in description["param_groups"]):
-            raise TypeError("a parameter group is no object")
+            raise TypeError("a parameter group is not an object")
         if not all(isinstance(name, str) for names in description.get("group_names", []) for name in names):
             raise TypeError("a group has no names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{json_file} describes no optimizer shard: {error!r}") from error
+        raise CheckpointError(f"{json_file} does not describe an optimizer shard: {error!r}") from error
     _, mine = describe(optimizer)
     if found_format != FORMAT:
         raise CheckpointError(f"{json_file} has the format {found_format!r}; this version reads {FORMAT!r}")
     if found_degrees != mine["degrees"]:
         raise CheckpointError(
-            f"{folder} was saved at {_degrees(found_degrees)}, and this job runs at {_degrees(mine['degrees'])}; "
+            f"{folder} was saved at {_degrees(found_degrees)}, but this job runs at {_degrees(mine['degrees'])}; "
             "load it with nxd_infer.load_checkpoint(), which reads any degrees, or run at the same ones"
         )
     wanted = {name: (piece["range"], piece["shape"]) for name, piece in mine["pieces"].items()}
@@ -190,38 +190,38 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         raise CheckpointError(f"{tensors_file} cannot be read: {error}") from error
     strangers = [key for key in tensors if key.rpartition("|")[0] not in stored]
     if strangers:
-        raise CheckpointError(f"{tensors_file} holds {strangers[0]!r}, which {json_file.name} does not describe")
+        raise CheckpointError(f"{tensors_file} has {strangers[0]!r}, which {json_file.name} does not describe")
     take_over(optimizer, tensors, description)
 
 
 def require_same_groups(optimizer: NxDOptimizer, description: dict[str, Any], where: str) -> None:
-    """Raise CheckpointError when the groups are of another optimizer, or of other parameters: they go by place."""
+    """Raise CheckpointError if the groups, matched by position, are of another optimizer or of other parameters."""
     stored, mine = description["param_groups"], optimizer.param_groups
     if len(stored) != len(mine):
         raise CheckpointError(
-            f"{where} has {len(stored)} parameter groups, and this optimizer {len(mine)}; make it of the same groups"
+            f"{where} has {len(stored)} parameter groups, this optimizer {len(mine)}; create it with the same groups"
         )
-    if "group_names" not in description:  # of the reference, or one of our first
+    if "group_names" not in description:  # from the reference, or from an early version of ours
         return
     for theirs, ours in zip(stored, mine, strict=True):
         missing = sorted(optimizer.optimizer.defaults.keys() - theirs.keys())
         surplus = sorted(theirs.keys() - ours.keys() - set(OF_SCHEDULES))
-        if missing and surplus:  # another release of PyTorch may have more of them, or less, but not both
+        if missing and surplus:  # another PyTorch release may have more or fewer of them, but not both
             raise CheckpointError(
                 f"{where} is of another optimizer than this {type(optimizer.optimizer).__name__}: it has {surplus} and "
-                f"not {missing}; make an optimizer of the class that was saved, or load without one"
+                f"not {missing}; create an optimizer of the saved class, or load without one"
             )
     for number, (theirs, ours) in enumerate(zip(description["group_names"], optimizer.group_names, strict=False)):
         differing = sorted(set(theirs) ^ set(ours))
         if differing:
             raise CheckpointError(
-                f"{where}: parameter group {number} is of other parameters than this optimizer's, by {differing[:4]}; "
-                "hand over the groups in the order of the save"
+                f"{where}: parameter group {number} has other parameters than this optimizer's: {differing[:4]}; "
+                "pass the groups in the order of the save"
             )
 
 
 def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
-    """Give ``optimizer`` what :func:`describe` would say of it; masters that are not there are left as they are."""
+    """Load into ``optimizer`` the state in the form of :func:`describe`; missing master weights are left unchanged."""
     by_name: dict[str, dict[str, Any]] = {
         name: {key: _restored(value) for key, value in piece["values"].items()}
         for name, piece in description["pieces"].items()
@@ -249,7 +249,7 @@ def take_over(optimizer: NxDOptimizer, tensors: dict[str, Tensor], description: 
 
 
 def _in_order(optimizer: NxDOptimizer) -> list[Tensor]:
-    """The wrapped optimizer's parameters, in the order that its state dict counts them."""
+    """Return the wrapped optimizer's parameters, in the order of its state dict."""
     return [tensor for group in optimizer.optimizer.param_groups for tensor in group["params"]]
 
 
@@ -258,7 +258,7 @@ def _degrees(degrees: dict[str, int]) -> str:
 
 
 def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
-    """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait, and all fail, together.
+    """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait for all, and fail together.
 
     ``of_world``: at most ``at_a_time`` ranks of the world at once.
     """
@@ -269,17 +269,17 @@ def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], obje
         if first <= place < first + at_a_time:
             try:
                 action()
-            except Exception as error:  # raised below, after the other ranks have been told
+            except Exception as error:  # raised below, after the other ranks know
                 failure = error
         if not world_max(context, int(failure is not None)):
             continue
         if failure is not None:
             raise failure
-        raise CheckpointError(f"rank {context.rank} gave up, because another rank could not read or write its files")
+        raise CheckpointError(f"rank {context.rank} gave up because another rank could not read or write its files")
 
 
 def world_max(context: ParallelContext, number: int) -> int:
-    """The largest ``number`` of all ranks. A collective."""
+    """Return the largest ``number`` of all ranks. A collective."""
     over_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     largest = torch.tensor([number], dtype=torch.int64, device="cuda" if over_nccl else "cpu")
     for axis in AXES:

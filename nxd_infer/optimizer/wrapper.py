@@ -1,6 +1,7 @@
-"""An optimizer that stands for another one, which steps other tensors than the model's parameters.
+"""A wrapper for an optimizer that updates other tensors than the model's parameters.
 
-Attributes, methods and state of the wrapped optimizer are found here; what its methods do to weights reaches the model.
+It exposes the attributes, methods and state of the wrapped optimizer; changes that its methods make to weights reach
+the model.
 """
 
 from __future__ import annotations
@@ -18,42 +19,42 @@ from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 from nxd_infer.optimizer.pieces import Piece
 
 OF_PYTORCH = ("_optimizer_", "_zero_grad_")
-"""How the names begin of what ``torch.optim.Optimizer`` keeps for each object: hooks, and names for a profiler."""
+"""Name prefixes of what ``torch.optim.Optimizer`` keeps per object: hooks, and names for a profiler."""
 NOT_COPIED = ("step", "_opt_called", "_publisher", "_stepped")
-"""What a learning-rate schedule puts into the optimizer that it follows, and what is derived from the pieces."""
+"""Attributes that learning-rate schedulers set on an optimizer, and those derived from the pieces."""
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """``optimizer`` with this rank's ``pieces`` of the parameters, as an optimizer of the parameters themselves.
+    """Presents ``optimizer``, which updates this rank's ``pieces``, as an optimizer of the parameters themselves.
 
-    A copy is between two steps: parameters, state and settings are copied, gradients and hooks are not.
+    A copy is in the state between two steps: parameters, state and settings are copied, gradients and hooks are not.
     """
 
     optimizer: torch.optim.Optimizer
     """The wrapped optimizer; its parameters are the tensors of ``pieces``."""
     pieces: list[Piece]
 
-    _step_supports_amp_scaling = False  # that of a fused optimizer, which unscales gradients after the clipping
+    _step_supports_amp_scaling = False  # a fused optimizer's would unscale gradients after clipping
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
         self.inited = False
-        """Whether the wrapped optimizer is made."""
+        """Whether the wrapped optimizer exists."""
         self.pieces = []
         self._stepped: dict[int, Tensor] = {}
         super().__init__(groups, defaults)
 
     def pieces_changed(self) -> None:
-        """``pieces`` is another list, or a longer one."""
+        """Update what is derived from ``pieces`` after it was replaced or extended."""
         self._stepped = {id(piece.param): piece.tensor for piece in self.pieces}
 
     def publish_changes(self, changed: bool) -> None:
-        """Bring the tensors of ``pieces`` into the parameters, where they have ``changed`` here or on another rank."""
+        """Write the tensors of ``pieces`` to the parameters if they ``changed`` here or on another rank."""
 
     # --- attributes and methods -----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         inner = vars(self).get("optimizer")
-        if inner is None or name.startswith("_"):  # what is private is each optimizer's own
+        if inner is None or name.startswith("_"):  # private names are not forwarded
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
             value = getattr(inner, name)
@@ -72,9 +73,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
             setattr(inner, name, value)
 
     def _forwarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped optimizer, called with the hyperparameters and on the weights in force.
+        """Wrap a method of the wrapped optimizer so that it sees the current hyperparameters and weights.
 
-        With ZeRO-1 it is a collective, whatever the method does, for it may change weights of one rank only.
+        With ZeRO-1 the call is a collective whatever the method does, because it may change weights on only one rank.
         """
 
         @functools.wraps(method)
@@ -90,15 +91,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return call
 
     def hand_on_hyperparameters(self) -> None:
-        """Give the wrapped optimizer's groups what users and schedules have set here."""
+        """Copy the hyperparameters that users and schedulers have set here to the wrapped optimizer."""
         _hand_on(self.param_groups, self.optimizer.param_groups)
 
     def take_back_hyperparameters(self) -> None:
-        """Show here what the wrapped optimizer has made of them."""
+        """Copy the wrapped optimizer's hyperparameters back."""
         _hand_on(self.optimizer.param_groups, self.param_groups)
 
     def refresh_pieces(self) -> None:
-        """Follow weights that have been loaded or moved since the last step."""
+        """Update the pieces whose weights were loaded or moved since the last step."""
         for piece in self.pieces:
             piece.refresh()
 
@@ -106,7 +107,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The wrapped optimizer's state, under the model's own parameters."""
+        """The wrapped optimizer's state, keyed by the model's parameters."""
         return StateByParameter(self)
 
     @state.setter
@@ -117,9 +118,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.state.update(fresh)
 
     def stepped_in_place_of(self, param: Tensor) -> Tensor | None:
-        """What the wrapped optimizer steps for a parameter: None where other ranks do, or it is frozen.
+        """Return the tensor that the wrapped optimizer updates for a parameter; None if other ranks do, or if frozen.
 
-        A tensor that is no parameter stands for itself.
+        A tensor that is not a parameter is returned itself.
         """
         stepped = self._stepped.get(id(param))
         ours = stepped is not None or any(param is own for group in self.param_groups for own in group["params"])
@@ -140,7 +141,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         marks = state.pop("_marks")
         super().__setstate__(state)
         params = [param for group in self.param_groups for param in group["params"]]
-        for param, own in zip(params, marks, strict=True):  # a copied parameter has lost what was attached to it
+        for param, own in zip(params, marks, strict=True):  # a copied parameter has lost its attributes
             for name, value in own.items():
                 if not hasattr(param, name):
                     setattr(param, name, value)
@@ -150,10 +151,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
 
 class StateByParameter(MutableMapping[Any, Any]):
-    """``optimizer.state[parameter]["exp_avg"]``, whatever the wrapped optimizer steps in the parameter's place.
+    """``optimizer.state[parameter]["exp_avg"]``, whichever tensor the wrapped optimizer updates for the parameter.
 
-    With ZeRO-1 the tensors are flat and cover this rank's range; a parameter of which it holds none has no entry. Keys
-    that are no parameters are the wrapped optimizer's own.
+    With ZeRO-1 the tensors are flat and cover this rank's range; a parameter without a range here has no entry. Keys
+    that are not parameters are those of the wrapped optimizer.
     """
 
     def __init__(self, optimizer: OptimizerWrapper):
@@ -168,7 +169,7 @@ class StateByParameter(MutableMapping[Any, Any]):
         return _SteppedElsewhere(key) if inner is None else self._inner[inner]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        if key not in self:  # the wrapped optimizer's dictionary would make what it is asked for
+        if key not in self:  # the wrapped optimizer's defaultdict would create the entry
             return default
         return self[key]
 
@@ -197,7 +198,7 @@ class StateByParameter(MutableMapping[Any, Any]):
 
 
 class _SteppedElsewhere(UserDict[Any, Any]):
-    """The state here of a parameter that other ranks step: empty, and nothing that is written to it would be kept."""
+    """The state of a parameter that other ranks update: empty, and it rejects writes, which would be lost."""
 
     def __init__(self, param: Tensor):
         super().__init__()
@@ -209,7 +210,7 @@ class _SteppedElsewhere(UserDict[Any, Any]):
 
 def _elsewhere(param: Tensor) -> KeyError:
     return KeyError(
-        f"other ranks step this parameter of shape {tuple(param.shape)}: it has no state here; ask "
+        f"other ranks update this parameter of shape {tuple(param.shape)}, so it has no state here; check "
         "`parameter in optimizer.state` first"
     )
 

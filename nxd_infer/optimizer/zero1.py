@@ -1,4 +1,4 @@
-"""ZeRO-1: each data-parallel rank steps an equal share of the elements and holds the optimizer state of no others.
+"""ZeRO-1: each data-parallel rank updates an equal share of the elements and holds only their optimizer state.
 
 Source: NxD Core training API, "Neuron Zero1 Optimizer"; torch-xla 2.9, ``ZeroRedundancyOptimizer``.
 """
@@ -26,28 +26,28 @@ OPTIMIZER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class NeuronZero1Optimizer(NxDOptimizer):
     """``NeuronZero1Optimizer(params, AdamW, lr=..., sharding_groups=..., grad_norm_groups=...)``.
 
-    The arguments are those of torch-xla's ``ZeroRedundancyOptimizer``, in its order.
+    The arguments are those of torch-xla's ``ZeroRedundancyOptimizer``, in the same order.
 
     Args:
         params, optimizer_class: as for :class:`NxDOptimizer`.
-        optimizer_dtype: the type in which copies of the parameters are stepped and the optimizer's state is held:
-            float16, bfloat16, float32 or float64. None is float32, and float64 for parameters of float64.
+        optimizer_dtype: the dtype of the updated parameter copies and of the optimizer's state: float16, bfloat16,
+            float32 or float64. None is float32, or float64 for float64 parameters.
         grad_clipping, max_norm: clip the gradients by the 2-norm of the whole model's; ``max_norm`` None is 1.
-        sharding_groups: the data-parallel groups as lists of ranks, the only ones there are to share a state; default.
-        grad_norm_groups: the tensor-parallel groups as lists of ranks, over which the norm is taken; default.
-        lazy_init: shard nothing before :meth:`init_zero` is called, as after moving a model, or after
-            ``initialize_model_parallel``.
-        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: parameters and gradients travel in the same flat
-            buckets, which are no larger than either; 0 leaves the size to ``bucket_cap_mb``.
-        use_grad_acc_hook: sum gradients over backward passes in ``optimizer_dtype``, and in no less than float32.
-        save_master_weights: a state holds the stepped copies in any case, so that training goes on bit by bit.
-        higher_cc_precision: sum gradients over the ranks in ``optimizer_dtype``; it is float32 at least without.
-        pin_layout, coalesce_cc: of XLA's transport, which has no part in this; accepted without effect.
-        master_weights: False steps every parameter in its own type, and in its own memory.
+        sharding_groups: must be the data-parallel groups as lists of ranks, which share a state; the default.
+        grad_norm_groups: must be the tensor-parallel groups as lists of ranks, for the norm; the default.
+        lazy_init: shard nothing before :meth:`init_zero`, for example to move the model or call
+            ``initialize_model_parallel`` first.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: parameters and gradients use the same flat buckets, no
+            larger than either; 0 leaves the size to ``bucket_cap_mb``.
+        use_grad_acc_hook: sum gradients over backward passes in ``optimizer_dtype``, at least float32.
+        save_master_weights: no effect; a state always has the updated copies, so training resumes bit-exactly.
+        higher_cc_precision: sum gradients over the ranks in ``optimizer_dtype``; otherwise in at least float32.
+        pin_layout, coalesce_cc: options of XLA's transport; accepted without effect.
+        master_weights: False updates every parameter in its own dtype and memory.
         on_nonfinite, bucket_cap_mb: as for :class:`NxDOptimizer`.
-        defaults: handed to ``optimizer_class``.
+        defaults: passed to ``optimizer_class``.
 
-    Every bucket is cut into equal shares, so a state is ``1 / dp`` of the whole plus at most one element a bucket.
+    Every bucket is split into equal shares, so a state is ``1 / dp`` of the total plus at most one element per bucket.
     ``base_optimizer`` is the wrapped optimizer. Raises ParallelConfigError for groups that are not those of
     ``parallel_state``, and for arguments out of range.
     """
@@ -108,11 +108,11 @@ class NeuronZero1Optimizer(NxDOptimizer):
         )
 
     def init_zero(self) -> None:
-        """Shard the parameters as they are now, and make ``base_optimizer``; again: a new one, without a state.
+        """Shard the current parameters and create ``base_optimizer``. A second call creates a new one without state.
 
         Raises ParallelConfigError for ``sharding_groups`` and ``grad_norm_groups`` of other axes.
         """
-        require_elementwise(self.optimizer_class, True, current_context())  # no groups fit an axis that is refused
+        require_elementwise(self.optimizer_class, True, current_context())  # first: no groups fit a rejected axis
         _require_groups("sharding_groups", self._sharding_groups, "dp")
         _require_groups("grad_norm_groups", self.grad_norm_groups, "tp")
         super().init_zero()
@@ -124,18 +124,18 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     @property
     def sharding_groups(self) -> Groups:
-        """The groups of ranks that share a state. They can be set before :meth:`init_zero`."""
+        """The groups of ranks that share a state. Can be set before :meth:`init_zero`."""
         return current_context().layout.groups("dp") if self._sharding_groups is None else self._sharding_groups
 
     @sharding_groups.setter
     def sharding_groups(self, groups: Groups) -> None:
         if self.inited:
-            raise ParallelConfigError("sharding_groups: the parameters are sharded already; set it before init_zero()")
+            raise ParallelConfigError("sharding_groups: the parameters are already sharded; set it before init_zero()")
         self._sharding_groups = groups
 
     @property
     def max_norm(self) -> float:
-        """What the norm of the gradients is clipped to; None is 1. Raises ParallelConfigError unless it is above 0."""
+        """The norm that gradients are clipped to; None is 1. Raises ParallelConfigError unless it is above 0."""
         return self.max_grad_norm
 
     @max_norm.setter
@@ -143,13 +143,13 @@ class NeuronZero1Optimizer(NxDOptimizer):
         self.max_grad_norm = _norm(norm)
 
     def allgather_weights_and_update_full_parameter(self, sharding_scheme: None = None) -> None:
-        """Bring what ``base_optimizer``'s tensors are now into the parameters of all ranks. A collective."""
+        """Write ``base_optimizer``'s current tensors to the parameters of all ranks. A collective."""
         if sharding_scheme is not None:
-            raise ParallelConfigError("sharding_scheme is the data-parallel groups, in one step: leave it out")
+            raise ParallelConfigError("sharding_scheme is always the data-parallel groups, in one step: leave it out")
         self._publisher.publish()
 
     def get_shape_info(self) -> dict[int, torch.Size]:
-        """The shape of each parameter, by its place in ``param_groups``."""
+        """Return the shape of each parameter, by its index in ``param_groups``."""
         params = [param for group in self.param_groups for param in group["params"]]
         return {place: param.shape for place, param in enumerate(params)}
 
@@ -158,15 +158,14 @@ class NeuronZero1Optimizer(NxDOptimizer):
     ) -> None:
         """Write this rank's state into ``output_dir``: safetensors and a JSON description. Every rank must call it.
 
-        ``save_serially`` lets one data-parallel rank write at a time; else all write at once, ``num_workers_per_step``
-        ranks at a time.
+        With ``save_serially`` one data-parallel rank writes at a time, otherwise ``num_workers_per_step`` ranks.
         """
         save_sharded(self, output_dir, at_a_time=1 if save_serially else num_workers_per_step)
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
-        """Read back what :meth:`save_sharded_state_dict` wrote, ``num_workers_per_step`` ranks at a time.
+        """Load the files of :meth:`save_sharded_state_dict`, ``num_workers_per_step`` ranks at a time.
 
-        Raises CheckpointError when a file is missing or belongs to another model or to other degrees.
+        Raises CheckpointError if a file is missing or belongs to another model or to other degrees.
         """
         load_sharded(self, output_dir, at_a_time=num_workers_per_step)
 

@@ -1,7 +1,7 @@
-"""Activation checkpointing: chosen modules keep their inputs only, and are computed again in the backward pass.
+"""Activation checkpointing: chosen modules keep only their inputs, and are recomputed in the backward pass.
 
-``module.forward`` is replaced on the instance, so names, classes and state dicts stay as they are. The second run sees
-the random numbers of the first, those of the tensor-parallel streams included, so gradients are equal bit by bit.
+``module.forward`` is replaced on the instance, so names, classes and state dicts do not change. The recomputation uses
+the same random numbers as the forward, also of the tensor-parallel streams, so gradients are bit-equal.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["apply_activation_checkpoint", "transformer_layers"]
 
 
 class _Recomputed:
-    """The ``forward`` of a checkpointed module; no closure, so that the module can be copied and pickled."""
+    """The ``forward`` of a checkpointed module. Not a closure, so that the module can be copied and pickled."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.own = module.__dict__.get("forward")
-        """What somebody else has put in the place of the class's."""
+        """A ``forward`` that was already set on the instance, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.own or functools.partial(type(self.module).forward, self.module)
@@ -37,7 +37,7 @@ class _Recomputed:
 
 
 def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Contexts of the first and of the second run; PyTorch itself restores the default generators."""
+    """Return the contexts of forward and recomputation; PyTorch itself restores the default generators."""
     tracker = get_xla_rng_tracker()
     before = tracker.get_states()
 
@@ -54,9 +54,9 @@ def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.Abs
 
 
 def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: Mapping[str, Any] | None = None) -> int:
-    """Checkpoint modules of ``model`` as ``activation_checkpoint_config`` says; returns how many.
+    """Checkpoint modules of ``model`` as ``activation_checkpoint_config`` says; return their number.
 
-    Raises ParallelConfigError when there is none: the class is not in the model, or "full" finds no layers.
+    Raises ParallelConfigError if there is none: the class is not in the model, or "full" finds no layers.
     """
     if config is None:
         return 0
@@ -68,7 +68,7 @@ def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: 
         if not chosen:
             names = ", ".join(cls.__name__ for cls in classes)
             raise ParallelConfigError(
-                f"activation_checkpoint_config: the model holds no {names}; its classes are {_class_names(model)}"
+                f"activation_checkpoint_config: the model has no {names}; its classes are {_class_names(model)}"
             )
     for module in chosen:
         if not isinstance(module.__dict__.get("forward"), _Recomputed):
@@ -77,10 +77,10 @@ def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: 
 
 
 def transformer_layers(model: nn.Module, layer_class: type | None = None) -> list[nn.Module]:
-    """The layers of a transformer: instances of ``layer_class``, or what the model says of itself, or its lists.
+    """Return the layers of a transformer: the instances of ``layer_class``.
 
-    Without a class they are the modules that ``_no_split_modules`` names (Hugging Face), else the members of the
-    outermost ``nn.ModuleList`` s. Raises ParallelConfigError when nothing is found.
+    Without a class they are the modules named in ``_no_split_modules`` (Hugging Face), else the members of the
+    outermost ``nn.ModuleList`` s. Raises ParallelConfigError if nothing is found.
     """
     if layer_class is not None:
         found = [module for module in model.modules() if isinstance(module, layer_class)]

@@ -1,4 +1,4 @@
-"""Building one rank's model: a few ranks at a time, on the meta device if wanted, equal logical weights everywhere."""
+"""Build one rank's model: a few ranks at a time, optionally on the meta device, with equal logical weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_model(config: Mapping[str, Any], model_fn: Callable[..., nn.Module], a
 
 
 def turns(context: ParallelContext, at_a_time: int) -> Iterator[bool]:
-    """Once for every turn: whether it is this rank's. Between turns all ranks wait for each other."""
+    """Yield once per turn whether it is this rank's. Between turns all ranks wait for each other."""
     if context.world_size <= at_a_time or not (dist.is_available() and dist.is_initialized()):
         yield True
         return
@@ -59,10 +59,10 @@ def turns(context: ParallelContext, at_a_time: int) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def same_random_numbers(context: ParallelContext) -> Iterator[None]:
-    """Inside, every rank draws the numbers of rank 0, so that one model is built, whatever each rank was seeded with.
+    """Let every rank draw rank 0's random numbers inside the block, so that all build one model whatever their seeds.
 
-    Ranks that agree already go on from where building leaves them, like a single process. Where they differ, every
-    rank has its own generator back afterwards.
+    If all ranks already have the same state, they continue from where building leaves it, like a single process.
+    Otherwise every rank gets its own generator back afterwards.
     """
     if context.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         yield
@@ -82,10 +82,10 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
 
 
 def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] | None) -> None:
-    """Give a model on the meta device memory and values, in place; ties and marks of parameters are kept.
+    """Allocate and initialise a model on the meta device, in place; ties and attributes of parameters are kept.
 
-    ``param_init_fn`` gets every module that holds parameters or buffers itself, and fills those; without it their
-    ``reset_parameters`` is called. Raises ParallelConfigError for a module that has neither. Buffers that were built
+    ``param_init_fn`` is called with every module that directly holds parameters or buffers, and fills them; without it
+    their ``reset_parameters`` is called. Raises ParallelConfigError for a module without one. Buffers that were built
     with values keep them.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -141,7 +141,7 @@ def default_device() -> torch.device:
 
 
 def move_to_transport(model: nn.Module) -> None:
-    """Move the model to the device whose memory the process group communicates; it stays where that is the CPU."""
+    """Move the model to the device that the process group communicates from; does nothing for the CPU."""
     device = default_device()
     if device.type != "cpu":
         move_model_to_device(model, device)

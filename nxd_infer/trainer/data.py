@@ -1,4 +1,4 @@
-"""Batches of a dataset that a job goes on with exactly where it was, at the same or at another data-parallel degree."""
+"""Batches of a dataset that resume exactly where a job stopped, at the same or another data-parallel degree."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["ResumableLoader"]
 
 
 class ResumableLoader:
-    """This rank's batches of ``dataset``: ``for batch in loader`` is one epoch, or the rest of the one that was begun.
+    """This rank's batches of ``dataset``: ``for batch in loader`` is one epoch, or the rest of an interrupted one.
 
     Args:
         dataset: with ``len()`` and ``[index]``; the same on every rank.
-        batch_size: samples a data-parallel rank. A step of all ranks takes ``batch_size * dp`` consecutive samples of
-            the epoch's order, and each rank the part of its place; what does not fill such a step is left out.
-        shuffle: a new order every epoch, from ``seed`` and the number of the epoch alone.
-        options: handed to ``torch.utils.data.DataLoader`` (``num_workers``, ``collate_fn``, ...).
+        batch_size: samples per data-parallel rank. A step over all ranks takes ``batch_size * dp`` consecutive samples
+            of the epoch's order, and each rank its part of them; a last incomplete step is dropped.
+        shuffle: a new order every epoch, which depends only on ``seed`` and the epoch's number.
+        options: passed to ``torch.utils.data.DataLoader`` (``num_workers``, ``collate_fn``, ...).
 
-    The position counts samples of all ranks that were handed out, not those that workers have fetched ahead, so
-    ``save_checkpoint(..., dataloader=loader)`` between two steps and ``load_checkpoint(..., dataloader=loader)`` go on
-    with the very next batch. It is the same on every rank, and at another data-parallel degree, with ``batch_size``
-    changed so that a step has as many samples, the steps are of the same samples. Drawing batches leaves the global
-    random generators alone.
+    The position counts the yielded samples of all ranks, not those that workers have prefetched, so
+    ``save_checkpoint(..., dataloader=loader)`` between two steps and ``load_checkpoint(..., dataloader=loader)`` resume
+    with the very next batch. The position is the same on every rank. At another data-parallel degree the steps have the
+    same samples, if ``batch_size`` is changed to keep the size of a step. Drawing batches does not touch the global
+    random generators.
 
-    Raises ParallelConfigError when the dataset does not fill one step.
+    Raises ParallelConfigError if the dataset does not fill one step.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, *, shuffle: bool = False, seed: int = 0, **options: Any):
@@ -38,13 +38,13 @@ class ResumableLoader:
             raise ParallelConfigError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         taken = {"batch_sampler", "sampler", "drop_last", "generator"} & options.keys()
         if taken:
-            raise ParallelConfigError(f"{sorted(taken)} cannot be given: this loader decides the order itself")
+            raise ParallelConfigError(f"{sorted(taken)} cannot be passed: this loader decides the order itself")
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self._options = options
         self.epoch = 0
-        """Epochs that were finished."""
+        """Number of finished epochs."""
         self._samples = 0
-        """Samples of all ranks that were handed out in this epoch."""
+        """Samples of all ranks that were yielded in this epoch."""
         if len(self) < 1:
             raise ParallelConfigError(
                 f"a dataset of {self._length} samples does not fill a step of {self._step}: batch_size {batch_size} on "
@@ -57,11 +57,11 @@ class ResumableLoader:
 
     @property
     def _step(self) -> int:
-        """Samples of all ranks in a step."""
+        """Samples in a step, over all ranks."""
         return self.batch_size * current_context().dp.degree
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         return self._length // self._step
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,7 +78,7 @@ class ResumableLoader:
         self.epoch, self._samples = self.epoch + 1, 0
 
     def _batches(self) -> list[list[int]]:
-        """The indices of this rank's batches from the position to the end of the epoch."""
+        """Return the indices of this rank's batches from the position to the end of the epoch."""
         if self.shuffle:
             order = torch.randperm(self._length, generator=_generator(self.seed, self.epoch))
         else:
@@ -88,31 +88,31 @@ class ResumableLoader:
         return [order[start + place : start + place + self.batch_size].tolist() for start in starts]
 
     def state_dict(self) -> dict[str, int]:
-        """The position: plain numbers, the same on every rank."""
+        """Return the position: plain numbers, the same on every rank."""
         return {"epoch": self.epoch, "samples": self._samples, "length": self._length, **self._order()}
 
     def _order(self) -> dict[str, int]:
         return {"seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a position. Takes effect where the next iteration begins.
+        """Set the position; takes effect at the next iteration.
 
-        Raises CheckpointError for that of another dataset or another order.
+        Raises CheckpointError for the position of another dataset or another order.
         """
         mine = self.state_dict()
         whole = isinstance(state, dict) and all(isinstance(state.get(key), int) for key in ("epoch", "samples"))
         if not whole or min(state["epoch"], state["samples"]) < 0:
-            raise CheckpointError(f"{state!r:.120} is no position of a ResumableLoader; load another tag")
+            raise CheckpointError(f"{state!r:.120} is not a position of a ResumableLoader; load another tag")
         for key in ("length", *self._order()):
             if state.get(key) != mine[key]:
                 raise CheckpointError(
-                    f"the position in the data is of a loader with {key} {state.get(key)!r}, and this one has "
-                    f"{mine[key]!r}: the order would be another one"
+                    f"the position in the data is from a loader with {key} {state.get(key)!r}, but this one has "
+                    f"{mine[key]!r}: the order would differ"
                 )
         self.epoch, self._samples = state["epoch"], state["samples"]
 
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
-    """A generator for one epoch; neighbouring seeds share no epoch's order."""
+    """Return a generator for one epoch; neighbouring seeds do not share an epoch's order."""
     draws = torch.randint(1 << 62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))
     return torch.Generator().manual_seed(int(draws[epoch]))

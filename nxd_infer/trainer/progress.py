@@ -1,4 +1,4 @@
-"""Where a training loop is: a bar on a terminal, a plain line now and then elsewhere, and TensorBoard scalars."""
+"""Progress of a training loop: a bar on a terminal, occasional plain lines elsewhere, and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["Pace", "TrainingProgress"]
 
 REDRAW_SECONDS = 0.1
-"""A loss is read from its device no more often than the bar is drawn."""
+"""Seconds between redraws of the bar. The loss is read from its device only then."""
 
 
 class Pace:
-    """Speed over the last ``window`` steps. Times are seconds of any clock that only goes forward."""
+    """Speed over the last ``window`` steps. Times are seconds of any monotonic clock."""
 
     def __init__(self, start: float, window: int = 50):
         self._marks: deque[tuple[float, int, int]] = deque([(start, 0, 0)], maxlen=window + 1)
         """(time, steps, tokens) after each step."""
 
     def add(self, now: float, tokens: int = 0) -> None:
-        """A step over ``tokens`` tokens ended at ``now``."""
+        """Record a step over ``tokens`` tokens that ended at ``now``."""
         _, steps, total = self._marks[-1]
         self._marks.append((now, steps + 1, total + tokens))
 
@@ -42,7 +42,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """0 before the first step, and when nobody counts tokens."""
+        """0 before the first step, and if tokens are not counted."""
         return self._rate(2)
 
     def _rate(self, what: int) -> float:
@@ -51,7 +51,7 @@ class Pace:
 
 
 class TrainingProgress:
-    """Shows steps, loss, tokens a second and the time left, on rank 0; the other ranks' calls do nothing.
+    """Shows steps, loss, tokens per second and the time left on rank 0; on other ranks it does nothing.
 
     ::
 
@@ -65,18 +65,18 @@ class TrainingProgress:
     On a terminal it is a bar; elsewhere a line at the first step, then every ``line_every`` seconds, and at the end.
 
     Args:
-        total: the number of the last step; None when it is not known.
-        seconds: train for so long instead; the share done is that of the time.
-        initial: steps that are done already, of a job that is resumed.
-        description: what stands before the bar and the lines.
-        log_dir: write TensorBoard scalars into this folder: ``loss``, ``tokens_per_second`` and whatever ``step`` is
-            given. It needs ``nxd-infer[train]``; without it MissingPackageError is raised, on every rank.
-        log_every: steps from one set of scalars to the next.
+        total: the number of the last step; None if unknown.
+        seconds: train for this long instead; progress is then measured in time.
+        initial: steps already done, for a resumed job.
+        description: text before the bar and the lines.
+        log_dir: write TensorBoard scalars into this folder: ``loss``, ``tokens_per_second`` and the scalars passed to
+            ``step``. Needs ``nxd-infer[train]``; without it, every rank raises MissingPackageError.
+        log_every: steps between two sets of scalars.
         line_every: seconds between plain lines.
         console: where to draw; default: standard error.
 
-    Raises ParallelConfigError for a ``total`` that is not above ``initial`` and for ``seconds``, ``log_every`` or
-    ``line_every`` that are not above 0.
+    Raises ParallelConfigError if ``total`` is not above ``initial``, or if ``seconds``, ``log_every`` or ``line_every``
+    is not above 0.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingProgress:
         logger = None if log_dir is None else TensorBoardLogger(log_dir, initial=initial)
         self.total, self.seconds, self.description = total, seconds, description
         self.steps = initial
-        """Steps done, those before this job included."""
+        """Steps done, including those before this job."""
         self._initial, self._log_every, self._line_every = initial, log_every, line_every
         self._logger = logger
         self._start = time.monotonic()
@@ -117,12 +117,12 @@ class TrainingProgress:
                 bar.start()
 
     def step(self, loss: Number, tokens: int = 0, **scalars: Number | None) -> None:
-        """A step is done.
+        """Record a completed step.
 
         Args:
-            loss: this rank's, a number or a tensor of one element. Ranks of a data-parallel group have a loss each.
-            tokens: how many the step took in, over all data-parallel ranks.
-            scalars: further numbers for TensorBoard, by name; None is left out.
+            loss: this rank's loss, a number or a one-element tensor. Every data-parallel rank has its own.
+            tokens: number of tokens in the step, over all data-parallel ranks.
+            scalars: more numbers for TensorBoard, by name; None is skipped.
         """
         self.steps += 1
         if not self._shows:
@@ -138,7 +138,7 @@ class TrainingProgress:
             self._draw(now)
 
     def close(self) -> None:
-        """Draw the last state and write what TensorBoard has not yet. Harmless when called again."""
+        """Draw the last state and flush the TensorBoard scalars. Can be called more than once."""
         if self._console is not None:
             self._draw(time.monotonic())
         if self._bar is not None:
@@ -171,7 +171,7 @@ class TrainingProgress:
             self._console.print(f"{self.description}{percent}  {'  '.join(parts)}", markup=False, soft_wrap=True)
 
     def _done(self, now: float) -> tuple[float | None, float | None]:
-        """The share done, and the seconds left; None where that cannot be said."""
+        """Return the fraction done and the seconds left; None if unknown."""
         if self.seconds is not None:
             left = max(0.0, self.seconds - (now - self._start))
             return 1 - left / self.seconds, left

@@ -13,7 +13,7 @@ __all__ = ["shutdown"]
 def shutdown() -> None:
     """Wait for an asynchronous save and for all ranks, forget the parallel groups and destroy the process group.
 
-    Harmless without any. Call it last on every rank: gloo aborts processes that leave while others still talk to them.
+    Does nothing without groups. Call it last on every rank: if a gloo process exits early, gloo aborts its peers.
     """
     try:
         wait_for_save()

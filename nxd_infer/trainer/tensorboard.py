@@ -18,21 +18,21 @@ from nxd_infer.errors import MissingPackageError
 __all__ = ["TensorBoardLogger"]
 
 Number = float | int | Tensor
-"""A number, or a tensor of one element on any device."""
+"""A number, or a one-element tensor on any device."""
 
 
 def number(value: Number) -> float:
-    """The value of a number or of a tensor of one element; a device is waited for."""
+    """Return the value of a number or of a one-element tensor; this synchronises with its device."""
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
 class TensorBoardLogger:
-    """Writes ``(name, value, step)`` into ``log_dir``; look at them with ``tensorboard --logdir``.
+    """Writes ``(name, value, step)`` into ``log_dir``; view them with ``tensorboard --logdir``.
 
-    Every rank may make one and call it alike: only rank 0 writes. ``initial`` is the step that a resumed job goes on
-    from: what an interrupted run has written of later steps is hidden.
+    All ranks can create one and make the same calls: only rank 0 writes. ``initial`` is the step from which a job
+    resumes; scalars that an interrupted run wrote for later steps are hidden.
 
-    Raises MissingPackageError, on every rank, where the package ``tensorboard`` is absent.
+    Raises MissingPackageError, on every rank, if the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, initial: int = 0):
@@ -49,21 +49,21 @@ class TensorBoardLogger:
             self._writer = SummaryWriter(os.fspath(log_dir), purge_step=initial + 1 if initial else None)
 
     def log(self, step: int, **scalars: Number | None) -> None:
-        """Write numbers of a step by name; a slash in a name makes groups. None is left out."""
+        """Write numbers of a step by name; a slash in a name creates a group. None is skipped."""
         if self._writer is not None:
             for name, value in scalars.items():
                 if value is not None:
                     self._writer.add_scalar(name, number(value), step)
 
     def close(self) -> None:
-        """Write what is still in memory. Harmless when called again."""
+        """Flush what is still in memory. Can be called more than once."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that prints and writes: the first of the world, or the only one."""
+    """Return whether this process prints and writes: it is the first rank, or the only one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return current_context().rank == 0

@@ -1,4 +1,4 @@
-"""From a configuration to a model and an optimizer that train over all ranks.
+"""Create the model and the optimizer that train over all ranks, from a configuration.
 
 Source: NxD Core training API.
 """
@@ -30,10 +30,10 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Build ``model_fn(*model_args, **model_kwargs)`` on this rank with the options of ``nxd_config``, and wrap it.
 
-    Every rank must call it. All ranks draw the same numbers while they build, so they hold parts of one model. With
-    more ranks than ``sequential_move_factor``, ``model_fn`` runs in turns and must not communicate.
+    Every rank must call it. All ranks draw the same random numbers while they build, so they hold parts of one model.
+    With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must not communicate.
 
-    Raises ParallelConfigError for a configuration that does not fit the model or the degrees in force.
+    Raises ParallelConfigError for a configuration that does not fit the model or the current degrees.
     """
     config = checked(nxd_config)
     initialize(config)
@@ -54,10 +54,10 @@ def initialize_parallel_optimizer(
     parameters: Parameters,
     **defaults: Any,
 ) -> NxDOptimizer:
-    """``optimizer_class(parameters, **defaults)`` with the options of ``nxd_config``, over all ranks.
+    """Create ``optimizer_class(parameters, **defaults)`` with the options of ``nxd_config``, over all ranks.
 
-    ``parameters`` are the wrapped model's, in any form an optimizer takes. The result is a ``torch.optim.Optimizer``;
-    with ``zero_one_enabled`` it is a NeuronZero1Optimizer. Every rank must call it.
+    ``parameters`` are the wrapped model's, in any form that an optimizer takes. Returns a ``torch.optim.Optimizer``,
+    with ``zero_one_enabled`` a NeuronZero1Optimizer. Every rank must call it.
     """
     config = checked(nxd_config)
     initialize(config)
@@ -90,13 +90,13 @@ def initialize_parallel_optimizer(
 
 
 def _heads(model: nn.Module) -> int:
-    """How many attention heads the whole model has, by its configuration."""
+    """Return the number of attention heads of the full model, from its configuration."""
     config = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_heads", "n_head"):
         found = getattr(config, name, None)
         if isinstance(found, int):
             return found
     raise ParallelConfigError(
-        "pad_model=True needs the number of heads: the model has no config.num_attention_heads; give it one, or call "
+        "pad_model=True needs the number of heads, but the model has no config.num_attention_heads; add one, or call "
         "nxd_infer.parallel_layers.pad.pad_model() in your model function"
     )

@@ -306,7 +306,7 @@ def test_an_encoder_and_impossible_slots_are_refused(case, tmp_path):
     with pytest.raises(ModelConfigError, match="embed"):
         tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", lora_slots=1)
     for more, message in (
-        ({"lora_targets": ["q_proj", "query"]}, "no layer is named 'query'; those that can .*down_proj"),
+        ({"lora_targets": ["q_proj", "query"]}, "no layer is named 'query'; layers that can .*down_proj"),
         ({"lora_rank": 0}, "rank must be a whole number of at least 1, got 0"),
     ):
         plan = tasks.plan(case("llama").base, max_len=MAX_LEN, **{"lora_slots": 1, **more})
@@ -314,5 +314,5 @@ def test_an_encoder_and_impossible_slots_are_refused(case, tmp_path):
             plan.func(**plan.func_kwargs)
     with pytest.raises(ModelConfigError, match="lora_slots = -1"):
         tasks.plan(case("llama").base, lora_slots=-1)
-    with pytest.raises(ParallelConfigError, match="those that can have slots are none"):
+    with pytest.raises(ParallelConfigError, match="layers that can have slots are none"):
         add_adapter_slots(nn.Sequential(ColumnParallelLinear(4, 4, gather_output=True)), ["0"], 1, 1)

@@ -59,7 +59,7 @@ def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
     (tmp_path / "step_2" / "done").unlink()
     assert resumed(tmp_path) == 1
     shutil.rmtree(tmp_path / "step_1")
-    with pytest.raises(CheckpointError, match="holds no adapter"):
+    with pytest.raises(CheckpointError, match="has no adapter"):
         resumed(tmp_path)
     with pytest.raises(CheckpointError, match=r"step_2 .*is not whole"):
         find_adapter(tmp_path, "step_2")

@@ -123,7 +123,7 @@ def test_a_random_state_made_by_hand(tmp_path: Path, name: str, junk: Any):
 @pytest.mark.parametrize("state", [None, {}, {"epoch": "1", "samples": 0}, {"epoch": 0, "samples": -4}])
 def test_a_position_made_by_hand(state: Any):
     loader = ResumableLoader([1, 2])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(CheckpointError, match="is no position of a ResumableLoader"):
+    with pytest.raises(CheckpointError, match="is not a position of a ResumableLoader"):
         loader.load_state_dict(state)
 
 

@@ -45,9 +45,9 @@ def stepped(**options: Any) -> tuple[Any, Any]:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "swapped": (
         {"groups": lambda model: by_decay(model, swapped=True)},
-        "parameter group 0 is of other parameters than this optimizer's, by .*hand over the groups in the order",
+        "parameter group 0 has other parameters than this optimizer's: .*pass the groups in the order",
     ),
-    "one group": ({}, "has 2 parameter groups, and this optimizer 1"),
+    "one group": ({}, "has 2 parameter groups, this optimizer 1"),
     "sgd": (
         {"groups": by_decay, "optimizer_class": torch.optim.SGD},
         r"is of another optimizer than this SGD: it has .*'betas'.* and not \['dampening', 'momentum', 'nesterov'\]",
@@ -110,7 +110,7 @@ def test_what_refuses_its_state_is_asked_before_anything_changes(tmp_path: Path)
     model, optimizer = training(mlp, seed=3)
     before = copy.deepcopy(model.state_dict())
     for wanted, message in (
-        ({"dataloader": ResumableLoader([1, 2])}, "^the position in the data is of a loader with length 3"),
+        ({"dataloader": ResumableLoader([1, 2])}, "^the position in the data is from a loader with length 3"),
         ({"scheduler": sequential(optimizer)}, "the checkpoint's scheduler does not fit this one: '_schedulers'"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -217,7 +217,7 @@ def test_which_modules_are_checkpointed():
     assert all(isinstance(m, Attention) for m in transformer_layers(model))
     with pytest.raises(ParallelConfigError, match=r"found no transformer layers.*MLP"):
         wrapped(mlp, activation_checkpoint_config="full")
-    with pytest.raises(ParallelConfigError, match=r"the model holds no Conv2d; its classes are .*DecoderLayer"):
+    with pytest.raises(ParallelConfigError, match=r"the model has no Conv2d; its classes are .*DecoderLayer"):
         wrapped(llama, activation_checkpoint_config=nn.Conv2d)
 
 

@@ -98,7 +98,7 @@ def test_refused_parameters():
     optimizer = NxDOptimizer([nn.Parameter(torch.ones(1)), frozen], AdamW)
     frozen.requires_grad_()
     (frozen * 2).sum().backward()
-    with pytest.raises(ParallelConfigError, match="frozen when the optimizer was made"):
+    with pytest.raises(ParallelConfigError, match="frozen when the optimizer was created"):
         optimizer.step()
 
 

@@ -265,12 +265,12 @@ def test_a_state_may_be_loaded_before_its_model():
 @pytest.mark.check
 def test_refused_optimizers_and_parameters():
     param = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ParallelConfigError, match="LBFGS evaluates the model several times a step"):
+    with pytest.raises(ParallelConfigError, match="LBFGS evaluates the model several times per step"):
         NxDOptimizer([param], torch.optim.LBFGS)
-    with pytest.raises(ParallelConfigError, match="Adafactor looks at whole matrices"):
+    with pytest.raises(ParallelConfigError, match="Adafactor needs whole matrices"):
         NxDOptimizer([param], torch.optim.Adafactor, zero1=True)
     NxDOptimizer([param], torch.optim.Adafactor)
-    twice = "a parameter stands more than once in the optimizer's groups"
+    twice = "a parameter is more than once in the optimizer's groups"
     with pytest.raises(ParallelConfigError, match=twice):
         sgd([param, param])
     optimizer = sgd([param])
@@ -311,7 +311,7 @@ def cut_matrix() -> str:
 
 
 def test_matrices_are_not_cut():
-    assert all("looks at whole matrices" in message for message in run_ranks(cut_matrix, 2, tp=2))
+    assert all("needs whole matrices" in message for message in run_ranks(cut_matrix, 2, tp=2))
 
 
 def norms_of_pieces() -> list[str]:

@@ -126,9 +126,9 @@ def state_of_a_share() -> list[float]:
         state = optimizer.state[param]
         found.append(state["speed"].numel() / param.numel() if param in optimizer.state else float(len(state)))
         if param not in optimizer.state:
-            with pytest.raises(KeyError, match="other ranks step this parameter"):
+            with pytest.raises(KeyError, match="other ranks update this parameter"):
                 state["speed"] = param
-            with pytest.raises(KeyError, match="other ranks step this parameter"):
+            with pytest.raises(KeyError, match="other ranks update this parameter"):
                 state.setdefault("speed", param)
     before = model.state_dict()["lm_head.weight"].clone()
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state)

@@ -152,7 +152,7 @@ def test_an_epoch_begun_anew():
 def test_what_a_loader_refuses():
     with pytest.raises(ParallelConfigError, match="batch_size must be a whole number of at least 1, got 0"):
         ResumableLoader(Numbers(), 0)
-    with pytest.raises(ParallelConfigError, match=r"\['drop_last', 'sampler'\] cannot be given"):
+    with pytest.raises(ParallelConfigError, match=r"\['drop_last', 'sampler'\] cannot be passed"):
         ResumableLoader(Numbers(), 1, sampler=[1], drop_last=True)
     with (
         use_context(make_context(4, 0)),
@@ -161,7 +161,7 @@ def test_what_a_loader_refuses():
         ResumableLoader(Numbers(), 6)
     state = ResumableLoader(Numbers(), 2, seed=1).state_dict()
     for other, key in ((ResumableLoader(Numbers(21), 2, seed=1), "length"), (ResumableLoader(Numbers(), 2), "seed")):
-        with pytest.raises(CheckpointError, match=f"of a loader with {key}"):
+        with pytest.raises(CheckpointError, match=f"from a loader with {key}"):
             other.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="of a loader with shuffle False, and this one has True"):
+    with pytest.raises(CheckpointError, match="from a loader with shuffle False, but this one has True"):
         ResumableLoader(Numbers(), 2, seed=1, shuffle=True).load_state_dict(state)

@@ -285,13 +285,13 @@ def test_files_that_cannot_be_written_or_understood(tmp_path: Path):
     text = described.read_text()
     two_groups = [{"params": [p]} for p in model.parameters()]
     other = NeuronZero1Optimizer(two_groups, AdamW)
-    with pytest.raises(CheckpointError, match="has 1 parameter groups, and this optimizer"):
+    with pytest.raises(CheckpointError, match="has 1 parameter groups, this optimizer"):
         other.load_sharded_state_dict(tmp_path)
     optimizer = NeuronZero1Optimizer(model.parameters(), AdamW)
     for damaged in ("[]", "{", text.replace('"pieces"', '"peaces"'), text.replace('"values": {}', '"values": 3')):
         assert damaged != text
         described.write_text(damaged)
-        with pytest.raises(CheckpointError, match="describes no optimizer shard"):
+        with pytest.raises(CheckpointError, match="does not describe an optimizer shard"):
             optimizer.load_sharded_state_dict(tmp_path)
     described.write_text(text)
     optimizer.load_sharded_state_dict(tmp_path)
@@ -335,4 +335,4 @@ def test_states_that_do_not_fit(tmp_path: Path):
         assert degrees == "loaded" or "dp 2, tp 1" in degrees or "is missing" in degrees
     assert "cannot be read" in second[2] and "gave up" in first[2]
     assert "is missing" in second[3] and "gave up" in first[3]
-    assert "was saved at dp 2, tp 1, pp 1, and this job runs at dp 1, tp 2, pp 1" in first[4]
+    assert "was saved at dp 2, tp 1, pp 1, but this job runs at dp 1, tp 2, pp 1" in first[4]

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA): a model's weights are frozen, and a product ``B A`` of low rank is trained beside each.
+"""Low-rank adaptation (LoRA): the weights are frozen, and a low-rank product ``B A`` is trained beside chosen ones.
 
 ::
 
@@ -17,7 +17,7 @@ from nxd_infer.modules.lora.peft import load_adapter, save_adapter
 from nxd_infer.modules.lora.slots import AdapterRows, add_adapter_slots
 
 LoraModel = LoRAModel
-"""The reference's code has this name, its documentation the other."""
+"""The name in the reference's code; its documentation uses the other one."""
 
 __all__ = [
     "AdapterRows",

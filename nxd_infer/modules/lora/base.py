@@ -1,4 +1,4 @@
-"""What the LoRA layers share: the whole factor, dropout that is equal on every rank, and merging."""
+"""The base of the LoRA layers: the replicated factor, dropout that is equal on every rank, and merging."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nxd_infer.parallel_layers.initialization import Fill, init_linear_weight
 __all__ = ["LoraLayer", "Place", "ReplicatedLinear"]
 
 Place = tuple[ParallelContext, str]
-"""A context, and the axis of it over which a layer is split."""
+"""A context, and the axis over which a layer is split."""
 
 
 class ReplicatedLinear(nn.Module):
-    """``x W^T`` with all of W ``[size_out, size_in]`` on every rank; ``summed``: see ``layers``."""
+    """``x W^T`` with the full W ``[size_out, size_in]`` on every rank; ``summed``: see ``layers``."""
 
     def __init__(self, size_in: int, size_out: int, fill: Fill, place: Place, like: Tensor, summed: bool = False):
         super().__init__()
@@ -48,9 +48,9 @@ class ReplicatedLinear(nn.Module):
 
 
 class LoraLayer(nn.Module, ABC):
-    """A frozen ``base_layer`` and the factors ``lora_A`` and ``lora_B``; attributes of the base are found here too.
+    """A frozen ``base_layer`` and the factors ``lora_A`` and ``lora_B``; exposes the attributes of the base.
 
-    ``paths`` names the logical projection of each factor in a checkpoint, by the part of the base ("" if it has one).
+    ``paths`` maps the parts of the base ("" if it has only one) to their logical projections in a checkpoint.
     """
 
     base_layer: nn.Module
@@ -69,7 +69,7 @@ class LoraLayer(nn.Module, ABC):
             self.init_A = _Normal(1 / config.lora_rank)
         self.paths: dict[str, str] = {}
         self.base_weights: dict[str, nn.Parameter] = {}
-        """The base's own weights while others, with the update in them, are in their place."""
+        """The base's original weights, while merged weights replace them."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,13 +86,13 @@ class LoraLayer(nn.Module, ABC):
         return (base.context, base.axis) if isinstance(base, ParallelLayer) else (current_context(), "tp")
 
     def factors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        """The part, A and B of each projection."""
+        """Yield the part, A and B of each projection."""
         yield "", self.lora_A, self.lora_B
 
     # --- computation ----------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Any:
-        """What the base returns, with the update added to it."""
+        """Return the base's output plus the update."""
         y = self.base_layer(x)
         if self.merged:
             if self.training and torch.is_grad_enabled():
@@ -109,7 +109,7 @@ class LoraLayer(nn.Module, ABC):
         return y + self.scaling * update
 
     def drop(self, x: Tensor) -> Tensor:
-        """Dropout with the mask of the whole input, drawn alike on every rank, whatever piece of it ``x`` is."""
+        """Apply dropout with the full input's mask, drawn alike on every rank, whichever piece of it ``x`` is."""
         if not self.training or self.dropout == 0:
             return x
         mask = torch.ones(self.whole_shape(x), dtype=x.dtype, device=x.device)
@@ -129,11 +129,11 @@ class LoraLayer(nn.Module, ABC):
 
     @abstractmethod
     def deltas(self) -> dict[str, Tensor]:
-        """What merging adds to this rank's weights, in float32 or wider, by the name in ``base_layer``."""
+        """Return the updates to this rank's weights, in float32 or wider, by name in ``base_layer``."""
 
     @torch.no_grad()
     def merged_weights(self) -> dict[str, Tensor]:
-        """This rank's weights with the update in them, rounded once."""
+        """Return this rank's weights plus the update, rounded once."""
         out = {}
         for name, delta in self.deltas().items():
             weight = self.base_weights.get(name, self.base_layer.get_parameter(name))
@@ -141,9 +141,9 @@ class LoraLayer(nn.Module, ABC):
         return out
 
     def merge(self) -> None:
-        """Put the update into the weights; the base's own are kept aside, so that ``unmerge`` is exact. Twice is once.
+        """Merge the update into the weights and keep the originals, so that ``unmerge`` is exact. Idempotent.
 
-        A tied weight keeps its own value where other layers use it.
+        A tied weight keeps its value in other layers.
         """
         if self.merged:
             return
@@ -153,7 +153,7 @@ class LoraLayer(nn.Module, ABC):
         restore_attributes(self.base_layer)
 
     def unmerge(self) -> None:
-        """Put the base's own weights back. Harmless when nothing is merged."""
+        """Restore the base's original weights. Does nothing if not merged."""
         for name, weight in self.base_weights.items():
             merged = self.base_layer.get_parameter(name)
             weight.data = weight.data.to(merged.device, merged.dtype)  # both may have been moved meanwhile

@@ -1,4 +1,4 @@
-"""The options of LoRA, and their form in PEFT's ``adapter_config.json``."""
+"""LoRA's options, and their form in PEFT's ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -30,59 +30,59 @@ UNSUPPORTED = (
     "use_qalora",
     "velora_config",
 )
-"""Options of PEFT that change what an adapter computes, and that must be off here."""
+"""PEFT options that change what an adapter computes and must be off here."""
 KEEPING_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's ``init_lora_weights`` that leave the base weights alone; the others (PiSSA, OLoRA, ...) do not."""
+"""Values of PEFT's ``init_lora_weights`` that do not change the base weights; the others (PiSSA, OLoRA, ...) do."""
 
 SAVING = ("lora_verbose", "merge_lora", "merge_sharded_lora", "save_lora_base", "save_lora_config_adapter")
-"""Options of ours that are stored with an adapter, beside PEFT's."""
+"""Options of ours that are stored with an adapter, in addition to PEFT's."""
 
 
 @dataclass
 class LoraConfig:
-    """What is adapted, how, and what of it is saved. Raises ParallelConfigError (a ValueError) for values out of range.
+    """What to adapt, how, and what to save. Raises ParallelConfigError (a ValueError) for values out of range.
 
-    ``LoRAModel(module, config)`` is the only reader; nothing happens when a configuration is made.
+    Only ``LoRAModel(module, config)`` reads it; creating a configuration has no other effect.
     """
 
-    # In the order of the document, which may be given by position; what it does not list there, by name only.
+    # Positional options in the documented order; options that the documentation does not list are keyword-only.
     enable_lora: bool = True
-    """False: ``initialize_parallel_model`` adapts nothing."""
+    """False: ``initialize_parallel_model`` does not adapt the model."""
     lora_rank: int = 16
     """Columns of B and rows of A."""
     lora_alpha: float = 8
     lora_dropout: float = 0.0
-    """Of the adapter's input, in training; 0 to below 1."""
+    """Dropout on the adapter's input, in training; 0 to below 1."""
     bias: str = "none"
-    """Which biases are trained: "none", "all", or those of adapted layers ("lora_only")."""
+    """Which biases to train: "none", "all", or those of adapted layers ("lora_only")."""
     target_modules: Sequence[str] | str | None = None
-    """Layers whose full name contains one of these words are adapted. One string may also be a regular expression that
-    matches the whole name. None: by ``model.config.model_type``, the query and value projections."""
+    """Adapt layers whose full name contains one of these words. A single string may also be a regular expression that
+    matches the whole name. None: the query and value projections, by ``model.config.model_type``."""
     use_rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
     init_lora_weights: str = "default"
-    """A begins as ``nn.Linear`` does ("default") or normal with standard deviation 1/rank ("gaussian"), B with zeros.
-    For embeddings A begins with zeros and B normal, as in PEFT."""
+    """Initialise A like ``nn.Linear`` ("default") or normal with standard deviation 1/rank ("gaussian"), and B with
+    zeros. For embeddings A is zero and B normal, as in PEFT."""
     _: KW_ONLY
     modules_to_save: Sequence[str] | None = None
-    """Modules that are trained and saved as a whole, by their name or its last components."""
+    """Modules to train and save in full, by name or by its last components."""
     lora_verbose: bool = False
     """Print what is adapted."""
     load_lora_from_ckpt: bool = False
-    """Take the configuration and the weights of the adapter in ``lora_save_dir``. Of the options that say how to save
-    (:data:`SAVING`), one that is given here other than its default counts before the checkpoint's."""
+    """Use the configuration and the weights of the adapter in ``lora_save_dir``. Saving options (:data:`SAVING`) that
+    are set here to a non-default value override the checkpoint's."""
     lora_load_tag: str | None = None
     """Folder under ``lora_save_dir``; None: an adapter in the folder itself, else that of its newest checkpoint."""
     lora_save_dir: str = "lora_adapter"
     merge_lora: bool = False
     """State dicts hold the merged model; needs ``save_lora_base=True``."""
     save_lora_base: bool = False
-    """State dicts hold the base weights beside the adapter."""
+    """State dicts hold the base weights in addition to the adapter."""
     save_lora_config_adapter: bool = False
     """Save this configuration in the adapter's own file, and in state dicts under the key ``lora_config``. False: in a
     checkpoint it is the file ``lora_adapter/adapter_config.json``."""
     merge_sharded_lora: bool = True
-    """Accepted for ported code: state dicts are this rank's, adapter files always whole."""
+    """Accepted for ported code, no effect: state dicts are this rank's, adapter files are always unsharded."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.lora_rank, int) and not isinstance(self.lora_rank, bool)
@@ -104,18 +104,18 @@ class LoraConfig:
                 _check(option.name, value, isinstance(value, bool), f"True or False{fix}")
         if self.merge_lora and not self.save_lora_base:
             raise ParallelConfigError(
-                "merge_lora=True saves the base weights with the adapter in them: pass save_lora_base=True as well, "
-                "or merge_lora=False to save the adapter alone"
+                "merge_lora=True saves the base weights with the adapter merged in: also pass save_lora_base=True, "
+                "or merge_lora=False to save only the adapter"
             )
 
     @property
     def scaling(self) -> float:
-        """What ``B A x`` is multiplied by."""
+        """The factor of ``B A x``."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
     @staticmethod
     def of(given: LoraConfig | Mapping[str, Any]) -> LoraConfig:
-        """A copy of a configuration, or one from a mapping of its options."""
+        """Return a copy of a configuration, or create one from a mapping of its options."""
         if isinstance(given, LoraConfig):
             return replace(given)
         if not isinstance(given, Mapping):
@@ -127,14 +127,14 @@ class LoraConfig:
         return LoraConfig(**given)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every option as a plain value."""
+        """Return every option as a plain value."""
         plain = asdict(self)
         return {name: list(v) if isinstance(v, set | frozenset | tuple) else v for name, v in plain.items()}
 
     def to_peft(self, target_modules: Sequence[str]) -> dict[str, Any]:
-        """The content of ``adapter_config.json``; ``target_modules`` by PEFT's rule (names or their last parts).
+        """Return the content of ``adapter_config.json``; ``target_modules`` by PEFT's rule (names or last components).
 
-        Options that PEFT does not have are there only where they are not the default: PEFT warns of each.
+        Options unknown to PEFT are included only if they are not the default, because PEFT warns about each.
         """
         own = {name: getattr(self, name) for name in SAVING if getattr(self, name) != _default(name)}
         return own | {
@@ -155,20 +155,20 @@ class LoraConfig:
         }
 
     def with_peft(self, stored: Mapping[str, Any], where: object) -> LoraConfig:
-        """This configuration with what ``adapter_config.json`` says of the adapter.
+        """Return this configuration updated with the content of ``adapter_config.json``.
 
-        Raises CheckpointError for adapters of another kind, and for options that are not supported.
+        Raises CheckpointError for adapters of another kind, and for unsupported options.
         """
         if stored.get("peft_type") != "LORA":
-            raise CheckpointError(f"{where}: peft_type is {stored.get('peft_type')!r}, and only LORA can be read")
+            raise CheckpointError(f"{where}: peft_type is {stored.get('peft_type')!r}, but only LORA can be read")
         used = [name for name in UNSUPPORTED if stored.get(name)]
         if used:
             raise CheckpointError(f"{where}: the adapter uses {', '.join(used)}, which is not supported")
         init = stored.get("init_lora_weights", True)
         if init not in KEEPING_THE_BASE:
             raise CheckpointError(
-                f"{where}: init_lora_weights={init!r} has changed the base weights that the adapter belongs to, which "
-                "is not supported; convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+                f"{where}: init_lora_weights={init!r} changed the base weights of the adapter, which is not supported; "
+                "convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
             )
         return replace(
             self,
@@ -185,7 +185,7 @@ class LoraConfig:
 
 
 def _default(name: str) -> Any:
-    """What an option is when nobody gives it."""
+    """Return the default of an option."""
     return LoraConfig.__dataclass_fields__[name].default
 
 

@@ -1,13 +1,13 @@
 """Layers with a low-rank update: ``y = base(x) + scaling * B(A(dropout(x)))``, at every tensor-parallel degree.
 
-Of a column-parallel base A is whole on every rank and B is split like the base's outputs; of a row-parallel base A is
-split like its inputs and B is whole. The split factors are this package's parallel layers, so what travels between the
-ranks is ``rank`` numbers wide, and every gradient is that of the logical weight:
+For a column-parallel base, A is replicated and B is split like the base's outputs; for a row-parallel base, A is split
+like its inputs and B is replicated. The split factors are this package's parallel layers, so ranks exchange only
+``rank`` numbers per row, and every gradient is that of the logical weight:
 
-- A of a column base reads ``x`` outside the parallel region (the base enters it by itself), and its output enters it,
-  so A's gradient is whole on each rank;
-- where a whole factor sees another input on each rank (a piece of the sequence, a partial sum, a shared input inside
-  the region) its gradients are summed over them (``ReplicatedLinear(summed=True)``).
+- A of a column-parallel base reads ``x`` outside the parallel region (the base enters it itself), and its output enters
+  it, so A's gradient is complete on each rank;
+- if a replicated factor has another input on each rank (a piece of the sequence, a partial sum, a shared input inside
+  the region), its gradients are summed over the ranks (``ReplicatedLinear(summed=True)``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["adaptable", "lora_layer"]
 
 
 class LoraLinear(LoraLayer):
-    """On ``nn.Linear``."""
+    """LoRA for ``nn.Linear``."""
 
     base_layer: nn.Linear
 
@@ -49,7 +49,7 @@ class LoraLinear(LoraLayer):
 
 
 class LoraEmbedding(LoraLayer):
-    """On ``nn.Embedding``; there is no dropout on ids."""
+    """LoRA for ``nn.Embedding``; without dropout, because the input is ids."""
 
     base_layer: nn.Embedding
     embedding = True
@@ -73,7 +73,7 @@ def _zero_table(rows: int, columns: int, padding_idx: int | None, like: Tensor) 
 
 
 class LoraConv2d(LoraLayer):
-    """On ``nn.Conv2d``: A is a convolution like the base to ``rank`` channels, B one of 1 x 1."""
+    """LoRA for ``nn.Conv2d``: A is a convolution like the base with ``rank`` output channels, B a 1 x 1 convolution."""
 
     base_layer: nn.Conv2d
 
@@ -106,7 +106,7 @@ class LoraConv2d(LoraLayer):
 
 
 class _OnSequence(LoraLayer):
-    """Of a layer whose input may be this rank's piece of the sequence."""
+    """LoRA for a layer whose input may be this rank's piece of the sequence."""
 
     base_layer: Any
 
@@ -123,7 +123,7 @@ class _OnSequence(LoraLayer):
         return comm.shard(whole, base.context, base.axis, base.sequence_dimension)
 
     def column_factor(self, plan: AxisPlan, like: Tensor) -> ColumnParallelLinear:
-        """B, split like the base's outputs ``plan``."""
+        """Return B, split like the base's outputs ``plan``."""
         base = self.base_layer
         return ColumnParallelLinear(
             self.lora_rank,
@@ -143,7 +143,7 @@ class _OnSequence(LoraLayer):
 
 
 class LoraColumnParallelLinear(_OnSequence):
-    """On ColumnParallelLinear: A whole, B split by rows."""
+    """LoRA for ColumnParallelLinear: A replicated, B split by rows."""
 
     base_layer: ColumnParallelLinear
 
@@ -155,15 +155,15 @@ class LoraColumnParallelLinear(_OnSequence):
         self.lora_B = self.column_factor(base.output_plan, like)
 
     def add(self, y: Tensor, update: Tensor) -> Tensor:
-        filling = y.shape[-1] - update.shape[-1]  # keep_padded_output
-        return super().add(y, F.pad(update, (0, filling)) if filling else update)
+        padding = y.shape[-1] - update.shape[-1]  # keep_padded_output
+        return super().add(y, F.pad(update, (0, padding)) if padding else update)
 
     def deltas(self) -> dict[str, Tensor]:
         return {"weight": self.scaling * self.wide(self.lora_B) @ self.wide(self.lora_A)}
 
 
 class LoraGQAQKVColumnParallelLinear(_OnSequence):
-    """On GQAQKVColumnParallelLinear: a pair of factors for each of q, k and v that is targeted."""
+    """LoRA for GQAQKVColumnParallelLinear: a pair of factors for each targeted projection of q, k and v."""
 
     base_layer: GQAQKVColumnParallelLinear
 
@@ -191,7 +191,7 @@ class LoraGQAQKVColumnParallelLinear(_OnSequence):
         return tuple(outputs.values())
 
     def _as_wide(self, update: Tensor, width: int) -> Tensor:
-        """Every head as often as the base returns it, with ``gather_output`` and copies of heads."""
+        """Repeat heads as the base does, with ``gather_output`` and copies of heads."""
         return update if update.shape[-1] == width else self.base_layer.with_copies(update)
 
     def deltas(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class LoraGQAQKVColumnParallelLinear(_OnSequence):
 
 
 class LoraRowParallelLinear(LoraLayer):
-    """On RowParallelLinear: A split by columns, B whole. The ranks' results are summed between the two."""
+    """LoRA for RowParallelLinear: A split by columns, B replicated. The ranks' results are summed between the two."""
 
     base_layer: RowParallelLinear
 
@@ -246,7 +246,7 @@ class LoraRowParallelLinear(LoraLayer):
 
 
 class LoraParallelEmbedding(LoraLayer):
-    """On ParallelEmbedding: A is split with the vocabulary, or B with the embedding dimension."""
+    """LoRA for ParallelEmbedding: A is split with the vocabulary, or B with the embedding dimension."""
 
     base_layer: ParallelEmbedding
     embedding = True
@@ -311,12 +311,12 @@ LAYERS: dict[type[nn.Module], Callable[..., LoraLayer]] = {
 
 
 def adaptable(module: nn.Module) -> bool:
-    """Whether there is a LoRA layer for it."""
+    """Return whether there is a LoRA layer for the module."""
     return isinstance(module, tuple(LAYERS))
 
 
 def lora_layer(module: nn.Module, config: LoraConfig, *parts: tuple[str, ...]) -> LoraLayer:
-    """The LoRA layer on ``module``, whose parameters are frozen; ``parts`` of q, k and v, for their joint layer."""
+    """Return the LoRA layer for ``module``, whose parameters are frozen. ``parts``: which of q, k, v, if fused."""
     make = next(make for kind, make in LAYERS.items() if isinstance(module, kind))
     context = module.context if isinstance(module, ParallelLayer) else current_context()
     with use_context(context):

@@ -1,4 +1,4 @@
-"""LoRAModel: a module with its layers adapted, its other weights frozen, and state dicts of what is to be saved."""
+"""LoRAModel: a module with adapted layers, other weights frozen, and state dicts of the part to save."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ DEFAULT_TARGETS = {
     "qwen3": ("q_proj", "v_proj"),
     "roberta": ("query", "value"),
 }
-"""Without ``target_modules``, by ``model.config.model_type``: the projections that PEFT takes."""
+"""Default ``target_modules`` by ``model.config.model_type``: the projections that PEFT adapts."""
 
 
 class LoRAModel(ModelWrapper):
-    """``module`` with adapters beside the layers that the configuration names; used like the module.
+    """``module`` with adapters beside the layers named in the configuration; used like the module.
 
     Args:
-        module: any module; it is changed in place. Pad it (``pad_model``) before.
+        module: any module; it is modified in place. Pad it (``pad_model``) before.
         config: a LoraConfig, or a dict of its options. With ``load_lora_from_ckpt`` the adapter in its
-            ``lora_save_dir`` decides what is adapted.
+            ``lora_save_dir`` determines which layers are adapted.
 
     Linear, Embedding and Conv2d layers of PyTorch and ColumnParallelLinear, RowParallelLinear, ParallelEmbedding and
-    GQAQKVColumnParallelLinear can be adapted. Only adapters, and what ``bias`` and ``modules_to_save`` name, require
-    gradients afterwards: make the optimizer from ``parameters()`` then. All ranks must draw the same random numbers.
+    GQAQKVColumnParallelLinear can be adapted. Afterwards only adapters, and what ``bias`` and ``modules_to_save`` name,
+    require gradients: create the optimizer from ``parameters()`` then. All ranks must draw the same random numbers.
 
-    A state dict holds the adapter; with ``save_lora_base`` the base weights too, as ``x.base_layer.weight``; with
-    ``merge_lora`` as well the merged weights under the names of the module instead.
+    A state dict holds the adapter; with ``save_lora_base`` also the base weights, as ``x.base_layer.weight``; with
+    ``merge_lora`` in addition, the merged weights under the names of the module instead.
     """
 
     def __init__(self, module: nn.Module, config: LoraConfig | Mapping[str, Any]):
@@ -55,15 +55,15 @@ class LoRAModel(ModelWrapper):
         if not config.enable_lora:
             raise ParallelConfigError("LoRAModel adapts a model, but its configuration has enable_lora=False")
         if any(isinstance(child, LoraLayer) for child in module.modules()):
-            raise ParallelConfigError("the model has LoRA layers already: adapt the module they were put into")
+            raise ParallelConfigError("the model already has LoRA layers: adapt the original module")
         super().__init__(module)
         self.base_layouts = weight_layout(module)
-        """Of the weights under the names they have without adapters."""
+        """Layouts of the weights, under their names without adapters."""
         stored = None
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
             config = peft.read_config(stored, config)
-            config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name what is not there
+            config.modules_to_save = self._present(config.modules_to_save) or None  # PEFT may name missing modules
         self.lora_config = config
         self.lora_layers: dict[str, LoraLayer] = {}
         self._adapt(None if stored is None else peft.adapted_paths(stored))
@@ -74,16 +74,16 @@ class LoRAModel(ModelWrapper):
             print(self.describe())
 
     def _get_name(self) -> str:
-        return "LoraModel"  # as the reference's prints itself
+        return "LoraModel"  # as in the reference
 
     def get_base_model(self) -> nn.Module:
-        """The module that was adapted, with its adapters; without what this class adds to it."""
+        """Return the adapted module with its adapters, without this wrapper."""
         return self.module
 
     # --- construction ---------------------------------------------------------------------------------
 
     def _adapt(self, exact: set[str] | None) -> None:
-        """Put LoRA layers in. ``exact``: the logical paths to adapt, in place of the words of the configuration."""
+        """Insert LoRA layers. ``exact``: the logical paths to adapt, instead of the words of the configuration."""
         words = self._words() if exact is None else ()
         made: dict[int, LoraLayer] = {}
         for path, child in list(self.module.named_modules(remove_duplicate=False)):
@@ -107,7 +107,7 @@ class LoRAModel(ModelWrapper):
         if not made:
             found = sorted({path.rpartition(".")[2] for path, child in self.module.named_modules() if adaptable(child)})
             raise ParallelConfigError(
-                f"LoRA: no layer is named by target_modules={sorted(exact or words)}; "
+                f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
                 f"the layers that can be adapted are {', '.join(found) or 'none'}"
             )
 
@@ -122,7 +122,7 @@ class LoRAModel(ModelWrapper):
         return DEFAULT_TARGETS[kind]
 
     def _logical_paths(self, path: str, child: nn.Module) -> dict[str, str]:
-        """The name of each projection of a layer, by part; ("", path) for most."""
+        """Return the name of each projection of a layer, by part; for most layers ``{"": path}``."""
         weights = [name for name in child._parameters if name.startswith("weight")]
         found: dict[str, str] = {}
         for weight in weights:
@@ -132,7 +132,7 @@ class LoRAModel(ModelWrapper):
         return found
 
     def saved_whole(self, name: str) -> bool:
-        """Whether a module or parameter is, or lies in, one of ``modules_to_save``."""
+        """Return whether a module or parameter is one of ``modules_to_save``, or inside one."""
         parts = name.split(".")
         begins = [".".join(parts[: i + 1]) for i in range(len(parts))]
         wanted = self.lora_config.modules_to_save or ()
@@ -143,7 +143,7 @@ class LoRAModel(ModelWrapper):
         pairs = [pair for layer in self.lora_layers.values() for _, *pair in layer.factors()]
         factors = {id(factor.weight) for pair in pairs for factor in pair}
         self.adapter_names = {name for name, param in self._named() if id(param) in factors}
-        """Of the factors' parameters in ``named_parameters``."""
+        """Names of the factors' parameters in ``named_parameters``."""
         adapted = {f"{path}.base_layer" for path in self.lora_layers}
         for name, param in self._named():
             path, _, leaf = name.rpartition(".")
@@ -156,10 +156,10 @@ class LoRAModel(ModelWrapper):
         whole = self.lora_config.modules_to_save or ()
         missing = set(whole) - set(self._present(whole))
         if missing:
-            raise ParallelConfigError(f"LoRA: modules_to_save names no module: {', '.join(sorted(missing))}")
+            raise ParallelConfigError(f"LoRA: modules_to_save matches no module: {', '.join(sorted(missing))}")
 
     def _present(self, words: Sequence[str] | None) -> list[str]:
-        """Those of the words that name a module."""
+        """Return the words that name a module."""
         paths = [path for path, _ in self.module.named_modules()]
         return [word for word in words or () if any(f".{path}".endswith(f".{word}") for path in paths)]
 
@@ -167,20 +167,20 @@ class LoRAModel(ModelWrapper):
         return list(self.module.named_parameters(remove_duplicate=False))
 
     def base_name(self, name: str) -> str:
-        """What a weight is called without adapters."""
+        """Return the name of a weight without adapters."""
         path, found, leaf = name.rpartition(".base_layer.")
         return f"{path}.{leaf}" if found and path in self.lora_layers else name
 
     # --- merging --------------------------------------------------------------------------------------
 
     def merge(self) -> LoRAModel:
-        """Put the adapters into the base weights, which are kept aside; see :meth:`LoraLayer.merge`."""
+        """Merge the adapters into the weights and keep the base weights; see :meth:`LoraLayer.merge`."""
         for layer in self.lora_layers.values():
             layer.merge()
         return self
 
     def unmerge(self) -> LoRAModel:
-        """Put the base weights back, exactly."""
+        """Restore the base weights exactly."""
         for layer in self.lora_layers.values():
             layer.unmerge()
         return self
@@ -188,17 +188,17 @@ class LoRAModel(ModelWrapper):
     def require_unmerged(self) -> None:
         """Raise ParallelConfigError while the adapters are merged."""
         if any(layer.merged for layer in self.lora_layers.values()):
-            raise ParallelConfigError("the adapter is merged: call unmerge() before weights are loaded")
+            raise ParallelConfigError("the adapter is merged: call unmerge() before loading weights")
 
     # --- state ----------------------------------------------------------------------------------------
 
     def trained_names(self) -> set[str]:
-        """Of everything that is saved with the adapter: what requires gradients, and buffers of modules_to_save."""
+        """Return the names saved with the adapter: parameters with gradients, and buffers of modules_to_save."""
         trained = {name for name, param in self._named() if param.requires_grad}
         return trained | {name for name, _ in self.module.named_buffers() if self.saved_whole(name)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's tensors, of the adapter, of both, or merged; see the class."""
+        """Return this rank's tensors: the adapter, adapter and base, or merged; see the class."""
         config, found = self.lora_config, self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         names = [name for name in found if name.startswith(prefix)]
@@ -228,9 +228,9 @@ class LoRAModel(ModelWrapper):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over an adapter, base weights (under the module's own names or ``x.base_layer.weight``), or both.
+        """Load an adapter, base weights (under the module's own names or ``x.base_layer.weight``), or both.
 
-        With ``strict``, raises WeightMismatchError for unknown names, and where a part of either is missing.
+        With ``strict``, raises WeightMismatchError for unknown names, and if a part of either is missing.
         """
         self.require_unmerged()
         given = {name: value for name, value in state_dict.items() if name != "lora_config"}
@@ -243,7 +243,7 @@ class LoRAModel(ModelWrapper):
         return self.module.load_state_dict(taken, strict=False, assign=assign)
 
     def _require_complete(self, taken: Collection[str], unexpected: Sequence[str]) -> None:
-        """Raise unless ``taken`` names the whole adapter, or all base weights, or both, and nothing is unexpected."""
+        """Raise unless ``taken`` has the whole adapter, all base weights, or both, and nothing is unexpected."""
         there, adapter, trained = set(taken), self.adapter_names, self.trained_names()
         frozen = set(self.module.state_dict()) - trained
         missing: set[str] = set()
@@ -260,12 +260,12 @@ class LoRAModel(ModelWrapper):
             )
 
     def saved_weights(self) -> dict[str, tuple[Tensor, ParamLayout]]:
-        """The tensors of :meth:`state_dict` with their layouts; base weights have the logical names of the module."""
+        """Return the tensors of :meth:`state_dict` with their layouts; base weights have the module's logical names."""
         state, layouts = self.state_dict(), self._layouts()
         state.pop("lora_config", None)
         if not self.lora_config.merge_lora:
             return {name: (tensor, layouts[name]) for name, tensor in state.items()}
-        # A tied weight has a value of its own where it is merged.
+        # A merged tied weight has its own value.
         untied = {
             f"{path}.{name}": replace(self.base_layouts[f"{path}.{name}"], alias_of=None)
             for path, layer in self.lora_layers.items()
@@ -275,16 +275,16 @@ class LoRAModel(ModelWrapper):
         return {name: (tensor, untied.get(name, self.base_layouts[name])) for name, tensor in state.items()}
 
     def load_weights(self, source: WeightSource, rank: int, degree: int, strict: bool = True) -> None:
-        """Read what :meth:`saved_weights` gave, by logical names, in any of the three ways, at any degree.
+        """Load what :meth:`saved_weights` returned, by logical names, in any of the three forms, at any degree.
 
-        Raises WeightMismatchError as :meth:`load_state_dict` does, before anything is written.
+        Raises WeightMismatchError like :meth:`load_state_dict`, before anything changes.
         """
         tensors = self.module.state_dict()
         for name, layout in self.weights_of(source, strict).items():
             fill_tensor(tensors[name], source, layout.rank_layout(degree, rank))
 
     def weights_of(self, source: WeightSource, strict: bool = True) -> dict[str, ParamLayout]:
-        """What :meth:`load_weights` reads of ``source``, by the names of the tensors; raises what it does."""
+        """Return the layouts that :meth:`load_weights` reads from ``source``, by tensor name; raises the same."""
         self.require_unmerged()
         names, layouts = set(source.keys()), self._layouts()
         taken = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
@@ -298,7 +298,7 @@ class LoRAModel(ModelWrapper):
         return taken
 
     def _layouts(self) -> dict[str, ParamLayout]:
-        """Of everything in the module's state dict: base weights as if there were no adapters, and the factors."""
+        """Return the layouts of the module's state dict: base weights as without adapters, and the factors."""
         own = weight_layout(self.module)
         return {
             name: own[name] if name in self.adapter_names else self.base_layouts[self.base_name(name)]
@@ -308,7 +308,7 @@ class LoRAModel(ModelWrapper):
     # --- adapters in PEFT's format --------------------------------------------------------------------
 
     def save_adapter(self, folder: Any = None) -> None:
-        """:func:`nxd_infer.modules.lora.save_adapter`; the folder is ``lora_save_dir`` by default."""
+        """:func:`nxd_infer.modules.lora.save_adapter`; the default folder is ``lora_save_dir``."""
         peft.save_adapter(self, self.lora_config.lora_save_dir if folder is None else folder)
 
     def load_adapter(self, folder: Any) -> None:
@@ -316,7 +316,7 @@ class LoRAModel(ModelWrapper):
         peft.load_adapter(self, folder)
 
     def describe(self) -> str:
-        """What is adapted and how many numbers of this rank are trained, in a line each."""
+        """Return two lines: the adapted projections, and the number of trained parameters on this rank."""
         trained = sum(param.numel() for param in self.module.parameters() if param.requires_grad)
         total = sum(param.numel() for param in self.module.parameters())
         paths = [path for layer in self.lora_layers.values() for path in layer.paths.values()]

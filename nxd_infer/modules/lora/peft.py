@@ -1,10 +1,10 @@
-"""Adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder.
+"""Adapters in PEFT's format: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder.
 
 With ``save_lora_config_adapter`` a checkpoint has no second file: its content is in the header of the first.
 
-The file holds whole logical tensors, whatever the degree: ``base_model.model.<path>.lora_A.weight`` [rank, in] and
+The file has full logical tensors, whatever the degree: ``base_model.model.<path>.lora_A.weight`` [rank, in] and
 ``lora_B.weight`` [out, rank], for embeddings ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B``, and the
-weights of the base that are trained. q, k and v of one joint layer are three projections, under their own names.
+trained weights of the base. q, k and v of a fused layer are three projections, under their own names.
 
 Source: PEFT documentation, "PEFT checkpoint format".
 """
@@ -38,17 +38,17 @@ __all__ = ["load_adapter", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_KEY = "adapter_config"
-"""Of the configuration in the header of the weights."""
+"""Key of the configuration in the header of the weights."""
 PREFIX = "base_model.model."
 SUBFOLDER = "lora_adapter"
-"""Where a checkpoint keeps its adapter."""
+"""The folder of the adapter in a checkpoint."""
 
 Folder = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of this rank (a view of the parameter) and the logical tensors of the file that it is made of."""
+    """A tensor of this rank (a view of the parameter) and the logical tensors of the file that make it up."""
 
     name: str
     tensor: Tensor
@@ -65,7 +65,7 @@ class Entry:
         fill_tensor(self.tensor, source, self.layout.rank_layout(self.degree, rank))
 
     def whole(self) -> dict[str, Tensor]:
-        """The logical tensors; every rank of the axis must call it."""
+        """Return the logical tensors; every rank of the axis must call it."""
         ranks: list[Tensor] = [self.tensor] * self.degree
         if self.layout.sharded and self.degree > 1:
             ranks = list(comm.all_gather(self.tensor[None].contiguous(), *self.place, dim=0).unbind(0))
@@ -73,7 +73,7 @@ class Entry:
 
 
 class AdaptedModel(Protocol):
-    """What is read and written of a model with adapters (:class:`~nxd_infer.modules.lora.model.LoRAModel`)."""
+    """The parts of a model with adapters used here (:class:`~nxd_infer.modules.lora.model.LoRAModel`)."""
 
     module: nn.Module
     lora_config: LoraConfig
@@ -88,7 +88,7 @@ class AdaptedModel(Protocol):
 
 
 def entries(model: AdaptedModel) -> Iterator[Entry]:
-    """Everything of the model that an adapter file may hold, the factors first."""
+    """Yield everything of the model that an adapter file can hold, the factors first."""
     for path, layer in model.lora_layers.items():
         for part, a, b in layer.factors():
             for kind, factor in (("A", a), ("B", b)):
@@ -115,10 +115,10 @@ def _base_name(logical: str, adapted: set[str]) -> str:
 
 
 def save_adapter(model: AdaptedModel, folder: Folder) -> None:
-    """Write the adapter and what is trained beside it. Every rank must call it; global rank 0 writes.
+    """Write the adapter and the other trained weights. Every rank must call it; global rank 0 writes.
 
-    Files are replaced one by one, the weights first. Raises CheckpointError when they cannot be written, and
-    NotInitializedError in one of several processes before ``initialize_model_parallel()``: all would write them.
+    Files are replaced one by one, the weights first. Raises CheckpointError if they cannot be written, and
+    NotInitializedError in one of several processes before ``initialize_model_parallel()``, where all would write them.
     """
     require_no_lonely_rank("save_adapter")
     tensors, config = collect_adapter(model)
@@ -131,7 +131,7 @@ def save_adapter(model: AdaptedModel, folder: Folder) -> None:
 
 
 def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the two files of the adapter hold, in memory of its own. Every rank must call it."""
+    """Return the content of the adapter's two files, copied. Every rank must call it."""
     trained, found = model.trained_names(), {}
     for entry in entries(model):
         if entry.adapter or entry.name in trained:
@@ -140,9 +140,9 @@ def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], apart: bool = True) -> None:
-    """Write the weights, then the configuration: ``apart`` in its own file, else in that of the weights.
+    """Write the weights, then the configuration: in its own file if ``apart``, else in the weights' file.
 
-    Raises CheckpointError when they cannot be written.
+    Raises CheckpointError if they cannot be written.
     """
     inside = {} if apart else {CONFIG_KEY: json.dumps(config)}
     try:
@@ -153,13 +153,13 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
             with replacing(folder / CONFIG) as temporary:
                 temporary.write_text(json.dumps(config, indent=2) + "\n")
         else:
-            (folder / CONFIG).unlink(missing_ok=True)  # one that is there is read before that of the weights
+            (folder / CONFIG).unlink(missing_ok=True)  # it would take precedence over the one in the weights
     except OSError as error:
         raise CheckpointError(f"{folder}: the adapter cannot be written: {error}") from error
 
 
 def _targets(model: AdaptedModel) -> list[str]:
-    """The adapted projections by PEFT's rule: last components where those name no other layer, else whole paths."""
+    """Return the adapted projections by PEFT's rule: last components if they match no other layer, else full paths."""
     adapted = {path for layer in model.lora_layers.values() for path in layer.paths.values()}
     weights = {name for layout in model.base_layouts.values() for name in layout.logical_names}
     others = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")} - adapted
@@ -171,10 +171,10 @@ def _targets(model: AdaptedModel) -> list[str]:
 
 
 def find_adapter(folder: Folder, tag: str | None = None) -> Path:
-    """The folder of an adapter: ``folder`` itself or ``folder/lora_adapter``, of ``tag`` or of the newest below.
+    """Find an adapter's folder: ``folder`` or ``folder/lora_adapter``, of ``tag`` or of the newest checkpoint below.
 
-    The newest is the whole checkpoint with the highest number; without checkpoints, the only adapter below ``folder``.
-    Raises CheckpointError when there is none, when there are several that nothing orders, and for a damaged one.
+    The newest is the complete checkpoint with the highest number; without checkpoints, the only adapter below
+    ``folder``. Raises CheckpointError if there is none, if there are several without an order, or if it is damaged.
     """
     root = Path(folder) / tag if tag else Path(folder)
     for found in (root, root / SUBFOLDER):
@@ -188,23 +188,23 @@ def find_adapter(folder: Folder, tag: str | None = None) -> Path:
     places = (place for path in below if path not in saved for place in (path, path / SUBFOLDER))
     plain = [place for place in places if is_adapter(place)]
     if tag or not plain:
-        raise CheckpointError(f"{root} holds no adapter: there is no {CONFIG} in it")
+        raise CheckpointError(f"{root} has no adapter: there is no {CONFIG} in it")
     if len(plain) > 1:
         names = ", ".join(str(path.relative_to(root)) for path in plain[:8])
         raise CheckpointError(
-            f"{root} holds {len(plain)} adapters, and nothing says which is the newest: {names}; name one with "
+            f"{root} has {len(plain)} adapters, and it is unknown which is the newest: {names}; choose one with "
             "lora_load_tag"
         )
     return plain[0]
 
 
 def is_adapter(folder: AnyPath) -> bool:
-    """Whether there is an adapter, whatever state it is in."""
+    """Return whether there is an adapter, intact or not."""
     return any((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
 
 def _newest_checkpoint(folders: list[Path]) -> Path | None:
-    """The newest whole checkpoint that has an adapter. Raises CheckpointError for a damaged one that may be newer."""
+    """Return the newest complete checkpoint with an adapter. Raises CheckpointError if a damaged one may be newer."""
     numbers: dict[Path, int] = {}
     damaged: list[tuple[int | None, CheckpointError]] = []
     for folder in folders:
@@ -223,14 +223,14 @@ def _newest_checkpoint(folders: list[Path]) -> Path | None:
     newest = [folder for folder, number in numbers.items() if number == last]
     if len(newest) > 1:
         raise CheckpointError(
-            f"{' and '.join(map(str, newest))} are both checkpoint number {last}: one is a copy of the other; name the "
-            "one to take with lora_load_tag"
+            f"{' and '.join(map(str, newest))} are both checkpoint number {last}: one is a copy of the other; choose "
+            "one with lora_load_tag"
         )
     return newest[0] if newest else None
 
 
 def _of_checkpoint(folder: Path) -> bool:
-    """Whether a trainer has saved there, or begun to: a rank writes its adapter after its other files."""
+    """Return whether a trainer has saved there, or started to: a rank writes its adapter after its other files."""
     return any(folder.glob(f"rank_{'[0-9]' * 5}.*"))
 
 
@@ -243,15 +243,15 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _verified(adapter: Path) -> Path:
-    """``adapter``, compared with the checksums of the checkpoint that it is in, if it is in one."""
+    """Return ``adapter`` after verifying it against the checksums of its checkpoint, if it is in one."""
     folder = adapter.parent
     if adapter.name != SUBFOLDER or not _of_checkpoint(folder):
         return adapter
     manifest = _manifest(folder)
     if manifest is None:
-        raise CheckpointError(f"{folder} holds an adapter, and the checkpoint is not whole: load another tag")
+        raise CheckpointError(f"{folder} has an adapter, but the checkpoint is incomplete: load another tag")
     for name in (CONFIG, WEIGHTS):
-        if f"{SUBFOLDER}/{name}" not in manifest["files"]:  # a configuration that lies in the weights' header
+        if f"{SUBFOLDER}/{name}" not in manifest["files"]:  # the configuration is in the weights' header
             continue
         if not (adapter / name).is_file():
             raise CheckpointError(f"{adapter / name} is missing; restore the file, or load another tag")
@@ -265,7 +265,7 @@ def _verified(adapter: Path) -> Path:
 
 
 def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
-    """``config`` with what the adapter in ``folder`` says of itself. Raises CheckpointError when it cannot be read."""
+    """Return ``config`` updated from the adapter in ``folder``. Raises CheckpointError if it cannot be read."""
     path = folder / CONFIG
     try:
         if path.is_file() or not (folder / WEIGHTS).is_file():
@@ -275,9 +275,7 @@ def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
             with open_safetensors(path) as file:
                 text = (file.metadata() or {}).get(CONFIG_KEY)
             if text is None:
-                raise CheckpointError(
-                    f"{folder} has no {CONFIG}, and {WEIGHTS} holds no configuration; restore the file"
-                )
+                raise CheckpointError(f"{folder} has no {CONFIG}, and {WEIGHTS} has no configuration; restore the file")
         stored = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -287,25 +285,25 @@ def read_config(folder: AnyPath, config: LoraConfig) -> LoraConfig:
 
 
 def adapted_paths(folder: Path) -> set[str]:
-    """The logical paths of the projections that the adapter in ``folder`` has factors for."""
+    """Return the logical paths of the projections that the adapter in ``folder`` changes."""
     names = SafetensorsSource(folder / WEIGHTS).keys()
     return {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if ".lora_" in name}
 
 
 @torch.no_grad()
 def load_adapter(model: AdaptedModel, folder: Folder) -> None:
-    """Read an adapter, of this package or of PEFT, into a model that is adapted in the same places.
+    """Load an adapter of this package or of PEFT into a model with the same layers adapted.
 
-    Base weights that the file holds beside the adapter are read too. Everything is checked before anything is written.
-    Raises WeightMismatchError naming what is missing, unexpected or of another shape, and CheckpointError for files
-    that cannot be read or whose configuration scales the adapter otherwise.
+    Base weights in the file are loaded too. Everything is checked before anything changes. Raises WeightMismatchError
+    naming what is missing, unexpected or of another shape, and CheckpointError for files that cannot be read or whose
+    configuration has another scaling.
     """
     model.require_unmerged()
     found = find_adapter(folder)
     stored = read_config(found, model.lora_config)
     if stored.scaling != model.lora_config.scaling:
         raise CheckpointError(
-            f"{found}: the adapter is scaled by {stored.scaling} and the model's by {model.lora_config.scaling}; "
+            f"{found}: the adapter's scaling is {stored.scaling}, the model's is {model.lora_config.scaling}; "
             "load it with LoraConfig(load_lora_from_ckpt=True, lora_save_dir=...)"
         )
     source = SafetensorsSource(found / WEIGHTS)

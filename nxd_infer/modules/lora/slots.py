@@ -1,13 +1,12 @@
-"""Slots for adapters in a model that is served: each row of a batch picks one, and loading one compiles nothing.
+"""Adapter slots in a served model: each row of a batch picks one, and loading an adapter compiles nothing.
 
-Beside every targeted layer lie two tables with an entry a slot, A ``[slots + 1, rank, in]`` and B
-``[slots + 1, out, rank]``. Row b's outputs get ``B[s] A[s] x`` added, where s is the slot that the row picked. Slot 0
-is "no adapter": it stays zero, and adding zero changes no number. An adapter's scaling is in its B, and one of a lower
-rank is filled up with zeros.
+Every targeted layer gets two tables with one entry per slot, A ``[slots + 1, rank, in]`` and B
+``[slots + 1, out, rank]``. ``B[s] A[s] x`` is added to row b's outputs, where s is the slot that the row picked. Slot 0
+is "no adapter": it stays zero, and adding zero changes nothing. B includes an adapter's scaling, and lower ranks are
+zero-padded.
 
-B is cut like the layer's outputs and A like its inputs, so that heads that are repeated or padded have the factors that
-their weights have. A row-parallel layer adds each rank's part of the update to its partial sum, before the one
-reduction that it has anyway.
+B is sharded like the layer's outputs and A like its inputs, so that repeated or padded heads have the same factors as
+their weights. A row-parallel layer adds each rank's part of the update to its partial sum, before its usual reduction.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ __all__ = ["AdapterRows", "AdapterTables", "add_adapter_slots"]
 
 
 class AdapterRows:
-    """The slot of each row of the batch at hand; all tables of a model look here."""
+    """The slot of each row of the current batch, shared by all tables of a model."""
 
     def __init__(self) -> None:
         self.slot_B: Tensor | None = None
 
     @contextlib.contextmanager
     def use(self, slot_B: Tensor | None) -> Iterator[None]:
-        """Inside the block, row b of every batch picks ``slot_B[b]`` (int64 [B]); None: no adapters at all."""
+        """Inside the block, let row b of every batch use slot ``slot_B[b]`` (int64 [B]); None: no adapters."""
         self.slot_B = slot_B
         try:
             yield
@@ -43,7 +42,7 @@ class AdapterRows:
 
 
 class AdapterTables(nn.Module):
-    """The tables A and B of one layer, zero at first. They are buffers that no state dict holds, with layouts."""
+    """The tables A and B of one layer, initially zero. They are non-persistent buffers with layouts."""
 
     A: Tensor
     B: Tensor
@@ -64,27 +63,27 @@ class AdapterTables(nn.Module):
         attach_layout(self, name, layout, degree=layer.degree)
 
     def forward(self, x_BSI: Tensor, y_BSO: Tensor) -> Tensor:
-        """The layer's outputs ``y`` (of this rank) for ``x``, with what the rows' adapters add to them."""
+        """Add the updates of the rows' adapters to this rank's outputs ``y`` of the layer for ``x``."""
         if self.rows.slot_B is None:
             return y_BSO
         a_BRI = self.A.index_select(0, self.rows.slot_B)
         b_BOR = self.B.index_select(0, self.rows.slot_B)
-        # One operator, whose result is rounded as a linear layer's is: a compiler that joins a plain addition to what
-        # follows would round elsewhere, and the numbers of rows without an adapter would change in bfloat16.
+        # One operator, whose result is rounded like a linear layer's. A compiler may fuse a plain addition with what
+        # follows and round elsewhere, which would change rows without an adapter in bfloat16.
         return torch.baddbmm(y_BSO, torch.bmm(x_BSI, a_BRI.transpose(1, 2)), b_BOR.transpose(1, 2))
 
 
 def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, rank: int) -> AdapterRows:
-    """Give the layers of ``module`` whose last name is one of ``targets`` slots for adapters.
+    """Add adapter slots to the layers of ``module`` whose last name component is in ``targets``.
 
     Args:
-        module: a model for inference, changed in place; its layers keep their names and weights.
-        targets: last components of names of ColumnParallelLinear (``gather_output=False``) and RowParallelLinear
-            (``input_is_parallel=True``) layers, as ``q_proj``.
-        slots: adapters that are there at a time.
+        module: a model for inference, modified in place; its layers keep their names and weights.
+        targets: last name components of ColumnParallelLinear (``gather_output=False``) and RowParallelLinear
+            (``input_is_parallel=True``) layers, such as ``q_proj``.
+        slots: number of adapters at the same time.
         rank: the largest rank of an adapter.
 
-    Returns the rows, on which the model's forward calls ``use``. Raises ParallelConfigError naming what is wrong.
+    Returns the rows, on which the model's forward calls ``use``. Raises ParallelConfigError for wrong arguments.
     """
     for what, value in (("adapter slots", slots), ("the adapters' rank", rank)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -94,8 +93,8 @@ def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, ran
     unknown = [name for name in targets if name not in names]
     if unknown or not targets:
         raise ParallelConfigError(
-            f"adapter slots: {f'no layer is named {unknown[0]!r}' if unknown else 'no layers are named'}; "
-            f"those that can have slots are {', '.join(sorted(names)) or 'none'}"
+            f"adapter slots: {f'no layer is named {unknown[0]!r}' if unknown else 'targets is empty'}; "
+            f"layers that can have slots are {', '.join(sorted(names)) or 'none'}"
         )
     rows = AdapterRows()
     for path, layer in layers.items():
@@ -117,7 +116,7 @@ def _takes_slots(layer: nn.Module) -> TypeGuard[ColumnParallelLinear | RowParall
 
 
 def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-    """The layer's forward hook: its outputs with the update added, and reduced where it leaves that to us."""
+    """Forward hook of a layer: add the update to its outputs, and reduce them if the layer leaves that to the hook."""
     tables: AdapterTables = layer.adapter
     if not (isinstance(layer, RowParallelLinear) and layer.degree > 1):
         return tables(inputs[0], output)
