@@ -1,6 +1,6 @@
-"""WeightLayout: how a rank's tensor is made of logical tensors, run by run, and back.
+"""Weight layouts: how a rank's tensor is built from logical tensors, run by run, and back.
 
-It serves loading, saving, resharding, merging, padding and tracing; nothing else knows how to cut a weight.
+Loading, saving, resharding, merging, padding and tracing all use this package; no other code shards weights.
 """
 
 from nxd_infer.layout.gqa import GQAPlan, gqa_plan

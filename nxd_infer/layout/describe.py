@@ -1,7 +1,7 @@
-"""A :class:`ParamLayout` as plain JSON and back: how a weight is cut at any degree, written beside the weight.
+"""A :class:`ParamLayout` as plain JSON and back: how a weight is sharded at any degree, stored beside the weight.
 
-A file that holds only the runs of the degree it was saved at can be read at any degree; with the plans it can be
-rewritten for any degree too, without the model.
+A file with only the runs of its own degree can be read at any degree; with the plans it can also be resharded to any
+degree, without the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = {kind.__name__: kind for kind in (Replicated, Padded, Sections, Fused, S
 
 
 def describe_plans(layout: ParamLayout) -> dict[str, Any] | None:
-    """``{"axes": [...], "sources": [[part, logical name], ...]}``; None for a plan of a class that is not ours."""
+    """Return ``{"axes": [...], "sources": [[part, logical name], ...]}``, or None for a custom plan class."""
     try:
         axes = [_encode(plan) for plan in layout.axes]
     except ShardingError:
@@ -29,12 +29,12 @@ def describe_plans(layout: ParamLayout) -> dict[str, Any] | None:
 
 
 def read_plans(data: Any) -> ParamLayout:
-    """The inverse of :func:`describe_plans`. Raises ShardingError when ``data`` is no such description."""
+    """Invert :func:`describe_plans`. Raises ShardingError if ``data`` is not such a description."""
     try:
         axes = tuple(_decode(axis) for axis in data["axes"])
         sources = tuple((str(part), str(name)) for part, name in data["sources"])
         if not all(isinstance(axis, AxisPlan) for axis in axes):
-            raise TypeError("an axis is no plan")
+            raise TypeError("an axis is not a plan")
         return ParamLayout(axes, sources)
     except (KeyError, TypeError, ValueError, AttributeError, NxdError) as error:
         raise ShardingError(f"not the description of a weight's plans: {error!r} in {str(data)[:200]}") from error
@@ -48,7 +48,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if KINDS.get(type(value).__name__) is not type(value):
-        raise ShardingError(f"a {type(value).__name__} cannot be written down")
+        raise ShardingError(f"a {type(value).__name__} cannot be described")
     fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return {"$": type(value).__name__, **fields}
 

@@ -1,4 +1,4 @@
-"""Ranges of flattened tensors as rectangles: how a flat piece of an optimizer's state meets logical weights."""
+"""Ranges of flattened tensors as rectangles, to map flat pieces of optimizer state to logical weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 Bounds = tuple[tuple[int, int], ...]
-"""``(start, stop)``, one a dimension."""
+"""``(start, stop)`` per dimension."""
 
 
 def flat_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
-    """Elements ``start..stop`` of a flattened tensor of ``shape`` as rectangles, in order; each is contiguous.
+    """Yield elements ``start..stop`` of a flattened tensor of ``shape`` as contiguous rectangles, in order.
 
     There are at most ``2 * dimensions - 1``.
     """
@@ -39,24 +39,24 @@ def _within(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[B
 
 
 def overlap(first: Bounds, second: Bounds) -> Bounds | None:
-    """The rectangle that both have in common, None when there is none."""
+    """Return the intersection of two rectangles, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(a >= b for a, b in both) else both
 
 
 def relative(bounds: Bounds, origin: Bounds) -> tuple[slice, ...]:
-    """Slices of ``bounds`` in a tensor that begins at the low corner of ``origin``."""
+    """Return the slices of ``bounds`` in a tensor that starts at the low corner of ``origin``."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(bounds, origin, strict=True))
 
 
 def moved(bounds: Bounds, source: Bounds, target: Bounds) -> Bounds:
-    """``bounds`` inside ``source`` as bounds inside ``target``, a rectangle of the same shape elsewhere."""
+    """Translate ``bounds`` inside ``source`` to bounds inside ``target``, a rectangle of the same shape."""
     shifts = zip(bounds, source, target, strict=True)
     return tuple((a - low + to, b - low + to) for (a, b), (low, _), (to, _) in shifts)
 
 
 def flat_index(corner: Bounds, shape: Sequence[int]) -> int:
-    """Where the low corner of ``corner`` lies in the flattened tensor of ``shape``."""
+    """Return the index of the low corner of ``corner`` in the flattened tensor of ``shape``."""
     index = 0
     for (low, _), size in zip(corner, shape, strict=True):
         index = index * size + low

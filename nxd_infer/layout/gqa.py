@@ -1,9 +1,9 @@
-"""Query and key/value heads over ranks, exact for every combination of heads, kv heads and degree.
+"""Place query and key/value heads on ranks, exactly for every combination of heads, kv heads and degree.
 
-A rank holds ``k`` key/value heads and ``g`` query heads for each of them. A key/value head that serves ``G`` query
-heads takes ``ceil(G / g)`` places, so it is replicated where its queries do not fit one place; places left over, and
-query slots left over in a place, are zeros. Zero query heads multiply zero columns of the output projection, so the
-sum over ranks is the plain computation.
+A rank has ``k`` places for key/value heads and ``g`` query heads for each. A key/value head that serves ``G`` query
+heads takes ``ceil(G / g)`` places, so it is replicated if its queries do not fit into one place. Unused places, and
+unused query heads in a place, are zeros. Zero query heads are multiplied by zero columns of the output projection, so
+the sum over ranks equals the unsharded computation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from nxd_infer.layout.runs import AxisLayout, Fill, Piece, Run
 
 @dataclass(frozen=True)
 class GQAPlan:
-    """How many heads a rank has, and the axis plans that put the right ones there.
+    """The number of heads per rank, and the axis plans that place them.
 
-    On a rank, query head ``i`` attends with key/value head ``i // group``.
+    On a rank, query head ``i`` attends to key/value head ``i // group``.
     """
 
     heads: int
@@ -32,16 +32,16 @@ class GQAPlan:
 
     @property
     def group(self) -> int:
-        """Query heads for each key/value head on a rank."""
+        """Query heads per key/value head on a rank."""
         return self.heads_per_rank // self.kv_heads_per_rank
 
     @property
     def places(self) -> int:
-        """Places that each key/value head takes over all ranks: more than 1 is replication."""
+        """Places of each key/value head over all ranks; more than 1 means replication."""
         return -(-(self.heads // self.kv_heads) // self.group)
 
     def query_heads(self, rank: int) -> tuple[int | None, ...]:
-        """The logical query heads of ``rank`` in order; None is a head of zeros."""
+        """Return the logical query heads of ``rank`` in order; None is a zero head."""
         whole = self.heads // self.kv_heads
         out: list[int | None] = []
         for place in self._places(rank):
@@ -52,7 +52,7 @@ class GQAPlan:
         return tuple(out)
 
     def key_value_heads(self, rank: int) -> tuple[int | None, ...]:
-        """The logical key/value heads of ``rank`` in order; None is a head of zeros."""
+        """Return the logical key/value heads of ``rank`` in order; None is a zero head."""
         heads = (place // self.places for place in self._places(rank))
         return tuple(head if head < self.kv_heads else None for head in heads)
 
@@ -60,20 +60,20 @@ class GQAPlan:
         return range(rank * self.kv_heads_per_rank, (rank + 1) * self.kv_heads_per_rank)
 
     def q_axis(self, head_dim: int) -> AxisPlan:
-        """The plan of the query projection's output and of the output projection's input."""
+        """Return the plan of the query projection's output and of the output projection's input."""
         return GQAAxis(self.heads, self.kv_heads, head_dim, "q", self.kv_size_multiplier)
 
     def kv_axis(self, head_dim: int) -> AxisPlan:
-        """The plan of the key and of the value projection's output."""
+        """Return the plan of the key and value projections' outputs."""
         return GQAAxis(self.heads, self.kv_heads, head_dim, "kv", self.kv_size_multiplier)
 
 
 def gqa_plan(heads: int, kv_heads: int, degree: int, *, kv_size_multiplier: int = 0) -> GQAPlan:
     """Place ``heads`` query and ``kv_heads`` key/value heads on ``degree`` ranks.
 
-    Takes the fewest query heads a rank, which is always ``ceil(heads / degree)``, and among those the fewest
-    key/value heads. With ``kv_size_multiplier`` the number of key/value heads a rank is
-    ``ceil(kv_heads * kv_size_multiplier / degree)`` where that costs no further query heads.
+    Uses the fewest query heads per rank, always ``ceil(heads / degree)``, and then the fewest key/value heads. With
+    ``kv_size_multiplier`` the number of key/value heads per rank is ``ceil(kv_heads * kv_size_multiplier / degree)`` if
+    that needs no more query heads.
 
     Raises ShardingError unless ``kv_heads`` divides ``heads``.
     """
@@ -95,14 +95,14 @@ def _search(heads: int, kv_heads: int, degree: int, kv_size_multiplier: int) -> 
         return fewest % k == 0 and kv_heads * -(-whole // (fewest // k)) <= degree * k
 
     wanted = -(-kv_heads * kv_size_multiplier // degree)
-    # One query head a place always fits (heads <= degree * fewest), so the search ends at k = fewest.
+    # One query head per place always fits (heads <= degree * fewest), so the search ends at k = fewest.
     k = wanted if wanted and fits(wanted) else next(k for k in range(1, fewest + 1) if fits(k))
     return GQAPlan(heads, kv_heads, degree, fewest, k, kv_size_multiplier)
 
 
 @dataclass(frozen=True)
 class GQAAxis(AxisPlan):
-    """The query or the key/value axis of :func:`gqa_plan`, at whatever degree it is asked for."""
+    """The query or key/value axis of :func:`gqa_plan`, at any degree."""
 
     n_heads: int
     n_kv_heads: int

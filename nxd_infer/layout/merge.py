@@ -1,7 +1,7 @@
-"""Ranks' tensors back to logical ones, and who holds what.
+"""Merge the ranks' tensors into logical ones, and find out which rank holds what.
 
-Each element is read from its *first owner*, the lowest rank that holds it, so shards that are saved by owners only are
-enough. ``holdings`` is the ground of it: every rectangle of every logical tensor with the places that hold it.
+Each element is read from its *first owner*, the lowest rank that holds it, so it is enough if only owners save their
+shards. ``holdings`` is the basis: every rectangle of every logical tensor with all places that hold it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nxd_infer.layout.sources import DictSource, Slices, Weights, as_source, unk
 
 @dataclass(frozen=True)
 class Holding:
-    """A rectangle of a logical tensor that lies unbroken on each of its holders."""
+    """A rectangle of a logical tensor that is contiguous on each of its holders."""
 
     name: str
     logical: tuple[tuple[int, int], ...]
@@ -38,13 +38,13 @@ class Holding:
 
 
 def holdings(layout: ParamLayout, degree: int) -> list[Holding]:
-    """Who holds what of the logical tensors of a parameter, over all ranks of ``degree``."""
+    """Return which ranks of ``degree`` hold which rectangles of a parameter's logical tensors."""
     return shared_holdings([layout.rank_layout(degree, rank) for rank in range(degree)])
 
 
 def shared_holdings(ranks: Sequence[TensorLayout]) -> list[Holding]:
-    """Who holds what, when ``ranks`` are the tensors that there are of one parameter; a rank is its place there."""
-    # Runs of different ranks may overlap in part: split all of them where any begins or ends.
+    """Return the holdings for the given tensors of one parameter; a rank is an index into ``ranks``."""
+    # Runs of different ranks may overlap partly: split all of them wherever any starts or ends.
     edges: list[dict[str, set[int]]] = [{} for _ in ranks[0].axes]
     for rank in ranks:
         for dim, axis in enumerate(rank.axes):
@@ -63,7 +63,7 @@ Span = tuple[int, Run]
 
 
 def _split(axis: AxisLayout, edges: Mapping[str, set[int]]) -> list[Span]:
-    """The runs of an axis, each with its place, split at every edge."""
+    """Return the runs of an axis with their positions, split at every edge."""
     out: list[Span] = []
     at = 0
     for piece in axis:
@@ -85,14 +85,14 @@ def _cells(axes: Sequence[list[Span]], source: str) -> Iterator[tuple[str, tuple
 
 
 def owned_blocks(layout: ParamLayout, degree: int, rank: int) -> list[Block]:
-    """The rectangles whose first owner is ``rank``: what it saves, and what it counts in a norm."""
+    """Return the rectangles whose first owner is ``rank``: those that it saves and counts in a norm."""
     return [Block(h.name, h.logical, h.places[0][1]) for h in holdings(layout, degree) if h.owner == rank]
 
 
 def duplicates(layout: ParamLayout, degree: int) -> list[Holding]:
-    """Rectangles in several places whose gradients are parts of one sum (replicated key/value heads).
+    """Return rectangles in several places whose gradients are partial sums (replicated key/value heads).
 
-    Empty for a parameter that is replicated as a whole: each of its ranks computes the whole gradient.
+    Empty for a fully replicated parameter: each rank computes the complete gradient.
     """
     if not any(plan.duplicated(degree) for plan in layout.axes):
         return []
@@ -100,7 +100,7 @@ def duplicates(layout: ParamLayout, degree: int) -> list[Holding]:
 
 
 def sum_duplicates(rank_tensors: Sequence[Tensor], layout: ParamLayout) -> dict[str, Tensor]:
-    """Gradients of all ranks to logical ones: duplicated rectangles are summed, replicated parameters taken once."""
+    """Merge the gradients of all ranks: sum duplicated rectangles, take replicated parameters once."""
     degree = len(rank_tensors)
     several = any(plan.duplicated(degree) for plan in layout.axes)
     out = {name: rank_tensors[0].new_zeros(shape) for name, shape in layout.logical_shapes.items()}
@@ -111,10 +111,10 @@ def sum_duplicates(rank_tensors: Sequence[Tensor], layout: ParamLayout) -> dict[
 
 
 class MergedSource:
-    """The logical tensors of sharded weights, read by slices from the ranks that own them.
+    """The logical tensors of sharded weights, read in slices from the ranks that own them.
 
-    ``ranks`` holds a source (or a state dict, or a path) a rank, by parameter name; ``layouts`` is
-    :func:`weight_layout`'s table. Together with :func:`iter_shards` it reshards to any other degree, streaming.
+    ``ranks`` has one source (or state dict, or path) per rank, by parameter name; ``layouts`` is the table of
+    :func:`weight_layout`. Together with :func:`iter_shards` it reshards to any degree, streaming.
     """
 
     def __init__(self, ranks: Sequence[Weights], layouts: Mapping[str, ParamLayout]):
@@ -153,7 +153,7 @@ class MergedSource:
         return [holding for holding in self._holdings[param] if holding.name == name]
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The logical tensor, or a slice of it. Raises CheckpointError when a rank's shard is absent or misshapen."""
+        """Read the logical tensor, or a slice of it. Raises CheckpointError if a shard is missing or misshapen."""
         param, layout = self._find(name)
         shape, wanted = self.shape(name), layout.rank_shape(len(self._ranks))
         bounds = [s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True)]
@@ -167,7 +167,7 @@ class MergedSource:
             if self._ranks[rank].shape(param) != wanted:
                 raise CheckpointError(
                     f"rank {rank} of {len(self._ranks)}: {param!r} has the shape {self._ranks[rank].shape(param)}, "
-                    f"wanted {wanted}: the shards are of another degree or another model"
+                    f"expected {wanted}: the shards are of another degree or another model"
                 )
             moved = zip(overlap, holding.logical, local, strict=True)
             read = [slice(a - start + at, b - start + at) for (a, b), (start, _), (at, _) in moved]
@@ -175,16 +175,16 @@ class MergedSource:
             out[write] = self._ranks[rank].read(param, read)
             covered += out[write].numel()
         if covered != out.numel():
-            raise CheckpointError(f"{name!r}: the ranks hold {covered} of the {out.numel()} elements asked for")
+            raise CheckpointError(f"{name!r}: the ranks hold only {covered} of the {out.numel()} requested elements")
         return out
 
 
 def merge_state_dicts(
     rank_dicts: Sequence[Mapping[str, Tensor]], layouts: Mapping[str, ParamLayout]
 ) -> dict[str, Tensor]:
-    """The logical state dict of the state dicts of all ranks, in rank order; filling is dropped, duplicates taken once.
+    """Merge the state dicts of all ranks, in rank order, into the logical one: no padding, duplicates taken once.
 
-    A rank may lack what it does not own. Raises CheckpointError when an owner lacks it or a shape does not fit.
+    A rank may lack tensors that it does not own. Raises CheckpointError if an owner lacks one or a shape does not fit.
     """
     merged = MergedSource([DictSource(rank) for rank in rank_dicts], layouts)
     return {name: merged.read(name) for name in merged.names}

@@ -1,4 +1,4 @@
-"""Moving a model to a device without losing what its parameters were marked with."""
+"""Move a model to a device without losing the attributes of its parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """Move ``model`` in place and return it, keeping what parallel layers attached to their parameters.
+    """Move ``model`` in place and return it, keeping the attributes that parallel layers set on their parameters.
 
-    ``Module.to`` makes new parameters on some devices, without the attributes (``tensor_model_parallel``,
-    ``partition_dim``, ``nxd_layout``, ...) and untied; both are restored.
+    On some devices ``Module.to`` creates new parameters, untied and without the attributes (``tensor_model_parallel``,
+    ``partition_dim``, ``nxd_layout``, ...); both are restored.
     """
     found: dict[int, tuple[nn.Parameter, dict[str, Any], list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():

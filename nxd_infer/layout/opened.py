@@ -1,4 +1,4 @@
-"""Safetensors of a folder into which others write: read piece by piece, where ``safe_open`` maps the file."""
+"""Safetensors files in a folder that others write to: read piece by piece, while ``safe_open`` would map the file."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _MOST_DIMENSIONS = 64
 
 
 class OpenedSafetensors:
-    """What readers use of ``safe_open``. The file is opened anew where it was closed meanwhile."""
+    """The part of ``safe_open``'s interface that readers use. Reopens the file if it was closed meanwhile."""
 
     def __init__(self, file: BeneathPath):
-        """Raises ValueError for what is no safetensors file, CheckpointError as ``file`` does."""
+        """Raises ValueError if it is not a safetensors file, and CheckpointError like ``file``."""
         size = int.from_bytes(file.read_part(0, 8), "little")
         if size > MOST_TEXT:
-            raise ValueError(f"its header would have {size} bytes, and at most {MOST_TEXT} are read")
+            raise ValueError(f"its header would have {size} bytes, but at most {MOST_TEXT} are read")
         try:
             header = json.loads(file.read_part(8, size))
         except RecursionError:
-            raise ValueError("its header is nested deeply") from None
+            raise ValueError("its header is nested too deeply") from None
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         self._metadata = header.pop(_METADATA, None)
         if not _is_metadata(self._metadata):
-            raise ValueError(f"{_METADATA} is no object of texts")
+            raise ValueError(f"{_METADATA} is not an object of strings")
         data = 8 + size
         self._pieces = {name: _piece(file, data, name, entry) for name, entry in header.items()}
         end = data
         for name, piece in sorted(self._pieces.items(), key=lambda item: (item[1].start, item[1].stop)):
             if piece.start != end:
-                raise ValueError(f"{name!r:.80} begins at byte {piece.start}, and what is before it ends at {end}")
+                raise ValueError(f"{name!r:.80} starts at byte {piece.start}, but the data before it ends at {end}")
             end = piece.stop
         if end != file.stat().st_size:
             raise ValueError(f"it has {file.stat().st_size} bytes instead of {end}")
@@ -50,7 +50,7 @@ class OpenedSafetensors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing: the folder closes its files."""
+        """Do nothing: the folder closes its files."""
 
     def metadata(self) -> dict[str, str] | None:
         return self._metadata
@@ -69,7 +69,7 @@ class OpenedSafetensors:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of the file, in its bytes ``start`` to ``stop``."""
+    """A tensor in bytes ``start`` to ``stop`` of the file."""
 
     file: BeneathPath
     name: str
@@ -85,7 +85,7 @@ class _Piece:
         return self.stored
 
     def __getitem__(self, slices: slice | tuple[slice, ...]) -> Tensor:
-        """A part of a tensor that has dimensions. Whole rows are read, and cut in memory."""
+        """Read a part of a tensor with dimensions: whole rows are read, then cut in memory."""
         first, *others = slices if isinstance(slices, tuple) else (slices,)
         begin, end, _ = first.indices(self.shape[0])
         row = (self.stop - self.start) // max(self.shape[0], 1)
@@ -97,7 +97,7 @@ class _Piece:
 
     def _at(self, start: int, shape: list[int]) -> Tensor:
         if self.stored not in SAFETENSORS_DTYPES:
-            raise CheckpointError(f"{self.file}: {self.name!r} has the type {self.stored}, which cannot be read here")
+            raise CheckpointError(f"{self.file}: {self.name!r} has the unsupported dtype {self.stored}")
         out = torch.empty(shape, dtype=getattr(torch, SAFETENSORS_DTYPES[self.stored]))
         if out.numel():
             self.file.read_into(out.view(-1).view(torch.uint8).numpy().data, start)
@@ -111,13 +111,13 @@ def _piece(file: BeneathPath, data: int, name: str, entry: Any) -> _Piece:
         fits = fits and all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop))
         fits = fits and math.prod(max(size, 1) for size in shape) < 1 << 60  # torch counts bytes in 63 bits
         if not fits or not isinstance(stored, str):
-            raise ValueError("its shape or its place is none")
+            raise ValueError("its shape or its offsets are invalid")
         if stored in SAFETENSORS_DTYPES:
             size = math.prod(shape) * getattr(torch, SAFETENSORS_DTYPES[stored]).itemsize
             if stop - start != size:
-                raise ValueError(f"it would have {size} bytes, and has {stop - start}")
+                raise ValueError(f"it should have {size} bytes, but has {stop - start}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name!r:.80} is no tensor: {error}") from error
+        raise ValueError(f"{name!r:.80} is not a tensor: {error}") from error
     return _Piece(file, name, stored, shape, data + start, data + stop)
 
 

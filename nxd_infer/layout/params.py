@@ -1,9 +1,9 @@
-"""ParamLayout: the layout a sharded parameter carries, and the table of all of them for a module.
+"""ParamLayout: the layout of a sharded parameter, and the table of all layouts of a module.
 
-A layer describes its parameter with :func:`attach_layout`. The description lies on the parameter
+A layer describes its parameter with :func:`attach_layout`. The layout is stored on the parameter
 (``param.nxd_layout``, beside the reference's ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
-``num_partitions``) and on the module that holds it, because deep copies and ``to_empty`` make new parameters without
-attributes; :func:`restore_attributes` puts them back.
+``num_partitions``) and on its module, because deep copies and ``to_empty`` create new parameters without attributes;
+:func:`restore_attributes` restores them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MODULE_TABLE = "_nxd_layouts"
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How one parameter is made of logical tensors, for any degree.
+    """How one parameter is built from logical tensors, at any degree.
 
-    ``axes`` holds a plan a dimension; ``sources`` maps the parts of the fused axis to logical names (``{"": name}``
-    when nothing is fused; empty means the parameter's own name). Names on a module's table are relative to the
-    module that holds the parameter: ``"weight"`` is its own, ``"../q_proj.weight"`` a sibling's, ``"/lm_head.weight"``
-    counts from the root. :func:`weight_layout` resolves them.
+    ``axes`` has one plan per dimension; ``sources`` maps the parts of the fused axis to logical names (``{"": name}``
+    if nothing is fused; empty means the parameter's own name). Names in a module's table are relative to that module:
+    ``"weight"`` is its own, ``"../q_proj.weight"`` a sibling's, ``"/lm_head.weight"`` starts at the root.
+    :func:`weight_layout` resolves them.
     """
 
     axes: tuple[AxisPlan, ...]
     sources: tuple[tuple[str, str], ...] = ()
     alias_of: str | None = None
-    """The first name of this same parameter, when it is tied; a checkpoint may hold either name."""
+    """The first name of a tied parameter; a checkpoint may have either name."""
 
     def __post_init__(self) -> None:
         if len(self._fused()) > 1:
@@ -48,7 +48,7 @@ class ParamLayout:
 
     @staticmethod
     def of(axes: Sequence[AxisPlan | int], sources: Mapping[str, str] | str | None = None) -> ParamLayout:
-        """A layout from plans, where a number is a replicated axis of that size, and a mapping or one name."""
+        """Create a layout from plans (a number is a replicated axis of that size) and a mapping or one name."""
         plans = tuple(AxisPlan.replicated(axis) if isinstance(axis, int) else axis for axis in axes)
         named = {"": sources} if isinstance(sources, str) else dict(sources or {})
         return ParamLayout(plans, tuple(named.items()))
@@ -58,17 +58,17 @@ class ParamLayout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the fused axis, ``("",)`` when there is none."""
+        """The parts of the fused axis, ``("",)`` if there is none."""
         return next((tuple(self.axes[dim].parts) for dim in self._fused()), ("",))
 
     @property
     def logical_names(self) -> tuple[str, ...]:
-        """The logical tensors the parameter is made of; empty before the layout has been given a name."""
+        """The logical tensors that make up the parameter; empty before names are resolved."""
         return tuple(dict.fromkeys(name for _, name in self.sources))
 
     @property
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of each logical tensor."""
+        """The full shape of each logical tensor."""
         return {
             name: tuple(plan.parts.get(part, plan.size) if part else plan.size for plan in self.axes)
             for part, name in self.sources
@@ -81,19 +81,19 @@ class ParamLayout:
 
     @property
     def partition_dim(self) -> int:
-        """The first sharded dimension, -1 when every rank holds everything (the reference's convention)."""
+        """The first sharded dimension, -1 if replicated (the reference's convention)."""
         return next((dim for dim, plan in enumerate(self.axes) if plan.sharded), -1)
 
     def exact(self, degree: int) -> bool:
-        """Whether every axis divides as its plan wants; see :meth:`AxisPlan.exact`."""
+        """Return whether every axis divides as planned; see :meth:`AxisPlan.exact`."""
         return all(plan.exact(degree) for plan in self.axes)
 
     def rank_shape(self, degree: int) -> tuple[int, ...]:
-        """The shape of the parameter on every rank."""
+        """Return the shape of the parameter on every rank."""
         return tuple(plan.local_size(degree) for plan in self.axes)
 
     def rank_layout(self, degree: int, rank: int) -> TensorLayout:
-        """What the parameter of ``rank`` is made of."""
+        """Return the layout of the parameter on ``rank``."""
         names = dict(self.sources)
         axes = tuple(
             tuple(
@@ -107,7 +107,7 @@ class ParamLayout:
         return TensorLayout(axes, names.get("", ""))
 
     def resolved(self, path: str, param_name: str) -> ParamLayout:
-        """The same layout with absolute names, for a module at ``path`` ("" is the root)."""
+        """Return the layout with absolute names, for a module at ``path`` ("" is the root)."""
         if self.sources:
             return replace(self, sources=tuple((part, _absolute(path, name)) for part, name in self.sources))
         own = _join(path, param_name)
@@ -137,10 +137,10 @@ def attach_layout(
     degree: int = 1,
     stride: int = 1,
 ) -> ParamLayout:
-    """Describe ``module.<param_name>``: what it is made of at any degree, and its degree now.
+    """Attach to ``module.<param_name>`` its layout for any degree, and its current degree.
 
     Sets ``nxd_layout``, ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and ``num_partitions`` on
-    the parameter. Raises ShardingError when its shape is not what the layout gives a rank at ``degree``.
+    the parameter. Raises ShardingError if its shape differs from the layout's at ``degree``.
     """
     layout = axes if isinstance(axes, ParamLayout) else ParamLayout.of(axes, sources)
     param = getattr(module, param_name)
@@ -167,7 +167,7 @@ def _set_attributes(param: Tensor, layout: ParamLayout, degree: int, stride: int
 
 
 def restore_attributes(module: nn.Module) -> None:
-    """Put the layout attributes back on the parameters of ``module`` and its children, after they were replaced."""
+    """Restore the layout attributes on the parameters of ``module`` and its children, after they were replaced."""
     for child in module.modules():
         for name, (layout, degree, stride) in child.__dict__.get(MODULE_TABLE, {}).items():
             param = getattr(child, name, None)
@@ -176,22 +176,22 @@ def restore_attributes(module: nn.Module) -> None:
 
 
 def layout_of(module: nn.Module, param_name: str) -> ParamLayout | None:
-    """The layout of ``module.<param_name>`` with relative names, or None when every rank holds all of it."""
+    """Return the layout of ``module.<param_name>`` with relative names, or None if it is replicated."""
     found = module.__dict__.get(MODULE_TABLE, {}).get(param_name)
     return found[0] if found else getattr(getattr(module, param_name, None), "nxd_layout", None)
 
 
 def attachment_of(module: nn.Module, param_name: str) -> tuple[int, int]:
-    """The degree and the stride with which :func:`attach_layout` described ``module.<param_name>``."""
+    """Return the degree and the stride that :func:`attach_layout` got for ``module.<param_name>``."""
     _, degree, stride = module.__dict__[MODULE_TABLE][param_name]
     return degree, stride
 
 
 def weight_layout(module: nn.Module) -> dict[str, ParamLayout]:
-    """The layout of every parameter and persistent buffer by qualified name, with absolute logical names.
+    """Return the layout of every parameter and persistent buffer by qualified name, with absolute logical names.
 
-    What carries no layout is replicated. A tied parameter has an entry for each of its names; all but the first are
-    marked ``alias_of`` the first and read its logical tensor.
+    Tensors without a layout are replicated. A tied parameter has an entry for each of its names; all but the first are
+    ``alias_of`` the first and read its logical tensor.
     """
     out: dict[str, ParamLayout] = {}
     first: dict[int, str] = {}

@@ -1,7 +1,7 @@
-"""AxisPlan: how one logical axis is spread over the ranks of a tensor-parallel group, for any degree.
+"""AxisPlan: how a logical axis is sharded over the ranks of a tensor-parallel group, at any degree.
 
-A plan knows the logical size and nothing about a rank until it is asked; ``plan.runs(degree, rank)`` is that rank's
-piece. Every rank's piece has the same length, so that all ranks run one program.
+A plan stores only the logical size; ``plan.runs(degree, rank)`` computes a rank's piece. All pieces have the same
+length, so that all ranks run the same program.
 """
 
 from __future__ import annotations
@@ -28,64 +28,64 @@ def check_place(degree: int, rank: int = 0) -> None:
 
 @functools.lru_cache(maxsize=8192)
 def _runs_of(plan: AxisPlan, degree: int, rank: int) -> AxisLayout:
-    """Plans are values, and the same few are asked for again by every layer of a model."""
+    """Return the runs of a plan, cached: plans are values, and every layer of a model uses the same few."""
     check_place(degree, rank)
     return coalesce(plan._runs(degree, rank))
 
 
 class AxisPlan(abc.ABC):
-    """How a logical axis of ``size`` elements is spread over ranks. Immutable and compared by value."""
+    """How a logical axis of ``size`` elements is sharded over ranks. Immutable and compared by value."""
 
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Logical elements, over all parts of a fused axis."""
+        """Number of logical elements, over all parts of a fused axis."""
 
     @abc.abstractmethod
     def _runs(self, degree: int, rank: int) -> AxisLayout: ...
 
     @property
     def sharded(self) -> bool:
-        """False when every rank holds the whole axis."""
+        """False if every rank holds the whole axis."""
         return True
 
     @property
     def parts(self) -> dict[str, int]:
-        """Logical tensors joined on this axis and their sizes; ``{"": size}`` unless fused."""
+        """The logical tensors joined on this axis and their sizes; ``{"": size}`` unless fused."""
         return {"": self.size}
 
     def exact(self, degree: int) -> bool:
-        """Whether the ranks' pieces are what the layer's author asked for, not a fallback that pads to be even."""
+        """Return whether the pieces are as planned, without fallback padding to make them even."""
         return True
 
     def runs(self, degree: int, rank: int) -> AxisLayout:
-        """The piece of ``rank``; runs are named "" or, on a fused axis, by the part."""
+        """Return the piece of ``rank``; runs are named "" or, on a fused axis, after their part."""
         return _runs_of(self, degree, rank)
 
     def local_size(self, degree: int) -> int:
-        """Elements a rank holds, filling included; the same on every rank."""
+        """Return the number of elements on a rank, including padding; the same on every rank."""
         return axis_length(self.runs(degree, 0))
 
     def padded_size(self, degree: int) -> int:
-        """Elements of all ranks together: what gathering the axis gives. The logical size when not sharded."""
+        """Return the size of the gathered axis, including padding; the logical size if not sharded."""
         return self.local_size(degree) * (degree if self.sharded else 1)
 
     def require_exact(self, degree: int, what: str, fix: str = "") -> None:
-        """Raise ShardingError when it does not divide, naming ``what``, the degrees that fit, and the ``fix``."""
+        """Raise ShardingError if the axis does not divide, with ``what``, the degrees that fit, and the ``fix``."""
         if self.exact(degree):
             return
         fits = [d for d in range(1, max(self.size, 1) + 1) if self.exact(d)]
         shown = ", ".join(map(str, fits[:16])) + (", ..." if len(fits) > 16 else "")
         raise ShardingError(
-            f"{what} = {self.size} does not divide over {degree} ranks; use a tensor parallel degree out of {shown}"
+            f"{what} = {self.size} does not divide over {degree} ranks; use one of the tensor parallel degrees {shown}"
             + (f", {fix}" if fix else "")
             + ", or pad the model with nxd_infer.parallel_layers.pad.pad_model() before its first use"
         )
 
     def rank_index(self, degree: int, rank: int) -> Tensor:
-        """int64 [local_size]: the logical index of each local element; filling has the index ``size``.
+        """Return int64 [local_size]: the logical index of each local element, ``size`` for padding.
 
-        On a fused axis the parts lie one after the other in the logical index.
+        On a fused axis the parts follow one another in the logical index.
         """
         offsets, at = {}, 0
         for name, length in self.parts.items():
@@ -100,31 +100,32 @@ class AxisPlan(abc.ABC):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
     def scatter_index(self, degree: int) -> Tensor | None:
-        """int64 [padded_size]: the logical index of each element of the gathered axis, ``size`` where it is filling.
+        """Return int64 [padded_size]: the logical index of each element of the gathered axis, ``size`` for padding.
 
-        ``torch.cat([x, zeros(1)])[scatter_index]`` lays a logical axis out for an even cut. None when that is ``x``.
+        ``torch.cat([x, zeros(1)])[scatter_index]`` arranges a logical axis for an even split. None if that equals
+        ``x``.
         """
         ranks = range(degree) if self.sharded else range(1)
         index = torch.cat([self.rank_index(degree, rank) for rank in ranks])
         return None if torch.equal(index, torch.arange(self.size)) else index
 
     def gather_index(self, degree: int) -> Tensor | None:
-        """int64 [size]: where each logical element first lies in the gathered axis. None when that is in order.
+        """Return int64 [size]: the first position of each logical element in the gathered axis. None if in order.
 
-        ``gathered[gather_index]`` is the logical axis: filling dropped, duplicates taken once.
+        ``gathered[gather_index]`` is the logical axis: without padding, duplicates taken once.
         """
         index = self.scatter_index(degree)
         if index is None:
             return None
         where = torch.full((self.size + 1,), -1, dtype=torch.int64)
-        # Written back to front, so that the first owner of a duplicated element wins.
+        # Written in reverse, so that the first owner of a duplicated element wins.
         where[index.flip(0)] = torch.arange(index.numel() - 1, -1, -1)
         return where[: self.size]
 
     def duplicated(self, degree: int) -> bool:
-        """Whether some element lies in several places whose gradients are parts of one sum (KV replication).
+        """Return whether some element is in several places whose gradients are partial sums (KV replication).
 
-        False for a replicated axis: its ranks each compute the whole gradient.
+        False for a replicated axis: each rank computes the complete gradient.
         """
         if not self.sharded:
             return False
@@ -140,29 +141,29 @@ class AxisPlan(abc.ABC):
 
     @staticmethod
     def even(size: int) -> AxisPlan:
-        """Equal consecutive pieces. Where ``size`` does not divide: ceil pieces with filling at the end, not exact."""
+        """Equal consecutive pieces. If ``size`` does not divide: rounded up, with padding at the end, and not exact."""
         return Padded(size, 1, 0.0, False)
 
     @staticmethod
     def padded(size: int, multiple: int = 1, fill: float = 0.0) -> AxisPlan:
-        """Consecutive pieces of a multiple of ``multiple``, filling at the end: a padded vocabulary."""
+        """Consecutive pieces whose size is a multiple of ``multiple``, padding at the end: a padded vocabulary."""
         return Padded(size, multiple, fill, True)
 
     @staticmethod
     def heads(count: int, head_dim: int) -> AxisPlan:
-        """``count`` heads of ``head_dim``: whole heads a rank, heads of zeros at the end."""
+        """``count`` heads of ``head_dim``: whole heads per rank, zero heads at the end."""
         return Padded(count * head_dim, head_dim, 0.0, True)
 
     @staticmethod
     def strided(size: int, stride: int) -> AxisPlan:
-        """``stride`` sections one after the other in one logical tensor, each cut evenly (``partition_stride``)."""
+        """``stride`` consecutive sections of one logical tensor, each split evenly (``partition_stride``)."""
         if stride < 1 or size % stride:
             raise ShardingError(f"a size of {size} does not divide into {stride} sections; stride must divide it")
         return AxisPlan.even(size) if stride == 1 else Sections((AxisPlan.even(size // stride),) * stride)
 
     @staticmethod
     def sections(plans: Sequence[AxisPlan]) -> AxisPlan:
-        """Sections one after the other in ONE logical tensor, each with its own plan (a stored ``[q; k; v]``)."""
+        """Consecutive sections of ONE logical tensor, each with its own plan (a stored ``[q; k; v]``)."""
         return Sections(tuple(plans))
 
     @staticmethod
@@ -176,12 +177,12 @@ class AxisPlan(abc.ABC):
 
     @staticmethod
     def from_runs(axis: Sequence[Piece]) -> AxisPlan:
-        """The padded axis spelled out, cut evenly over the ranks."""
+        """An explicit padded axis, split evenly over the ranks."""
         return Spelled(coalesce(axis))
 
     @staticmethod
     def recut(plan: AxisPlan, degree: int) -> AxisPlan:
-        """What ``plan`` makes of the axis at ``degree``, cut evenly over however many ranks there are."""
+        """The axis as ``plan`` arranges it at ``degree``, split evenly over any number of ranks."""
         return Recut(plan, degree)
 
 
@@ -207,7 +208,7 @@ class Padded(AxisPlan):
     multiple: int
     fill: float
     wanted: bool
-    """Whether filling was asked for; if not, it is the fallback of an axis that does not divide."""
+    """Whether padding was requested; if not, it is the fallback for an axis that does not divide."""
 
     def __post_init__(self) -> None:
         if self.whole < 0 or self.multiple < 1:

@@ -1,9 +1,9 @@
-"""Runs: what one rank's tensor is made of, axis by axis.
+"""Runs: the composition of one rank's tensor, axis by axis.
 
 An axis of a rank's tensor is a list of :class:`Run` (elements ``start..stop`` of an axis of a logical tensor) and
-:class:`Fill` (elements that belong to no logical tensor). A tensor is one such list a dimension. Sharding, padding,
-replication, fusing and striding are all lists of this kind, which is why one place can cut, merge, compare and
-describe every weight.
+:class:`Fill` (padding, which belongs to no logical tensor). A tensor has one such list per dimension. Sharding,
+padding, replication, fusing and striding are all such lists, so one module can cut, merge, compare and describe every
+weight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fill:
-    """``n`` elements of constant ``value`` that stand for nothing in the logical tensor."""
+    """Padding: ``n`` elements of constant ``value`` without a counterpart in the logical tensor."""
 
     value: float
     n: int
@@ -53,12 +53,12 @@ AxisLayout: TypeAlias = tuple[Piece, ...]
 
 
 def axis_length(axis: Iterable[Piece]) -> int:
-    """How many elements the pieces hold together."""
+    """Return the total number of elements of the pieces."""
     return sum(len(piece) for piece in axis)
 
 
 def coalesce(axis: Iterable[Piece]) -> AxisLayout:
-    """The same axis with empty pieces dropped and neighbours that continue each other joined."""
+    """Return the axis without empty pieces, and with adjacent contiguous pieces joined."""
     out: list[Piece] = []
     for piece in axis:
         if not len(piece):
@@ -74,7 +74,7 @@ def coalesce(axis: Iterable[Piece]) -> AxisLayout:
 
 
 def cut(axis: Iterable[Piece], start: int, stop: int) -> AxisLayout:
-    """Elements ``start..stop`` of an axis. Raises ShardingError when it is shorter than ``stop``."""
+    """Return elements ``start..stop`` of an axis. Raises ShardingError if it is shorter than ``stop``."""
     out: list[Piece] = []
     at = 0
     for piece in axis:
@@ -92,12 +92,12 @@ def cut(axis: Iterable[Piece], start: int, stop: int) -> AxisLayout:
 
 
 def shift(axis: Iterable[Piece], offset: int) -> AxisLayout:
-    """The same axis over a logical axis in which everything lies ``offset`` elements later."""
+    """Return the axis with all runs moved by ``offset`` elements of the logical axis."""
     return tuple(Run(p.name, p.start + offset, p.stop + offset) if isinstance(p, Run) else p for p in axis)
 
 
 def rename(axis: Iterable[Piece], name: str) -> AxisLayout:
-    """The same axis with every run taken from ``name``."""
+    """Return the axis with every run taken from ``name``."""
     return tuple(Run(name, p.start, p.stop) if isinstance(p, Run) else p for p in axis)
 
 
@@ -107,9 +107,9 @@ class Block:
 
     name: str
     logical: tuple[tuple[int, int], ...]
-    """``(start, stop)`` in the logical tensor, one a dimension."""
+    """``(start, stop)`` in the logical tensor, per dimension."""
     local: tuple[tuple[int, int], ...]
-    """``(start, stop)`` in the rank's tensor, one a dimension."""
+    """``(start, stop)`` in the rank's tensor, per dimension."""
 
     @property
     def logical_slices(self) -> tuple[slice, ...]:
@@ -124,7 +124,7 @@ class Block:
         return math.prod(stop - start for start, stop in self.local)
 
     def pieces(self, numel: int) -> Iterator[Block]:
-        """The block in blocks of about ``numel`` elements: cut along its first dimension, a row at least."""
+        """Split the block along its first dimension into blocks of about ``numel`` elements, at least one row each."""
         rows = self.local[0][1] - self.local[0][0] if self.local else 1
         step = max(1, numel * rows // max(1, self.numel))
         if step >= rows:
@@ -139,10 +139,10 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One rank's tensor: a list of pieces a dimension.
+    """One rank's tensor: a list of pieces per dimension.
 
     ``source`` is the logical tensor of runs whose name is "". At most one axis may name tensors itself (a fused
-    weight); a rectangle between two axes that name different tensors would belong to neither.
+    weight), because a rectangle between two such axes would be ambiguous.
     """
 
     axes: tuple[AxisLayout, ...]
@@ -160,16 +160,16 @@ class TensorLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The logical tensors that have elements here, in order of first appearance."""
+        """The logical tensors with elements here, in order of first appearance."""
         return tuple(dict.fromkeys(block.name for block in self.blocks()))
 
     @property
     def filled(self) -> bool:
-        """Whether any element is filling."""
+        """Whether any element is padding."""
         return any(isinstance(piece, Fill) for axis in self.axes for piece in axis)
 
     def blocks(self) -> Iterator[Block]:
-        """The rectangles that come from logical tensors, in the order of the rank's tensor."""
+        """Yield the rectangles from logical tensors, in the order of the rank's tensor."""
         spans = [list(_spans(axis)) for axis in self.axes]
         for combination in itertools.product(*spans):
             runs = [(at, piece) for at, piece in combination if isinstance(piece, Run)]
@@ -181,7 +181,7 @@ class TensorLayout:
             yield Block(name, logical, local)
 
     def fills(self) -> Iterator[tuple[tuple[slice, ...], float]]:
-        """Slices of the rank's tensor that are filling, and their values; the first axis that fills wins."""
+        """Yield the padding slices of the rank's tensor and their values; the first padded axis wins."""
         for dim, axis in enumerate(self.axes):
             for at, piece in _spans(axis):
                 if isinstance(piece, Fill):
@@ -190,18 +190,18 @@ class TensorLayout:
                     yield tuple(whole), piece.value
 
     def cut(self, dim: int, start: int, stop: int) -> TensorLayout:
-        """The layout of ``tensor.narrow(dim, start, stop - start)``."""
+        """Return the layout of ``tensor.narrow(dim, start, stop - start)``."""
         axes = list(self.axes)
         axes[dim] = cut(axes[dim], start, stop)
         return TensorLayout(tuple(axes), self.source)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"source": name, "axes": [[[name, start, stop] | [fill, n], ...], ...]}``; plain JSON values only."""
+        """Return ``{"source": name, "axes": [[[name, start, stop] | [fill, n], ...], ...]}`` of plain JSON values."""
         return {"source": self.source, "axes": [[_piece_to_json(piece) for piece in axis] for axis in self.axes]}
 
     @staticmethod
     def from_json(data: Any) -> TensorLayout:
-        """The inverse of :meth:`to_json`. Raises ShardingError when ``data`` is not such a description."""
+        """Invert :meth:`to_json`. Raises ShardingError if ``data`` is not such a description."""
         try:
             axes = tuple(tuple(_piece_from_json(piece) for piece in axis) for axis in data["axes"])
             source = data["source"]
@@ -213,7 +213,7 @@ class TensorLayout:
 
 
 def _spans(axis: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Each piece with the place it starts at."""
+    """Yield each piece with its start position."""
     at = 0
     for piece in axis:
         yield at, piece
@@ -223,13 +223,13 @@ def _spans(axis: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
 def _piece_to_json(piece: Piece) -> list[Any]:
     if isinstance(piece, Run):
         return [piece.name, piece.start, piece.stop]
-    # JSON has no infinity and no nan: those travel as text, which float() reads back.
+    # JSON has no infinity and no nan: they are stored as text, which float() reads.
     return [piece.value if math.isfinite(piece.value) else str(piece.value), piece.n]
 
 
 def _piece_from_json(data: Any) -> Piece:
     if not isinstance(data, list) or len(data) not in (2, 3):
-        raise ShardingError(f"a piece is [name, start, stop] or [fill, n], got {data!r}")
+        raise ShardingError(f"a piece must be [name, start, stop] or [fill, n], got {data!r}")
     *_, last = data
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in (last, data[-2] if data[2:] else 0)):
         raise ShardingError(f"the bounds of a piece must be whole numbers, got {data!r}")

@@ -1,4 +1,4 @@
-"""Logical tensors to one rank's, by slices: exact, and no step holds more than one tensor."""
+"""Read one rank's tensors from logical ones in slices: exactly, and with no more than one tensor in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxd_infer.layout.runs import Block, TensorLayout
 from nxd_infer.layout.sources import Weights, as_source
 
 READ_BYTES = 8 << 20
-"""About how much is read at a time: it is in memory beside the tensor that it becomes a part of."""
+"""Approximate bytes read at a time, which are in memory in addition to the target tensor."""
 
 
 def shard_tensor(
@@ -23,9 +23,9 @@ def shard_tensor(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The rank's tensor that ``layout`` describes, a new one of ``dtype`` (default: the source's).
+    """Return the rank's tensor for ``layout``, a new one of ``dtype`` (default: the source's).
 
-    Reads the slices the rank holds and nothing else.
+    Reads only the slices that the rank holds.
     """
     source = as_source(source)
     blocks = list(layout.blocks())
@@ -38,7 +38,7 @@ def shard_tensor(
 
 
 def fill_tensor(out: Tensor, source: Weights, layout: TensorLayout, blocks: Sequence[Block] | None = None) -> None:
-    """:func:`shard_tensor` into a tensor that is there. Raises WeightMismatchError when its shape is another."""
+    """:func:`shard_tensor` into an existing tensor. Raises WeightMismatchError if its shape differs."""
     source = as_source(source)
     if tuple(out.shape) != layout.shape:
         name = layout.source or ", ".join(layout.names)
@@ -54,14 +54,14 @@ def fill_tensor(out: Tensor, source: Weights, layout: TensorLayout, blocks: Sequ
 
 
 def write_fills(out: Tensor, layout: TensorLayout) -> None:
-    """Write what is filling into a rank's tensor."""
-    # The first axis that fills wins where two do, so it is written last.
+    """Write the padding of a rank's tensor."""
+    # If two axes have padding, the first one wins, so it is written last.
     for slices, value in reversed(list(layout.fills())):
         out[slices].fill_(_representable(value, out.dtype))
 
 
 def _representable(value: float, dtype: torch.dtype) -> float:
-    """``value``, or the limit of ``dtype`` nearest to it: a filling of the lowest float32 must not become -inf."""
+    """Clamp ``value`` to the range of ``dtype``: a fill with the lowest float32 must not become -inf."""
     if not dtype.is_floating_point or value in (float("inf"), float("-inf")):
         return value
     limits = torch.finfo(dtype)
@@ -75,9 +75,9 @@ def iter_shards(
     degree: int,
     dtypes: Mapping[str, torch.dtype] | torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """``(parameter name, this rank's tensor)`` one after the other, so that no more than one is held here.
+    """Yield ``(parameter name, this rank's tensor)`` one by one, holding at most one tensor.
 
-    A tied parameter is the tensor of its first name again. Names and shapes are the caller's to check
+    A tied parameter yields the tensor of its first name again. The caller checks names and shapes
     (:func:`check_weights`).
     """
     source = as_source(source)
@@ -107,11 +107,11 @@ def shard_state_dict(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """The state dict of ``rank`` for ``module``, from logical weights.
+    """Return the state dict of ``rank`` for ``module``, from logical weights.
 
-    ``dtype`` None is the dtype of each parameter of the module. Every parameter must be there with its logical
-    shape; with ``strict`` nothing else may be, except names that match a pattern of ``ignore``.
-    Raises WeightMismatchError, which lists all that is missing, unexpected or of another shape.
+    ``dtype`` None keeps the dtype of each parameter of the module. Every parameter must exist with its logical shape;
+    with ``strict`` other names are errors, unless they match a pattern of ``ignore``.
+    Raises WeightMismatchError, which lists everything missing, unexpected or of another shape.
     """
     source = as_source(source)
     layouts = weight_layout(module)
@@ -131,8 +131,8 @@ def load_weights(
 ) -> None:
     """Copy logical weights into the parameters and buffers of ``rank``, one tensor at a time.
 
-    Everything is checked before anything is written. Raises WeightMismatchError as :func:`shard_state_dict` does, and
-    when the module was not built for ``degree``.
+    Everything is checked before anything is written. Raises WeightMismatchError like :func:`shard_state_dict`, and if
+    the module was not built for ``degree``.
     """
     source = as_source(source)
     layouts = weight_layout(module)
@@ -153,13 +153,13 @@ def load_weights(
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under each of its names."""
+    """Return every parameter and buffer under each of its names."""
     params = module.named_parameters(remove_duplicate=False)
     return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _present(name: str, layout: ParamLayout, layouts: Mapping[str, ParamLayout], names: set[str]) -> ParamLayout:
-    """The layout to read by: a tied parameter's other name where only that is stored."""
+    """Return the layout to read: of a tied parameter's other name if only that is stored."""
     if not set(layout.logical_names) - names:
         return layout
     for other in layouts.values():
@@ -171,7 +171,7 @@ def _present(name: str, layout: ParamLayout, layouts: Mapping[str, ParamLayout],
 def check_weights(
     layouts: Mapping[str, ParamLayout], source: Weights, *, strict: bool = True, ignore: Sequence[str] = ()
 ) -> None:
-    """Raise WeightMismatchError unless ``source`` holds the logical tensors of ``layouts`` with their shapes."""
+    """Raise WeightMismatchError unless ``source`` has the logical tensors of ``layouts`` with their shapes."""
     source = as_source(source)
     names = set(source.keys())
     missing: list[str] = []

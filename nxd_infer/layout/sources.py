@@ -1,6 +1,6 @@
-"""Where logical tensors come from: a small protocol that reads by slices, and its adapters.
+"""Sources of logical tensors: a small protocol that reads slices, and its implementations.
 
-Nothing here unpickles. A source is asked for the slice a rank needs, so that no step holds more than one tensor.
+Nothing here unpickles. Callers read only the slice that a rank needs, so no step holds more than one tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Slices = Sequence[slice]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MOST_HEADER = 32 << 20
-"""Bytes of a safetensors file's header, which is parsed in memory: some hundred thousand tensors."""
+"""Largest header of a safetensors file in bytes, parsed in memory: a few hundred thousand tensors."""
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in SAFETENSORS_DTYPES.items()}
-"""The safetensors names of the types it stores."""
+"""Dtypes by their safetensors names."""
 
 
 @runtime_checkable
@@ -41,7 +41,7 @@ class WeightSource(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or ``tensor[slices]`` (one slice a dimension, step 1). The caller must not change the result."""
+        """Return the tensor, or ``tensor[slices]`` (one slice per dimension, step 1). Do not modify the result."""
         ...
 
 
@@ -74,8 +74,8 @@ class DictSource:
 class SafetensorsSource:
     """A safetensors file, or a directory of them with or without an ``*.safetensors.index.json``.
 
-    Files are opened when first needed, and memory-mapped, but for those of a folder into which others write.
-    Damage is reported as CheckpointError with the file's name.
+    Files are opened on first use and memory-mapped, except in a folder that others write to. Damage raises
+    CheckpointError with the file's name.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -106,7 +106,7 @@ class SafetensorsSource:
     def dtype(self, name: str) -> torch.dtype:
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
-            raise CheckpointError(f"{self._files[name]}: {name!r} has the type {stored}, which cannot be read here")
+            raise CheckpointError(f"{self._files[name]}: {name!r} has the unsupported dtype {stored}")
         return DTYPES[stored]
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -116,7 +116,7 @@ class SafetensorsSource:
         return found[tuple(slices)] if slices is not None else found[:]
 
     def close(self) -> None:
-        """Forget the mappings; the source opens them again when asked."""
+        """Close the mappings; later reads open them again."""
         self._slices.clear()
         self._open.clear()
 
@@ -124,7 +124,7 @@ class SafetensorsSource:
 class RemappedSource:
     """Another source under other names: ``{new: old}``, or ``{new: (old, dim, start, stop)}`` for a piece of it.
 
-    What a state-dict adapter needs: renaming, dropping, and splitting tensors that a checkpoint stores joined.
+    Used to adapt state dicts: rename, drop, and split tensors that a checkpoint stores fused.
     """
 
     def __init__(self, source: WeightSource, table: Mapping[str, str | tuple[str, int, int, int]]):
@@ -166,7 +166,7 @@ Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str]
 
 
 def as_source(weights: Weights) -> WeightSource:
-    """A source for what callers have: a source, a state dict, or the path of safetensors."""
+    """Return a source for a source, a state dict, or a path of safetensors files."""
     if isinstance(weights, Mapping):
         return DictSource(weights)
     if isinstance(weights, str | os.PathLike):
@@ -175,7 +175,7 @@ def as_source(weights: Weights) -> WeightSource:
 
 
 def open_safetensors(file: AnyPath) -> Any:
-    """``safe_open`` whose failures are CheckpointErrors that name the file. Nothing is unpickled."""
+    """Open with ``safe_open``; failures raise CheckpointError with the file's name. Nothing is unpickled."""
     try:
         if isinstance(file, BeneathPath):
             return OpenedSafetensors(file)
@@ -183,13 +183,13 @@ def open_safetensors(file: AnyPath) -> Any:
         with open(name, "rb") as start:
             header = int.from_bytes(start.read(8), "little")
         if header > MOST_HEADER:
-            raise ValueError(f"its header would have {header} bytes, and at most {MOST_HEADER} are read")
+            raise ValueError(f"its header would have {header} bytes, but at most {MOST_HEADER} are read")
         return safe_open(name, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
     except CheckpointError:
         raise
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # torch's mapping of a file raises the last
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: torch's mapping of a file
         raise CheckpointError(
             f"{file} is not a readable safetensors file ({error}); it is truncated, damaged or of another format. "
             "Pickled checkpoints are never loaded: convert them to safetensors first"
@@ -207,7 +207,7 @@ def unknown_name(name: str, known: Iterable[str], where: str = "the weights") ->
 
 
 def _locate(path: AnyPath) -> dict[str, AnyPath]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     if path.is_file():
         return dict.fromkeys(open_safetensors(path).keys(), path)
     if not path.is_dir():
@@ -228,7 +228,7 @@ def _locate(path: AnyPath) -> dict[str, AnyPath]:
             out[name] = file
     if not out:
         pickles = sorted(f.name for suffix in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(suffix))
-        hint = f"; it has {pickles}, which are pickles and never loaded: convert them first" if pickles else ""
+        hint = f"; it has {pickles}, but pickles are never loaded: convert them first" if pickles else ""
         raise CheckpointError(f"{path} has no safetensors file{hint}")
     return out
 
@@ -244,5 +244,5 @@ def _indexed(index: AnyPath) -> Iterator[tuple[str, AnyPath]]:
     for name, file in items:
         # A name with a directory in it could point outside the checkpoint.
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
-            raise CheckpointError(f"{index}: {name!r} must lie in a file beside the index, not in {file!r}")
+            raise CheckpointError(f"{index}: {name!r} must be in a file beside the index, not in {file!r}")
         yield name, index.parent / file

@@ -337,7 +337,7 @@ def test_keys_with_one_hash_are_refused(kind: str):
     for count, fits in ((MOST_ALIKE, True), (MOST_ALIKE + 1, False)):
         keys = [number * sys.hash_info.modulus for number in range(count)]
         structure = {kind: keys if "set" in kind else [[key, 1] for key in keys]}
-        with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="have one hash"):
+        with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="have the same hash"):
             assert len(unpack(structure, torch.zeros)) == count
 
 
@@ -366,7 +366,7 @@ class Thing:
         ((Thing,), "user_content[0] is a type"),
         (Settings(0.5, {"x": Thing()}), "user_content.inner['x'] is a {here}.Thing"),
         (np.array([None, Thing()]), "user_content[1] is a {here}.Thing"),
-        (collections.defaultdict(Thing), "user_content is a defaultdict that makes a type"),
+        (collections.defaultdict(Thing), "user_content is a defaultdict with the factory a type"),
         (argparse.Namespace(a={Thing}), "user_content.a element is a type"),
         ({"t": torch.zeros(2, 2).to_sparse()}, "user_content['t'] is a torch.sparse_coo tensor"),
         (nn.Linear(2, 2), "user_content is a torch.nn.modules.linear.Linear"),
@@ -383,7 +383,7 @@ def test_what_only_a_pickle_could_hold_is_named(tmp_path: Path, value: Any, mess
 def test_values_in_themselves_are_named(tmp_path: Path):
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CheckpointError, match="user_content holds lists or dictionaries that are nested too deeply"):
+    with pytest.raises(CheckpointError, match="user_content has lists or dictionaries that are nested too deeply"):
         save_checkpoint(tmp_path, "a", user_content={"a": value})
 
 

@@ -259,7 +259,7 @@ def test_wrong_use_and_damage_are_named(tmp_path: Path):
     for target, key in ((optimizers[1], "model"), (optimizers[1], "step"), (model, "step")):
         with pytest.raises(CheckpointError, match=f"does not fit the {type(target).__name__}: "):
             load(tmp_path / "optimizer", target, key)
-    with pytest.raises(CheckpointError, match=r"\['hook'\] is a function, which a checkpoint does not hold"):
+    with pytest.raises(CheckpointError, match=r"\['hook'\] is a function, which a checkpoint cannot store"):
         save({"hook": test_round_trip}, tmp_path / "b")
     assert "model" in load(tmp_path / "a")  # still whole
     file = tmp_path / "a" / "tp_rank_00_pp_rank_00" / "checkpoint.safetensors"
@@ -305,7 +305,7 @@ def test_degree_and_mixed_saves(tmp_path: Path):
     with pytest.raises(CheckpointError, match="saved by 2 tp ranks and is being loaded by 1"):
         load(tmp_path)
     first, second = run_ranks(save_failing, 2, str(tmp_path))
-    assert "rank 1 could not save" in first and "which a checkpoint does not hold" in second
+    assert "rank 1 could not save" in first and "which a checkpoint cannot store" in second
     # rank 0 has written, rank 1 has not: the two parts belong to two saves
     with pytest.raises(RankTestError, match="parts of two different saves"):
         run_ranks(load, 2, str(tmp_path))

@@ -61,7 +61,7 @@ def test_what_a_killed_save_left_is_no_adapter(tmp_path: Path):
     shutil.rmtree(tmp_path / "step_1")
     with pytest.raises(CheckpointError, match="has no adapter"):
         resumed(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step_2 .*is not whole"):
+    with pytest.raises(CheckpointError, match=r"step_2 .*is incomplete"):
         find_adapter(tmp_path, "step_2")
 
 

@@ -1,1 +1,1 @@
-"""Nested values with tensors as safetensors and JSON, without a pickle."""
+"""Nested values with tensors, stored as safetensors and JSON without pickle."""

@@ -1,6 +1,6 @@
-"""NumPy's values in a checkpoint: arrays and numbers as their bytes, generators as their state.
+"""NumPy values in a checkpoint: arrays and numbers as bytes, generators as their state.
 
-NumPy is optional, and imported here only where a file holds something of it.
+NumPy is optional, and imported only if a file has NumPy values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def pack_numpy(item: Any, raw: Callable[[bytes], Any], visit: Callable[[Any, str], Any]) -> Any | None:
-    """A value of NumPy as JSON, None for what is none; ``raw`` stores bytes, ``visit`` other values, with their place.
+    """Return a NumPy value as JSON, None for other values; ``raw`` stores bytes, ``visit`` other values by path.
 
-    Arrays come back in C order.
+    Arrays are restored in C order.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -40,7 +40,7 @@ def pack_numpy(item: Any, raw: Callable[[bytes], Any], visit: Callable[[Any, str
 
 
 def _described(dtype: Any) -> Any | None:
-    """A type as JSON; None where its memory holds objects, or it is of a package beside NumPy."""
+    """Return a dtype as JSON; None if it holds objects or is not one of NumPy's own."""
     from numpy.lib import format as npy
 
     if dtype.hasobject or dtype.type.__module__ != "numpy":
@@ -49,18 +49,18 @@ def _described(dtype: Any) -> Any | None:
 
 
 def unpack_numpy(content: Any, raw: Callable[[Any], bytes], visit: Callable[[Any], Any]) -> Any:
-    """The value that :func:`pack_numpy` was given. Raises ValueError or TypeError when there is none."""
+    """Invert :func:`pack_numpy`. Raises ValueError or TypeError for invalid content."""
     try:
         import numpy
         from numpy.lib import format as npy
     except ImportError as error:
-        raise CheckpointError("the checkpoint holds values of NumPy, which is not installed: install numpy") from error
+        raise CheckpointError("the checkpoint has NumPy values, but NumPy is not installed: install numpy") from error
     form, *rest = content
 
     def dtype(described: Any) -> Any:
         found = npy.descr_to_dtype(_tuples(described))
         if found.hasobject:
-            raise ValueError(f"{described!r:.80} holds objects, and bytes are none")
+            raise ValueError(f"{described!r:.80} holds objects, which cannot be read from bytes")
         return found
 
     if form == "dtype":
@@ -91,7 +91,7 @@ def unpack_numpy(content: Any, raw: Callable[[Any], bytes], visit: Callable[[Any
 
 
 def _tuples(described: Any) -> Any:
-    """A described type out of JSON, which has no tuples: a structure is a list of tuples, each part a tuple."""
+    """Restore the tuples of a dtype description, which JSON lacks: a structure is a list of tuples."""
     if isinstance(described, str):
         return described
     if all(isinstance(one, list) and len(one) in (2, 3) and isinstance(one[0], str | list) for one in described):

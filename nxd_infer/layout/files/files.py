@@ -1,7 +1,7 @@
-"""The files of a checkpoint: nested values with tensors, as safetensors and JSON, written all or nothing.
+"""The files of a checkpoint: nested values with tensors, as safetensors and JSON, written atomically.
 
-Its structure is JSON, in which a tensor is a number (:mod:`~nxd_infer.layout.files.values`); the tensors
-are safetensors. Nothing here is ever unpickled with the right to run code.
+The structure is JSON, in which a tensor is a number (:mod:`~nxd_infer.layout.files.values`); the tensors are
+safetensors. Unpickling here can never run code.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ VERSION = 1
 _KEY = "nxd_infer"
 _TEMPORARY = ".writing-"
 REMOVING = ".removing-"
-"""Begins the name of a folder that is being removed."""
+"""Name prefix of a folder that is being removed."""
 
 
 def require_sliceable(dtype: torch.dtype, what: str) -> None:
-    """Raise CheckpointError for a type that could be written, and not be read in slices."""
+    """Raise CheckpointError for a dtype that could be written, but not read in slices."""
     if dtype not in DTYPES.values():
         raise CheckpointError(
-            f"{what} is a tensor of {dtype}, which a checkpoint does not hold; convert it (a complex one with "
-            "torch.view_as_real, an unsigned one to int64)"
+            f"{what} is a tensor of {dtype}, which a checkpoint cannot store; convert it (complex with "
+            "torch.view_as_real, unsigned to int64)"
         )
 
 
@@ -47,9 +47,9 @@ def require_sliceable(dtype: torch.dtype, what: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` to write to; synced and renamed to ``path`` at the end, removed on failure.
+    """Yield a temporary name beside ``path``; sync and rename the file to ``path`` at the end, or remove it on failure.
 
-    Whoever reads ``path`` sees the old file or the new one, whole.
+    Readers of ``path`` see either the old file or the complete new one.
     """
     temporary = path.with_name(f"{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
     try:
@@ -74,16 +74,16 @@ def sync_directory(path: Path) -> None:
 
 
 def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> str:
-    """The checksum of a file, read once from front to back; without the GIL, so beside other work.
+    """Return the checksum of a file, read once from front to back, without holding the GIL.
 
-    ``progress`` is called with the bytes of each part.
+    ``progress`` is called with the number of bytes of each part.
     """
     with open(path, "rb", buffering=0) as file:
         return sha256_and_size(file, progress)[0]
 
 
 def parse_json(text: bytes | str) -> Any:
-    """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
+    """Parse JSON. Raises ValueError, also for duplicate keys, which parsers treat differently."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
@@ -91,7 +91,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
-    """Remove what an interrupted save left, and with ``keep`` every tensor file that is not named in it."""
+    """Remove leftovers of an interrupted save, and with ``keep`` every tensor file that is not in it."""
     for file in folder.iterdir():
         unused = keep is not None and file.suffix == ".safetensors" and file.name not in keep
         if _TEMPORARY in file.name or unused:
@@ -99,7 +99,7 @@ def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
 
 
 def write_one_file(path: Path, structure: Any, tensors: list[Tensor], facts: Mapping[str, Any]) -> None:
-    """A checkpoint as one safetensors file with its structure in the header."""
+    """Write a checkpoint as one safetensors file with its structure in the header."""
     stored = {str(i): _storable(tensor) for i, tensor in enumerate(tensors)}
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata={_KEY: _record(structure, facts)})
@@ -107,14 +107,14 @@ def write_one_file(path: Path, structure: Any, tensors: list[Tensor], facts: Map
 
 
 def read_one_file(path: Path) -> tuple[Any, dict[str, Any]]:
-    """``(value, facts)`` of :func:`write_one_file`."""
+    """Read ``(value, facts)`` from :func:`write_one_file`."""
     with open_safetensors(path) as file:
         record = _parsed((file.metadata() or {}).get(_KEY, ""), path)
         return unpack(record["structure"], lambda number: _read_tensor(file, str(number), path)), record["facts"]
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint of either kind, without its tensors."""
+    """Read the facts of a checkpoint of either kind, without its tensors."""
     if path.suffix == ".safetensors":
         with open_safetensors(path) as file:
             return _parsed((file.metadata() or {}).get(_KEY, ""), path)["facts"]
@@ -122,9 +122,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def write_many_files(path: Path, structure: Any, tensors: list[Tensor], facts: Mapping[str, Any]) -> None:
-    """A checkpoint as a reference file at ``path`` and one file a tensor in the folder ``<path>.tensors``.
+    """Write a checkpoint as a reference file at ``path`` and one file per tensor in the folder ``<path>.tensors``.
 
-    Tensors are written one by one under new names, then the reference file, then the old tensors are removed.
+    Tensors are written one by one under new names, then the reference file; then the old tensors are removed.
     """
     folder = tensors_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,13 +144,13 @@ def write_many_files(path: Path, structure: Any, tensors: list[Tensor], facts: M
 
 
 def read_many_files(path: Path) -> tuple[Any, dict[str, Any]]:
-    """``(value, facts)`` of :func:`write_many_files`."""
+    """Read ``(value, facts)`` from :func:`write_many_files`."""
     record = _parsed(_text(path), path)
     folder, names = tensors_folder(path), record["facts"].get("tensors", [])
 
     def tensor(number: int) -> Tensor:
         if not 0 <= number < len(names) or Path(str(names[number])).name != names[number]:
-            raise CheckpointError(f"{path} names no file for tensor {number}")
+            raise CheckpointError(f"{path} has no file for tensor {number}")
         with open_safetensors(folder / names[number]) as file:
             return _read_tensor(file, "tensor", folder / names[number])
 
@@ -169,7 +169,7 @@ def _text(path: Path) -> str:
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    """Dense, on the CPU, and sharing memory with no other: what safetensors takes."""
+    """Return a dense CPU copy that shares no memory, as safetensors requires."""
     return tensor.cpu().contiguous().clone()
 
 
@@ -200,23 +200,23 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 class _TensorReference:
-    """Stands for torch_xla's class of that name: the number of a tensor in the folder beside the file."""
+    """Stand-in for torch_xla's class of that name: the number of a tensor in the folder beside the file."""
 
     tid: int
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether it is a file of ``torch.save``."""
+    """Return whether this is a file of ``torch.save``."""
     with open(path, "rb") as file:
         start = file.read(2)
     return start[:1] == b"\x80" or start == b"PK"
 
 
 def read_pickle(path: Path, mapped: bool = False) -> Any:
-    """A file of ``torch.save``, tensors and plain values only.
+    """Read a file of ``torch.save`` that has only tensors and plain values.
 
-    ``mapped`` leaves the tensors in the file until they are read, where its form allows that.
-    Raises CheckpointError for anything else, naming what it would have called; none of it is run.
+    ``mapped`` memory-maps the tensors if the file's format allows it. Raises CheckpointError for anything else, naming
+    what the file would have called; nothing of it is run.
     """
     stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
     try:
@@ -225,16 +225,16 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # whatever a damaged file makes of the unpickler
+    except Exception as error:  # a damaged file can raise anything in the unpickler
         reason = str(error).strip().splitlines()
         raise CheckpointError(
-            f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
+            f"{path} was refused: it is damaged, or has more than tensors and plain values, and code in a "
             f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
         ) from error
 
 
 def _require_stored(path: Path) -> None:
-    """Raise ValueError for an archive that holds more than the file has bytes; ``torch.save`` compresses nothing."""
+    """Raise ValueError for a compressed archive; ``torch.save`` does not compress."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -245,19 +245,19 @@ def _require_stored(path: Path) -> None:
 
 
 def read_reference_xser(path: Path, mapped: bool = False) -> Any:
-    """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``.
+    """Read the reference's ``save_xser`` format: a pickle at ``path`` with tensors ``<path>.tensors/tensor_<i>.pt``.
 
-    What stands in several places is visited, and a tensor read, once. Raises CheckpointError.
+    Objects that occur several times are visited once, and each tensor is read once. Raises CheckpointError.
     """
     folder, root = tensors_folder(path), read_pickle(path)
     tensors: dict[int, Tensor] = {}
     visited: dict[int, Any] = {}
-    """What became of the containers, by ``id``; ``root`` keeps them."""
+    """Converted containers by ``id``; ``root`` keeps the originals alive."""
 
     def tensor(reference: _TensorReference) -> Tensor:
         number = getattr(reference, "tid", None)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 31:
-            raise CheckpointError(f"{path} refers to the tensor {number!r:.80}, and they are numbered from 0 on")
+            raise CheckpointError(f"{path} refers to the tensor {number!r:.80}, but tensors are numbered from 0")
         if number not in tensors:
             found = read_pickle(folder / f"tensor_{number}.pt", mapped)
             if not isinstance(found, Tensor):
@@ -272,7 +272,7 @@ def read_reference_xser(path: Path, mapped: bool = False) -> Any:
             return item
         if id(item) not in visited:
             if level == MOST_LEVELS:
-                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or holds itself")
+                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or contains itself")
             if isinstance(item, dict):
                 visited[id(item)] = {key: visit(value, level + 1) for key, value in item.items()}
             else:

@@ -1,11 +1,11 @@
-"""The two files by which a checkpoint is known: the manifest, and the mark that is written last.
+"""The two files that identify a checkpoint: the manifest, and the mark that is written last.
 
 ::
 
     manifest.json   format, tag, counter, degrees, world_size, every file with its size and sha256
     done            the manifest's sha256 and its counter: "3f1c... 7"
 
-The counter stands in both, so that a damaged manifest is not asked about its own number.
+Both have the counter, so that the number of a damaged manifest is still known.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Read = Callable[[str], bytes]
 
 
 def mark_of(manifest: bytes, counter: int) -> bytes:
-    """What stands in DONE."""
+    """Return the content of DONE."""
     return f"{hashlib.sha256(manifest).hexdigest()} {counter}".encode()
 
 
 def marked_number(read: Read) -> int | None:
-    """The counter in DONE, whatever has become of the manifest; None when nothing says it."""
+    """Return the counter in DONE, even if the manifest is damaged; None if it is not there."""
     try:
         found = re.search(rb" (\d{1,18})\s*$", read(DONE))
     except OSError:
@@ -42,21 +42,21 @@ def marked_number(read: Read) -> int | None:
 
 
 def read_manifest(read: Read, where: Callable[[str], str]) -> dict[str, Any] | None:
-    """The manifest of a whole checkpoint, None for a folder that is not one or is not whole.
+    """Return the manifest of a complete checkpoint, or None if the folder is not one or is incomplete.
 
-    ``where`` is what a message calls a file. Raises CheckpointError when the manifest or the mark is damaged, or of a
-    format that this release does not know.
+    ``where`` returns a file's name for messages. Raises CheckpointError if the manifest or the mark is damaged, or has
+    a format that this release does not know.
     """
     try:
         recorded = read(DONE).decode(errors="replace").strip().partition(" ")[0]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # it is there: an older checkpoint, or none, must not be taken for the newest
+    except OSError as error:  # it exists: an older checkpoint, or none, must not count as the newest
         raise CheckpointError(f"{where(DONE)} cannot be read: {error}") from error
     try:
         text = read(MANIFEST)
     except FileNotFoundError as error:
-        if not re.fullmatch("[0-9a-f]{64}", recorded):  # of the reference, say, or of any other tool
+        if not re.fullmatch("[0-9a-f]{64}", recorded):  # from the reference or another tool
             return None
         raise CheckpointError(f"{where(MANIFEST)} is missing; restore it, or remove the folder") from error
     except OSError as error:
@@ -69,17 +69,17 @@ def read_manifest(read: Read, where: Callable[[str], str]) -> dict[str, Any] | N
     try:
         manifest = parse_json(text)
     except ValueError as error:
-        raise CheckpointError(f"{where(MANIFEST)} is no JSON: {error}; restore it, or remove the folder") from error
+        raise CheckpointError(f"{where(MANIFEST)} is not JSON: {error}; restore it, or remove the folder") from error
     if not recorded and not (isinstance(manifest, dict) and str(manifest.get("format")).startswith("nxd-checkpoint")):
-        return None  # somebody else's
+        return None  # not one of ours
     _require_known(manifest, where(MANIFEST))
-    if not recorded and "sha256" in manifest:  # the first checkpoints had neither
+    if not recorded and "sha256" in manifest:  # the earliest checkpoints had neither
         raise CheckpointError(f"{where(DONE)} is empty, so it was damaged; restore it, or remove the folder")
     return manifest
 
 
 def _require_known(manifest: Any, where: str) -> None:
-    """Raise CheckpointError, which names the value, unless it says all that is read of it."""
+    """Raise CheckpointError, naming the value, unless the manifest has every field that is read, with its type."""
 
     def check(key: str, fits: bool, wanted: str) -> None:
         if not fits:
@@ -87,14 +87,14 @@ def _require_known(manifest: Any, where: str) -> None:
             raise CheckpointError(f"{where}: {key!r} must be {wanted}, got {shown}; restore it, or load another tag")
 
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{where} must hold an object, got {manifest!r:.80}; restore it, or load another tag")
+        raise CheckpointError(f"{where} must be a JSON object, got {manifest!r:.80}; restore it, or load another tag")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{where} has the format {manifest.get('format')!r}; this release reads {FORMAT!r}: load it with the "
             "release that wrote it, or load another tag"
         )
     counter, degrees, world = (manifest.get(key) for key in ("counter", "degrees", "world_size"))
-    check("counter", whole(counter) and counter in COUNTERS, "a whole number of 1 to 2^62")
+    check("counter", whole(counter) and counter in COUNTERS, "a whole number from 1 to 2^62")
     check("tag", isinstance(manifest.get("tag"), str), "text")
     complete = isinstance(degrees, dict) and all(whole(degrees.get(axis)) and degrees[axis] > 0 for axis in AXES)
     check("degrees", complete, f"an object with a whole number for each of {', '.join(AXES)}")
@@ -102,7 +102,7 @@ def _require_known(manifest: Any, where: str) -> None:
     saved = manifest.get("saved_at")
     check("saved_at", isinstance(saved, int | float) and 0 <= saved < YEAR_10000, "a time in seconds")
     check("files", is_object(manifest.get("files"), int), "an object of numbers")
-    check("sha256", is_object(manifest.get("sha256", {}), str), "an object of texts")
+    check("sha256", is_object(manifest.get("sha256", {}), str), "an object of strings")
 
 
 def whole(value: Any) -> bool:
@@ -110,5 +110,5 @@ def whole(value: Any) -> bool:
 
 
 def is_object(value: Any, kind: type) -> bool:
-    """Whether it is a JSON object with values of one kind."""
+    """Return whether ``value`` is a JSON object with values of one kind."""
     return isinstance(value, Mapping) and all(isinstance(item, kind) for item in value.values())

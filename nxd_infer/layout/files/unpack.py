@@ -1,4 +1,4 @@
-"""Values that :mod:`~nxd_infer.layout.files.values` has packed, out of a file that may be anybody's."""
+"""Unpack values packed by :mod:`~nxd_infer.layout.files.values`, from an untrusted file."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from nxd_infer.layout.files.values import (
 __all__ = ["unpack"]
 
 MOST_ALIKE = 1000
-"""Values with one hash in a set or a dictionary: each is compared with all before it."""
+"""Most values with equal hashes in a set or a dictionary: each is compared with all before it."""
 
 
 def _require_spread(keys: Iterable[Any]) -> None:
-    """Raise ValueError for more than MOST_ALIKE keys with one hash, which nobody has by chance."""
+    """Raise ValueError for more than MOST_ALIKE keys with equal hashes, which never happens by chance."""
     alike = collections.Counter(map(hash, keys))
     if alike and max(alike.values()) > MOST_ALIKE:
-        raise ValueError(f"more than {MOST_ALIKE} elements of a set or a dictionary have one hash")
+        raise ValueError(f"more than {MOST_ALIKE} elements of a set or a dictionary have the same hash")
 
 
 def _allowed() -> dict[str, type]:
-    """The classes that this process has allowed to be made from files, by their names."""
+    """Return the classes that this process allows to be created from files, by name."""
     found = {}
     for one in torch.serialization.get_safe_globals():
         kind, name = one if isinstance(one, tuple) else (one, None)
@@ -88,13 +88,13 @@ class _Unpacker:
             return MAPPINGS[kind](dict(self.pairs(content)))
         if kind in NAMESPACES:
             made = NAMESPACES[kind]()
-            vars(made).update(self.pairs(content))  # as arguments, "self" could not be one
+            vars(made).update(self.pairs(content))  # not as arguments: "self" may be a key
             return made
         if kind in BUILT:
             return BUILT[kind](*(self.visit(one) for one in content))
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL else None
         if special is None:
-            raise CheckpointError(f"the structure of the checkpoint holds the unknown kind {kind!r}")
+            raise CheckpointError(f"the structure of the checkpoint has the unknown kind {kind!r}")
         return special(content)
 
     def _viewed(self, content: Any) -> Tensor:
@@ -107,7 +107,7 @@ class _Unpacker:
     def _dtype(self, content: Any) -> Any:
         found = getattr(torch, content, None)
         if not isinstance(found, TORCH_NAMES):
-            raise ValueError(f"torch has no type {content!r}")
+            raise ValueError(f"torch has no dtype {content!r}")
         return found
 
     def _float(self, content: Any) -> float:
@@ -128,7 +128,7 @@ class _Unpacker:
     def _deque(self, content: Any) -> Any:
         found = self.visit(content[1])
         if type(found) is not list:  # a range may have any number of elements
-            raise ValueError(f"a deque is made of {type(found).__name__}, not of a list")
+            raise ValueError(f"a deque must be made from a list, got {type(found).__name__}")
         return collections.deque(found, content[0])
 
     def _default(self, content: Any) -> Any:
@@ -176,13 +176,13 @@ _SPECIAL = {name.removeprefix("_") for name in vars(_Unpacker) if name.startswit
 
 
 def unpack(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """The value that :func:`pack` was given. Raises CheckpointError when ``structure`` is not one of its own."""
+    """Invert :func:`pack`. Raises CheckpointError if ``structure`` is not a result of it."""
     try:
         return _Unpacker(tensor).visit(structure)
     except CheckpointError:
         raise
     except (
         *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError),
-        *(MemoryError, SystemError, OSError),  # an array of any size, a time zone that is a folder
+        *(MemoryError, SystemError, OSError),  # a huge array, a time zone that is a folder
     ) as error:
         raise CheckpointError(f"the structure of the checkpoint is damaged: {error}") from error

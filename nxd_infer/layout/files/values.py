@@ -1,14 +1,14 @@
-"""Nested values as JSON and tensors: what one would give to ``torch.save``, without a pickle. The way back is in
+"""Nested values as JSON and tensors: what ``torch.save`` would take, without pickle. The inverse is in
 :mod:`~nxd_infer.layout.files.unpack`.
 
-Plain JSON values stand for themselves; everything else is an object with one key, the kind::
+Plain JSON values are stored as they are; everything else is an object with one key, the kind::
 
     {"tensor": 3}    {"dict": [[1, "one"]]}    {"set": [1, 2]}    {"path": ["PosixPath", "/data"]}
 
 Nothing that a file names is imported, looked up among the loaded modules, or called. A dataclass, a named tuple or an
-enumeration comes back as its class where the process has allowed it, with ``torch.serialization.add_safe_globals``, as
-it would for ``torch.load``; its fields are then set without calling it. Elsewhere a dataclass is a :class:`Record` of
-its fields, a named tuple one of an equal class made for it, and a member of an enumeration its value.
+enum comes back as its class if the process allows it with ``torch.serialization.add_safe_globals``, as for
+``torch.load``; its fields are then set without calling it. Otherwise a dataclass becomes a :class:`Record` of its
+fields, a named tuple one of an equal class created for it, and an enum member its value.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from nxd_infer.layout.sources import DTYPES
 __all__ = ["Record", "pack"]
 
 INLINE = 4096
-"""Bytes up to which raw memory is base64 text in the structure; longer ones are tensors."""
+"""Largest raw memory in bytes to store as base64 text in the structure; longer memory is stored as a tensor."""
 HOW = "it takes tensors, arrays, numbers, text, bytes, dates, paths, and collections and dataclasses of them"
 FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)
 }
-"""What a defaultdict may make."""
+"""Allowed factories of a defaultdict."""
 PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
 MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -54,9 +54,9 @@ TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def _whole(number: Any) -> int:
-    """A part of a fraction, which would read a text of ten bytes as a number of a million digits."""
+    """Check a part of a fraction: Fraction would expand a string of ten bytes to a number of a million digits."""
     if type(number) is not int:
-        raise ValueError(f"{number!r:.80} is no part of a fraction")
+        raise ValueError(f"{number!r:.80} is not a part of a fraction")
     return number
 
 
@@ -76,19 +76,19 @@ BUILT: dict[str, Callable[..., Any]] = {
     "time": lambda fold, zone, *parts: datetime.time(*parts, tzinfo=zone, fold=fold),
     "datetime": lambda fold, zone, *parts: datetime.datetime(*parts, tzinfo=zone, fold=fold),
 }
-"""Kinds that are a call of their own with values; of Python and of torch, and free of effects."""
+"""Kinds that are built by calling a side-effect-free function of Python or torch with values."""
 
 
 class Record(types.SimpleNamespace):
-    """The fields of a dataclass that this process has not allowed; ``class_name`` is what it was, with its module."""
+    """The fields of a dataclass that this process does not allow; ``class_name`` is its name, with the module."""
 
     __slots__ = ("class_name",)
     class_name: str
 
-    def __hash__(self) -> int:  # type: ignore[override]  # may have been a key
+    def __hash__(self) -> int:  # type: ignore[override]  # it may be a key
         return hash(tuple(vars(self).items()))
 
-    def __reduce__(self) -> Any:  # a namespace's own knows no slots
+    def __reduce__(self) -> Any:  # a namespace's own ignores slots
         return Record, (), (vars(self), {"class_name": self.class_name})
 
 
@@ -97,7 +97,7 @@ def name_of(kind: type) -> str:
 
 
 def _arguments(item: Any) -> tuple[str, tuple[Any, ...]] | None:
-    """The kind of BUILT that makes ``item``, and its arguments."""
+    """Return the kind of BUILT that builds ``item``, and its arguments."""
     kind = type(item)
     if kind is complex:
         return "complex", (item.real, item.imag)
@@ -131,7 +131,7 @@ class _Packer:
         self.tensors: list[Tensor] = []
         self._numbers: dict[tuple, int] = {}
         self._sources: list[Tensor] = []
-        """What was numbered, if only for this: as long as it lives, nothing else has its address."""
+        """The numbered tensors, kept alive so that no other tensor gets the same address."""
         self._down_cast = down_cast_bf16
 
     def number_of(self, tensor: Tensor) -> int:
@@ -144,7 +144,7 @@ class _Packer:
         return self._numbers[key]
 
     def raw(self, data: bytes) -> Any:
-        """Bytes: base64 text, or a tensor when they are many."""
+        """Store bytes as base64 text, or as a tensor if there are many."""
         if len(data) <= INLINE:
             return base64.b64encode(data).decode("ascii")
         return {"tensor": self.number_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))}
@@ -154,10 +154,10 @@ class _Packer:
             form = "quantized" if item.is_quantized else str(item.layout)
             raise CheckpointError(f"{path} is a {form} tensor on {item.device}; only dense ones can be saved")
         requires_grad, is_parameter = item.requires_grad, isinstance(item, nn.Parameter)
-        item = item.detach().resolve_conj().resolve_neg()  # views that negate what is in memory
+        item = item.detach().resolve_conj().resolve_neg()  # materialise lazy conjugation and negation
         if item.dtype in DTYPES.values():
             stored: Any = {"tensor": self.number_of(item)}
-        else:  # as its bytes: safetensors has no such type, or none that can be read in slices
+        else:  # as bytes: safetensors lacks this dtype, or cannot read it in slices
             raw = item.contiguous().reshape(-1).view(torch.uint8)
             stored = {"viewed": [self.number_of(raw), str(item.dtype).removeprefix("torch."), list(item.shape)]}
         return {"parameter": [stored, requires_grad]} if is_parameter else stored
@@ -166,12 +166,12 @@ class _Packer:
         return [[name, self.visit(value, f"{path}.{name}")] for name, value in found.items()]
 
     def start(self, value: Any, what: str) -> Any:
-        """:meth:`visit` of a whole value."""
+        """:meth:`visit` a top-level value."""
         try:
             return self.visit(value, what)
         except RecursionError:
             raise CheckpointError(
-                f"{what} holds lists or dictionaries that are nested too deeply, or in themselves; save them flat"
+                f"{what} has lists or dictionaries that are nested too deeply, or contain themselves; flatten them"
             ) from None
 
     def visit(self, item: Any, path: str) -> Any:
@@ -179,7 +179,7 @@ class _Packer:
         if item is None or kind in (bool, str):
             return item
         if kind is int:
-            return item if item.bit_length() < 4096 else {"int": hex(item)}  # Python reads no longer ones in decimal
+            return item if item.bit_length() < 4096 else {"int": hex(item)}  # Python limits decimal conversion
         if kind is float:
             return item if math.isfinite(item) else {"float": str(item)}
         if isinstance(item, Tensor):
@@ -204,7 +204,7 @@ class _Packer:
             return self.mapping(item, path)
         if isinstance(item, collections.deque):
             return {"deque": [item.maxlen, self.visit(list(item), path)]}
-        if kind in (set, frozenset):  # in an order that is the same in every process
+        if kind in (set, frozenset):  # in the same order in every process
             return {kind.__name__: sorted((self.visit(one, f"{path} element") for one in item), key=json.dumps)}
         built = _arguments(item)
         if built is not None:
@@ -221,20 +221,20 @@ class _Packer:
         packed = pack_numpy(item, self.raw, lambda one, at: self.visit(one, f"{path}{at}"))
         if packed is None:
             raise CheckpointError(
-                f"{path} is {_described(item)}, which a checkpoint does not hold, because only a pickle could: {HOW}"
+                f"{path} is {_described(item)}, which a checkpoint cannot store, because only a pickle could: {HOW}"
             )
         return packed
 
     def mapping(self, item: Mapping[Any, Any], path: str) -> Any:
-        """A dictionary, or what is used like one and comes back as one."""
+        """Pack a mapping; unknown mapping types come back as a dict."""
         pairs = [[self.visit(k, f"{path} key"), self.visit(v, f"{path}[{k!r}]")] for k, v in item.items()]
         if type(item) is collections.defaultdict:
             factory = item.default_factory
             name = None if factory is None else getattr(factory, "__name__", "")
             if name is not None and FACTORIES.get(name) is not factory:
                 raise CheckpointError(
-                    f"{path} is a defaultdict that makes {_described(factory)}, which a checkpoint does not hold: save "
-                    f"dict(...) of it, or let it make one of {', '.join(FACTORIES)}"
+                    f"{path} is a defaultdict with the factory {_described(factory)}, which a checkpoint cannot store: "
+                    f"save dict(...) of it, or use one of {', '.join(FACTORIES)}"
                 )
             return {"default": [name, pairs]}
         return {next((name for name, one in MAPPINGS.items() if type(item) is one), "dict"): pairs}
@@ -245,16 +245,16 @@ def _described(item: Any) -> str:
 
 
 def pack(value: Any, down_cast_bf16: bool = False, what: str = "state_dict") -> tuple[Any, list[Tensor]]:
-    """``(structure, tensors)``: JSON values in which a tensor is its number. The same tensor twice is stored once.
+    """Return ``(structure, tensors)``: JSON values in which a tensor is its number. Repeated tensors are stored once.
 
-    With ``down_cast_bf16`` floating tensors wider than bfloat16 become bfloat16. ``value`` is not changed; ``what`` is
-    what messages call it. Raises CheckpointError for a value of another kind, with the path to it.
+    With ``down_cast_bf16`` floating-point tensors wider than bfloat16 become bfloat16. ``value`` is not modified;
+    ``what`` is its name in messages. Raises CheckpointError for an unsupported value, with the path to it.
     """
     packer = _Packer(down_cast_bf16)
     return packer.start(value, what), packer.tensors
 
 
 def pack_named(values: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-    """:func:`pack` of a dictionary whose values are what messages call by its keys."""
+    """:func:`pack` a dictionary whose keys name the values in messages."""
     packer = _Packer(False)
     return {"dict": [[name, packer.start(value, name)] for name, value in values.items()]}, packer.tensors
