@@ -1,4 +1,4 @@
-"""Buckets with a rule of one's own: a scripted kernel that picks the bucket and pads the input.
+"""Buckets with a custom rule: a scripted kernel that picks the bucket and pads the input.
 
 python examples/buckets.py
 """
@@ -10,7 +10,7 @@ from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 
 class MeanOfTokens(torch.nn.Module):
-    """Ids ``[1, length]``, 0 is padding -> the mean of what the others become, ``[1, 8]``."""
+    """Map ids ``[1, length]``, where 0 is padding, to the mean over the other tokens, ``[1, 8]``."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ def get_model():
 
 
 def pad_to_bucket(inputs: list[torch.Tensor]):
-    """The inputs for the bucket, and its number. It is compiled as TorchScript and saved with the model."""
+    """Return the inputs for the bucket, and its index. Compiled as TorchScript and saved with the model."""
     ids = inputs[0]
     bucket = 0 if ids.shape[1] <= 8 else 1
     size = 8 if bucket == 0 else 32

@@ -1,4 +1,4 @@
-"""A state that stays with the ranks: a cache of keys and values, updated through aliases, over two buckets.
+"""A state that stays on the ranks: a KV cache, updated through aliases, shared by two buckets.
 
 python examples/kv_cache.py
 """
@@ -13,11 +13,11 @@ HIDDEN, HEADS, LONGEST = 32, 4, 16
 
 
 class Attention(torch.nn.Module):
-    """Causal attention over everything seen so far; ``[1, length, 32]`` in, the same out."""
+    """Causal attention over everything seen so far; ``[1, length, 32]`` in and out."""
 
     def __init__(self):
         super().__init__()
-        self.heads = HEADS // get_tensor_model_parallel_size()  # of this rank; 1 rank when nothing is initialised
+        self.heads = HEADS // get_tensor_model_parallel_size()  # of this rank; without parallel state, of 1 rank
         self.query = ColumnParallelLinear(HIDDEN, HIDDEN, bias=False, gather_output=False)
         self.key = ColumnParallelLinear(HIDDEN, HIDDEN, bias=False, gather_output=False)
         self.value = ColumnParallelLinear(HIDDEN, HIDDEN, bias=False, gather_output=False)
@@ -40,25 +40,25 @@ class Attention(torch.nn.Module):
 def get_model():
     torch.manual_seed(0)
     model = Attention().eval()
-    return model, {model.keys: 1, model.values: 2}  # output 1 is the next `keys`; it stays there and is not returned
+    return model, {model.keys: 1, model.values: 2}  # output 1 becomes the next `keys` and is not returned
 
 
 def main():
     prompt, step = torch.randn(1, 4, HIDDEN), torch.randn(1, 1, HIDDEN)
     whole = get_model()[0](torch.cat([prompt, step], 1), torch.arange(5))[0]
 
-    examples = [(prompt, torch.arange(4)), (step, torch.tensor([4]))]  # one entry a bucket: four tokens, and one
+    examples = [(prompt, torch.arange(4)), (step, torch.tensor([4]))]  # one entry per bucket: four tokens, and one
     traced = nxd.trace.parallel_model_trace(
         get_model,
         examples,
-        bucket_config=nxd.trace.BucketModelConfig(),  # no kernel of our own: the smallest bucket that fits
+        bucket_config=nxd.trace.BucketModelConfig(),  # no custom kernel: the smallest bucket that fits
         inline_weights_to_neff=False,  # the buckets share one copy of the weights
         tp_degree=2,
-        backend="eager",  # runs the graphs as they are; leave it out to compile them
+        backend="eager",  # runs the graphs uncompiled; leave it out to compile them
     )
     with traced as model:
         (first,) = model(prompt, torch.arange(4))
-        (second,) = model(step, torch.tensor([4]))  # reads what the first call left in the ranks
+        (second,) = model(step, torch.tensor([4]))  # reads what the first call left on the ranks
     difference = (torch.cat([first, second], 1) - whole).abs().max()
     print(f"two calls with a cache against one without: {difference:.1e}")
     assert difference < 1e-5

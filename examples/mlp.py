@@ -1,4 +1,4 @@
-"""The smallest whole example: a parallel MLP, traced for two ranks, saved, loaded, called.
+"""The smallest complete example: a parallel MLP, traced for two ranks, saved, loaded and called.
 
 python examples/mlp.py
 """
@@ -14,8 +14,8 @@ from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 class MLP(torch.nn.Module):
     """``[batch, 64] -> [batch, 64]``; the hidden 256 values are split over the ranks."""
 
-    nxd_inputs = {"x": {"pad": {0: 0.0}}}  # rows do not mix, so a smaller batch may be padded ...
-    nxd_outputs = {"output_0": {"cut": {0: ["x", 0]}}}  # ... and the answer cut back
+    nxd_inputs = {"x": {"pad": {0: 0.0}}}  # rows are independent, so a smaller batch may be padded ...
+    nxd_outputs = {"output_0": {"cut": {0: ["x", 0]}}}  # ... and the result cut back
 
     def __init__(self):
         super().__init__()
@@ -27,14 +27,14 @@ class MLP(torch.nn.Module):
 
 
 def get_model():
-    """Runs in each rank; the same seed gives the same logical weights at every degree."""
+    """Build the model; runs on each rank. The same seed gives the same logical weights at every degree."""
     torch.manual_seed(0)
     return MLP().eval(), {}
 
 
 def main():
     x = torch.randn(3, 64)
-    expected = get_model()[0](x)  # nothing is initialised here, so this is degree 1: plain PyTorch
+    expected = get_model()[0](x)  # no parallel state here, so this is degree 1: plain PyTorch
     with tempfile.TemporaryDirectory() as directory:
         with nxd.trace.parallel_model_trace(get_model, (torch.zeros(4, 64),), tp_degree=2) as traced:
             nxd.trace.parallel_model_save(traced, f"{directory}/artifact")

@@ -1,8 +1,8 @@
-"""Collectives behind one small protocol. Nothing outside this package calls a collective library.
+"""Collectives behind one small protocol. No code outside this package calls a collective library.
 
-Layers call the functions of :mod:`nxd_infer.comm.functional`. At degree 1 they return their input. While a model
-is being exported they become operators that carry an axis *name* (``nxd::all_reduce(x, "tp", ...)``), so that the
-graphs of all ranks are equal; otherwise they run on the transport registered for the context.
+Layers call the functions of :mod:`nxd_infer.comm.functional`. At degree 1 they return their input. During export they
+become operators with an axis *name* (``nxd::all_reduce(x, "tp", ...)``), so that the graphs of all ranks are equal;
+otherwise they run on the transport registered for the context.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROTOCOL = ("Collectives", "collectives_of", "register_collectives", "unregiste
 
 
 def __getattr__(name: str) -> Any:
-    """On first use: who starts ranks and watches them needs this package's shared memory, and no torch."""
+    """Import on first use: code that starts and watches ranks needs this package's shared memory, but not torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "nxd_infer.comm.protocol" if name in _PROTOCOL else "nxd_infer.comm.functional"

@@ -1,8 +1,8 @@
-"""Collectives over ``torch.distributed`` process groups (gloo on CPU, nccl on CUDA), with bounded waits.
+"""Collectives over ``torch.distributed`` process groups (gloo on CPU, nccl on CUDA), with a timeout on every wait.
 
-Ranks of one host whose group is gloo's can share memory instead: what they sum passes through no socket then.
+Ranks of a gloo group on one host can use shared memory instead of sockets.
 
-The groups are made by :func:`nxd_infer.parallel_state.initialize_model_parallel`. A failed operation leaves a group
+:func:`nxd_infer.parallel_state.initialize_model_parallel` creates the groups. A failed operation leaves a group
 unusable, so the first failure is remembered and every later call raises it again at once.
 """
 
@@ -35,18 +35,18 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 HALF = (torch.bfloat16, torch.float16)
 EXIT_GRACE = 1.0
 LEAVE_SECONDS = 5.0
-"""How long the end of a process waits for gloo's threads."""
+"""Seconds that a process waits for gloo's threads when it ends."""
 UNKNOWN_HOST = -1
 
 
 class DistributedCollectives:
-    """:class:`~nxd_infer.comm.protocol.Collectives` over one process group an axis.
+    """:class:`~nxd_infer.comm.protocol.Collectives` over one process group per axis.
 
     bfloat16 and float16 sums are accumulated in float32. Every rank gets bit-equal results of ``all_reduce``.
     """
 
     def __init__(self, context: ParallelContext, groups: Mapping[str, dist.ProcessGroup], timeout: float):
-        """``groups`` holds this rank's group of every axis whose degree is above 1; ``timeout`` is theirs, in s."""
+        """``groups`` has this rank's group for every axis of a degree above 1; ``timeout`` is theirs, in seconds."""
         self._context = context
         self._groups = dict(groups)
         self._timeout = timeout
@@ -55,16 +55,16 @@ class DistributedCollectives:
         self._shared: dict[str, ShmCollectives] = {}
 
     def exchange_identities(self, device: torch.device | None = None) -> None:
-        """Tell every rank of the world which process this one is, so that an error can name a dead peer."""
+        """Exchange process identities with every rank of the world, so that errors can name a dead peer."""
         mine = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
         dist.all_gather(everyone, mine)
         self._peers = [identity.tolist() for identity in everyone]
 
     def share_memory(self, library: NativeOperators | None) -> None:
-        """Let gloo groups whose ranks share this host exchange through shared memory from now on. All ranks call it.
+        """Switch gloo groups whose ranks share this host to shared memory. All ranks call it.
 
-        ``library`` is None on a rank that has none. A group uses shared memory only when all of its ranks can.
+        ``library`` is None on a rank without one. A group uses shared memory only if all of its ranks can.
         """
         for axis in self._groups:
             ranks = self._context.axis(axis).ranks
@@ -76,12 +76,12 @@ class DistributedCollectives:
                     self._shared[axis] = found
 
     def shared(self, axis: str, x: Tensor) -> ShmCollectives | None:
-        """The shared memory that ``x`` can be exchanged through; None where it goes through the process group."""
+        """Return the shared memory to use for ``x``, or None if it goes through the process group."""
         found = self._shared.get(axis)
         return found if found is not None and x.device.type == "cpu" and x.dtype in DTYPES else None
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
-        """The torch group of ``axis``; a group of this rank alone is made when its degree is 1."""
+        """Return the torch group of ``axis``; at degree 1, create a group of this rank alone."""
         group = self._groups.get(axis)
         if group is None:
             group = cast(dist.ProcessGroup, dist.new_group([self._context.rank], use_local_synchronization=True))
@@ -129,9 +129,9 @@ class DistributedCollectives:
         return y.to(x.dtype)
 
     def _gloo_reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """Every rank sends each peer its piece and sums what it gets, in the order of the ranks.
+        """Send each peer its piece and sum the received pieces, in rank order.
 
-        gloo's own reduce-scatter takes longer than its all-reduce; this moves half the bytes of one.
+        gloo's reduce-scatter is slower than its all-reduce; this moves half the bytes of an all-reduce.
         """
         degree = self._context.axis(axis).degree
         pieces = torch.stack(x.chunk(degree, dim))
@@ -162,7 +162,7 @@ class DistributedCollectives:
         self.run("barrier", axis, lambda group: dist.barrier(group=group))
 
     def close(self) -> None:
-        """Destroy the groups; the default group belongs to whoever made it."""
+        """Destroy the groups, except the default group, which belongs to its creator."""
         while self._shared:
             self._shared.popitem()[1].close()
         groups, self._groups = self._groups, {}
@@ -171,11 +171,11 @@ class DistributedCollectives:
                 dist.destroy_process_group(group)
 
     def backend(self, axis: str) -> str:
-        """The library behind the group of ``axis``: gloo, nccl, ..."""
+        """Return the library behind the group of ``axis``: gloo, nccl, ..."""
         return dist.get_backend(self.process_group(axis))
 
     def run(self, what: str, axis: str, action: Callable[[dist.ProcessGroup], object]) -> None:
-        """Call ``action`` with the group of ``axis``, turning what it raises into typed errors."""
+        """Call ``action`` with the group of ``axis``, and turn its errors into typed ones."""
         self._raise_remembered()
         try:
             action(self.process_group(axis))
@@ -183,7 +183,7 @@ class DistributedCollectives:
             self._raise(what, axis, error)
 
     def _remembering(self, action: Callable[[], Tensor]) -> Tensor:
-        """A collective through shared memory; a peer that it misses is missed by every later call too."""
+        """Run a collective over shared memory; if a peer is missing, later calls raise the same error."""
         self._raise_remembered()
         try:
             return action()
@@ -196,13 +196,13 @@ class DistributedCollectives:
             raise type(self._failure)(*self._failure.args, *_ranks_of(self._failure))
 
     def _raise(self, what: str, axis: str, error: Exception) -> NoReturn:
-        """Turn a transport's error into a typed one; only a lost or late peer spoils the transport for good."""
+        """Turn a transport's error into a typed one; only a lost or late peer makes the transport unusable."""
         text = _plain(error)
         lowered = text.lower()
         lost = any(sign in lowered for sign in ("timed out", "timeout", "connection", "socket", "peer", "aborted"))
         if not lost:
             raise CollectiveError(f"{what} on axis {axis!r} failed: {text}") from error
-        # A process that is ending closes its sockets a moment before it counts as ended.
+        # An ending process closes its sockets slightly before it counts as ended.
         deadline = time.monotonic() + EXIT_GRACE
         ranks, states = self._lost_ranks(axis)
         while not ranks and "timed out" not in lowered and time.monotonic() < deadline:
@@ -216,7 +216,7 @@ class DistributedCollectives:
         raise failure from error
 
     def _lost_ranks(self, axis: str) -> tuple[tuple[int, ...], list[str]]:
-        """Peers on ``axis`` whose process, on this host, has ended or is stopped."""
+        """Return the peers on ``axis`` whose process on this host has ended or is stopped."""
         host, lost, states = _host_key(), [], []
         for rank in self._context.axis(axis).ranks:
             if rank >= len(self._peers) or self._peers[rank][0] != host:
@@ -234,18 +234,18 @@ def _ranks_of(failure: CollectiveError) -> tuple[tuple[int, ...], ...]:
 
 
 def _plain(error: Exception) -> str:
-    """The transport's own words, without the place in its source and its advice."""
+    """Return the transport's message without its source location and advice."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
     return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).split(". This is typically")[0]
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """The values as a flat uint8 view, so that moving data works for every dtype (gloo knows no bool)."""
+    """Return a flat uint8 view, so that every dtype can be transferred (gloo does not support bool)."""
     return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _host_key() -> int:
-    """A number equal for processes that see each other's process ids: one boot, one pid namespace."""
+    """Return a number that is equal for processes that see each other's pids: same boot, same pid namespace."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -254,11 +254,11 @@ def _host_key() -> int:
 
 
 def leave_at_exit() -> None:
-    """Destroy gloo's groups at the end of this process, so that gloo's threads end before the interpreter does.
-    Those of a process with NCCL stay.
+    """Destroy gloo's groups when this process ends, so that gloo's threads end before the interpreter. Processes with
+    NCCL keep their groups.
 
-    One that gives back a collective's tensor later aborts the process: SIGABRT in place of the program's own error, in
-    one case of three.
+    A gloo thread that releases a collective's tensor later aborts the process: in one case of three, SIGABRT replaces
+    the program's own error.
     """
     _leave_at_exit(os.getpid())
 
@@ -269,16 +269,16 @@ def _leave_at_exit(owner: int) -> None:
 
     def leave() -> None:
         asked.wait()
-        with contextlib.suppress(Exception):  # whoever made the groups may be destroying them
+        with contextlib.suppress(Exception):  # the creator of the groups may be destroying them
             if dist.is_initialized() and "nccl" not in dist.get_backend_config():
                 dist.destroy_process_group()
 
     leaving = threading.Thread(target=leave, name="nxd-leave", daemon=True)
-    leaving.start()  # now: an interpreter that ends starts no threads (Python 3.12.0 to 3.12.2)
+    leaving.start()  # now: an ending interpreter cannot start threads (Python 3.12.0 to 3.12.2)
 
     def at_exit() -> None:
         if os.getpid() == owner:  # a forked child has neither the thread nor gloo's
             asked.set()
-            leaving.join(LEAVE_SECONDS)  # a collective that nobody waited for may hang on a rank that has ended
+            leaving.join(LEAVE_SECONDS)  # a collective that was never awaited may hang on an ended rank
 
     atexit.register(at_exit)

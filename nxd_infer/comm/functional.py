@@ -1,4 +1,4 @@
-"""The collectives that layers call: nothing at degree 1, an operator while exporting, else the context's transport."""
+"""The collectives that layers call: a no-op at degree 1, an operator during export, else the context's transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxd_infer.errors import CollectiveError
 
 
 def all_reduce(x: Tensor, context: ParallelContext, axis: str = "tp", op: str = "sum") -> Tensor:
-    """``op`` (sum, max, min) over the axis; same shape as ``x``."""
+    """Reduce with ``op`` (sum, max, min) over the axis; same shape as ``x``."""
     degree = context.axis(axis).degree
     if degree == 1:
         return x
@@ -33,7 +33,7 @@ def all_gather(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int =
 
 
 def reduce_scatter(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = 0) -> Tensor:
-    """Sum over the axis, keep this rank's piece along ``dim``: that dimension shrinks by the degree."""
+    """Sum over the axis and keep this rank's piece along ``dim``: that dimension shrinks by the degree."""
     degree = context.axis(axis).degree
     if degree == 1:
         return x
@@ -45,7 +45,7 @@ def reduce_scatter(x: Tensor, context: ParallelContext, axis: str = "tp", dim: i
 
 
 def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 0) -> Tensor:
-    """The tensor of the ``src``-th rank of the axis."""
+    """Return the tensor of the ``src``-th rank of the axis."""
     degree = context.axis(axis).degree
     if degree == 1:
         return x
@@ -57,7 +57,7 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
 
 
 def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) -> Tensor:
-    """A copy of this rank's equal piece along ``dim``. No communication; rank stays data in an exported graph."""
+    """Copy this rank's equal piece along ``dim``. No communication; the rank stays data in an exported graph."""
     here = context.axis(axis)
     if here.degree == 1:
         return x
@@ -69,7 +69,7 @@ def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) 
 
 
 def axis_rank(context: ParallelContext, axis: str = "tp", device: torch.device | None = None) -> Tensor:
-    """This rank's place on the axis as a 0-d int64 tensor; data, not a constant, in an exported graph."""
+    """Return this rank's index on the axis as a 0-d int64 tensor; data, not a constant, in an exported graph."""
     here = context.axis(axis)
     if here.degree > 1 and torch.compiler.is_compiling():
         return torch.ops.nxd.axis_rank(axis)

@@ -1,8 +1,8 @@
-"""The world that a launcher has started this process in, and its process group.
+"""The world of processes that a launcher has started, and its process group.
 
-torchrun and its like start one process per rank and say so in the environment. Where the program starts no process
-group itself, model parallelism starts it: a process that went on alone would train a model of its own, and all of them
-would write the same files.
+torchrun and similar launchers start one process per rank and set environment variables. If the program does not start a
+process group itself, model parallelism does: otherwise every process would train its own model, and all of them would
+write the same files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nxd_infer.context import LOCAL, current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 
 PLACE = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What ``torch.distributed`` reads beside ``WORLD_SIZE`` to find the other ranks."""
+"""Variables that ``torch.distributed`` needs besides ``WORLD_SIZE`` to find the other ranks."""
 
 
 def launched_world() -> int:
-    """How many processes the launcher has started, by ``WORLD_SIZE``; 1 without a launcher."""
+    """Return how many processes the launcher has started, from ``WORLD_SIZE``; 1 without a launcher."""
     return _number("WORLD_SIZE", least=1) if "WORLD_SIZE" in os.environ else 1
 
 
@@ -36,11 +36,11 @@ def _number(name: str, least: int = 0) -> int:
 
 
 def join_launched_world(timeout: float) -> None:
-    """Start the process group of a launched world that has none: gloo's on the CPU, NCCL's with one GPU per rank.
+    """Start the process group of a launched world without one: gloo on the CPU, NCCL with one GPU per rank.
 
-    Does nothing where there is a group already, or no launcher. ``timeout``: seconds to wait for the other ranks, here
-    and in collectives of the group. Raises NotInitializedError when the environment does not say where they are, or
-    they do not come, and ParallelConfigError when the devices do not fit the ranks.
+    Does nothing if a group exists, or without a launcher. ``timeout``: seconds to wait for the other ranks, here and in
+    collectives of the group. Raises NotInitializedError if the environment lacks their address or they do not come, and
+    ParallelConfigError if the devices do not match the ranks.
     """
     world = launched_world()
     if world == 1 or (dist.is_available() and dist.is_initialized()):
@@ -64,7 +64,7 @@ def join_launched_world(timeout: float) -> None:
 
 
 def _backend_of_the_devices() -> str:
-    device = os.environ.get("PJRT_DEVICE", "CPU")  # torch_xla sets it when it is imported
+    device = os.environ.get("PJRT_DEVICE", "CPU")  # set by torch_xla on import
     if device != "CPU":
         raise NotInitializedError(
             f"PJRT_DEVICE={device}: training over XLA devices is not supported yet; set PJRT_DEVICE=CPU to train on "
@@ -84,12 +84,12 @@ def _backend_of_the_devices() -> str:
 
 
 def require_no_lonely_rank(what: str) -> None:
-    """Raise NotInitializedError where this process is one of several and would do ``what`` as if it were alone."""
+    """Raise NotInitializedError if this process is one of several and would do ``what`` as if it were alone."""
     if default_context() is not None or current_context() is not LOCAL:
         return
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else launched_world()
     if world > 1:
         raise NotInitializedError(
-            f"{what}: this process is one of {world}, and model parallelism is not initialised, so each would do it "
+            f"{what}: this process is one of {world}, but model parallelism is not initialised, so each would do it "
             "alone: call neuronx_distributed_config() or initialize_model_parallel() first"
         )

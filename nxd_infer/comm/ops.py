@@ -1,7 +1,7 @@
-"""``torch.ops.nxd.*``: collectives as operators that name an axis, so that every rank's graph is the same.
+"""``torch.ops.nxd.*``: collectives as operators that name an axis, so that all ranks have the same graph.
 
-These are what export records. Run eagerly they go to the transport of the current context; a backend's lowering
-pass replaces them by its native operators of the same meaning.
+Export records these operators. In eager mode they call the transport of the current context; a backend's lowering pass
+replaces them by its equivalent native operators.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SCHEMAS = (
 )
 
 EFFECT = (torch.Tag.nondeterministic_seeded,)
-"""Keeps compilers from folding a call into a constant (its value depends on the rank), merging or moving it."""
+"""Keeps compilers from constant-folding a call (its value depends on the rank), and from merging or moving it."""
 
 for _schema in SCHEMAS:
     LIBRARY.define(_schema, tags=EFFECT)
 
 
 def check_dim(x: Tensor, dim: int, what: str) -> int:
-    """``dim`` counted from the front. Raises CollectiveError when ``x`` has no such dimension."""
+    """Return ``dim`` as a non-negative number. Raises CollectiveError if ``x`` has no such dimension."""
     if not -x.dim() <= dim < x.dim():
         raise CollectiveError(f"{what}: dimension {dim} of a tensor of {x.dim()} dimensions")
     return dim % x.dim()
@@ -58,7 +58,7 @@ def _run(name: str):
 
 
 def own_piece(x: Tensor, dim: int, here: Axis) -> Tensor:
-    """A copy of this rank's piece: a view would let whoever changes the piece change ``x``, on this rank alone."""
+    """Return a copy of this rank's piece: changing a view would also change ``x``, and only on this rank."""
     return x.chunk(here.degree, dim)[here.rank].clone(memory_format=torch.contiguous_format)
 
 
@@ -83,7 +83,7 @@ FAKES = {
     "shard": lambda x, axis, dim, degree: _scaled(x, dim, 1, degree),
     "axis_rank": lambda axis: torch.empty((), dtype=torch.int64),
 }
-"""Shapes without data; the native operators of the same names share them."""
+"""Fake kernels (shapes only), shared with the native operators of the same names."""
 
 for _name, _fake in FAKES.items():
     torch.library.register_fake(f"nxd::{_name}", _fake, lib=LIBRARY)

@@ -1,8 +1,8 @@
-"""Collectives that run beside computation: ``start_...`` returns at once, ``Pending.wait()`` gives the result.
+"""Collectives that overlap with computation: ``start_...`` returns at once, ``Pending.wait()`` returns the result.
 
-They are for flat tensors that stay untouched in between, and for axes over a process group; over shared memory and
-other transports the collective has run when ``start_...`` returns. Every rank of the axis starts the same ones in one
-order.
+They take flat tensors that must not be touched in between, and overlap on axes over a process group; with shared memory
+and other transports the collective has finished when ``start_...`` returns. Every rank of the axis must start the same
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nxd_infer.errors import CollectiveError
 
 
 class Pending:
-    """A collective under way."""
+    """A collective in flight."""
 
     def __init__(self, wait: Callable[[], Tensor]):
         self._wait: Callable[[], Tensor] | None = wait
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result; the first call waits for it. Raises CollectiveTimeoutError when a peer does not come."""
+        """Return the result; the first call waits for it. Raises CollectiveTimeoutError if a peer is missing."""
         if self._result is None:
             assert self._wait is not None
             self._result, self._wait = self._wait(), None
@@ -35,7 +35,7 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, context: ParallelContext, axis: str) -> Pending:
-    """The sum of flat ``x`` over the axis, in place where the transport can."""
+    """Sum flat ``x`` over the axis, in place if the transport can."""
     if context.axis(axis).degree == 1:
         return Pending(lambda: x)
     transport = collectives_of(context)
@@ -46,7 +46,7 @@ def start_all_reduce(x: Tensor, context: ParallelContext, axis: str) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pending:
-    """The sum of flat ``x`` over the axis, of which this rank gets its equal piece as a new tensor."""
+    """Sum flat ``x`` over the axis; this rank gets its equal piece as a new tensor."""
     here = context.axis(axis)
     if here.degree == 1:
         return Pending(lambda: x)
@@ -64,7 +64,7 @@ def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pend
             lambda group: dist.reduce_scatter_tensor(piece, x, group=group, async_op=True),
             piece,
         )
-    # gloo's own takes longer than an all-reduce; this moves half the bytes, and sums in the order of the ranks.
+    # gloo's reduce-scatter is slower than its all-reduce; this moves half the bytes, and sums in rank order.
     received = torch.empty_like(x)
     pending = _started(
         transport,
@@ -77,7 +77,7 @@ def start_reduce_scatter(x: Tensor, context: ParallelContext, axis: str) -> Pend
 
 
 def start_all_gather(x: Tensor, context: ParallelContext, axis: str) -> Pending:
-    """Flat ``x``, of which this rank has filled its equal piece, filled by all: in place where the transport can."""
+    """Gather flat ``x``, of which each rank has filled its equal piece, in place if the transport can."""
     here = context.axis(axis)
     if here.degree == 1:
         return Pending(lambda: x)
@@ -95,7 +95,7 @@ def start_all_gather(x: Tensor, context: ParallelContext, axis: str) -> Pending:
             lambda group: dist.all_gather_into_tensor(x, pieces[here.rank].clone(), group=group, async_op=True),
             x,
         )
-    # gloo's own copies through lists; broadcasts write where the values belong.
+    # gloo's all-gather copies through lists; broadcasts write directly to the target.
     each = [
         _started(
             transport,
@@ -135,4 +135,4 @@ def _started(
 
 def _require_pieces(x: Tensor, degree: int) -> None:
     if x.dim() != 1 or x.numel() % degree:
-        raise CollectiveError(f"a flat tensor that divides by {degree} ranks is needed, got shape {tuple(x.shape)}")
+        raise CollectiveError(f"x must be a flat tensor that divides by {degree} ranks, got shape {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""What a transport offers, and the registry that contexts refer to by name."""
+"""The protocol of a transport, and the registry that contexts refer to by name."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from nxd_infer.errors import CollectiveError, NotInitializedError
 
 
 class NativeOperators(Protocol):
-    """What a transport calls of the native library (:class:`nxd_infer.native.NativeLibrary`)."""
+    """The part of :class:`nxd_infer.native.NativeLibrary` that a transport uses."""
 
     @property
     def ops(self) -> Collection[str]:
-        """Names of the operators it has."""
+        """Names of its operators."""
         ...
 
     def op(self, name: str) -> Any:
-        """The operator called ``name``."""
+        """Return the operator called ``name``."""
         ...
 
 
 class Collectives(Protocol):
     """A transport. ``axis`` is an axis name; the rank order of a result is that of ``Axis.ranks``.
 
-    Inputs are never changed; results are new tensors. Every wait is bounded and ends in CollectiveTimeoutError.
+    Inputs are never modified; results are new tensors. Every wait has a timeout and then raises CollectiveTimeoutError.
     """
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
@@ -43,13 +43,13 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, x: Tensor, axis: str, src: int = 0) -> Tensor:
-        """The tensor of the ``src``-th rank of the axis."""
+        """Return the tensor of the ``src``-th rank of the axis."""
         ...
 
     def send(self, x: Tensor, axis: str, dst: int) -> None: ...
 
     def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
-        """A tensor like ``x`` (shape and dtype) from the ``src``-th rank of the axis."""
+        """Receive a tensor like ``x`` (shape and dtype) from the ``src``-th rank of the axis."""
         ...
 
     def barrier(self, axis: str) -> None: ...
@@ -61,21 +61,21 @@ _registry: dict[str, Collectives] = {}
 
 
 def register_collectives(key: str, collectives: Collectives) -> None:
-    """Make ``collectives`` reachable for contexts whose ``collectives`` field is ``key``."""
+    """Register ``collectives`` for contexts whose ``collectives`` field is ``key``."""
     if key in _registry:
         raise CollectiveError(f"collectives {key!r} are already registered; unregister them first")
     _registry[key] = collectives
 
 
 def unregister_collectives(key: str) -> None:
-    """Close and forget a transport; an unknown key is ignored."""
+    """Close and remove a transport; an unknown key is ignored."""
     found = _registry.pop(key, None)
     if found is not None:
         found.close()
 
 
 def collectives_of(context: ParallelContext) -> Collectives:
-    """The transport of ``context``. Raises NotInitializedError when it has none (``local`` with a degree above 1)."""
+    """Return the transport of ``context``. Raises NotInitializedError without one (``local``, degree above 1)."""
     try:
         return _registry[context.collectives]
     except KeyError:

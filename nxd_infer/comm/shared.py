@@ -1,7 +1,7 @@
-"""Shared memory for the ranks of a process group that live on one host: what they exchange passes through no socket.
+"""Shared memory for the ranks of a process group on one host, instead of sockets.
 
-The group's first rank makes the segment, and the others open it through its ``/proc/PID/fd``: nothing is left behind,
-and no parent has to hand it out. Either all ranks of the group connect, or none does.
+The group's first rank creates the segment, and the others open it through its ``/proc/PID/fd``: nothing is left behind,
+and no parent has to pass it on. Either all ranks of the group connect, or none does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 )
-"""What the native operators can sum."""
+"""Dtypes that the native operators can sum."""
 
 
 def connect(
@@ -33,10 +33,10 @@ def connect(
     library: NativeOperators | None,
     timeout: float,
 ) -> ShmCollectives | None:
-    """Connect the ranks of ``axis``, which all call this; None when one of them cannot.
+    """Connect the ranks of ``axis``, which all call this; return None if one of them cannot.
 
-    ``transport`` reaches them already. ``first_pid`` is the process of the axis's first rank. ``library`` is None on a
-    rank that has none. ``timeout``: seconds a collective waits for its peers.
+    ``transport`` already connects them. ``first_pid`` is the process of the axis's first rank. ``library`` is None on a
+    rank without one. ``timeout``: seconds that a collective waits for its peers.
     """
     here = context.axis(axis)
     if here.degree > MAX_DEGREE:

@@ -1,11 +1,11 @@
-"""Collectives over shared memory, for CPU ranks of one host: the transport of compiled graphs.
+"""Collectives over shared memory, for CPU ranks on one host: the transport of compiled graphs.
 
-The parent makes one segment (a memfd: nothing is left behind, and ``/dev/shm`` may be tiny) for each group and hands
-its descriptor to the group's ranks. The native operators do the work; the same segment is what the parent watches:
-every rank's counters grow natively, also while a graph runs and holds the interpreter's lock.
+The parent creates one segment per group (a memfd: nothing is left behind, and ``/dev/shm`` may be tiny) and passes its
+descriptor to the group's ranks. The native operators do the work. The parent watches the same segment: native code
+advances every rank's counters, even while a graph runs and holds the GIL.
 
 A rank that waits longer than the timeout, or for a process that has ended, marks the segment as failed. From then on
-every call on every rank raises the same message: nothing goes on out of step.
+every call on every rank raises the same message, so no rank continues out of step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_CAPACITY = 1 << 20
-"""Bytes of one rank's slot. Larger tensors travel in pieces of this size."""
+"""Bytes of one rank's slot. Larger tensors are sent in pieces of this size."""
 DEFAULT_TIMEOUT = 30.0
 MAIL_CAPACITY = 1 << 16
 MAX_DEGREE = 64
@@ -50,7 +50,7 @@ _MISSING = re.compile(r"nxd: rank\(s\) \[([\d, ]*)\] did not reach")
 
 @dataclass(frozen=True)
 class RankCounters:
-    """What one rank has done so far, as any process with the segment sees it."""
+    """Counters of one rank, visible to every process with the segment."""
 
     rank: int
     pid: int
@@ -58,25 +58,25 @@ class RankCounters:
     collectives: int
     steps: int
     last_seconds: float
-    """``time.monotonic()`` of the last of either; 0 before the first."""
+    """``time.monotonic()`` of the last collective or step; 0 before the first."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group failed; ``ranks`` are places on the axis, empty when no single rank is to blame."""
+    """Why a group failed; ``ranks`` are indices on the axis, empty if no single rank is to blame."""
 
     message: str
     ranks: tuple[int, ...]
 
 
 def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
-    """Make the shared memory of a group of ``degree`` ranks and return its descriptor; the caller closes it.
+    """Create the shared memory of a group of ``degree`` ranks and return its descriptor; the caller closes it.
 
-    ``capacity`` is in bytes and rounded up to pages; memory that is never touched costs nothing. Pass the descriptor to
-    the ranks' processes (``subprocess`` with ``pass_fds``); each gives it to :class:`ShmCollectives` or ``comm_init``.
+    ``capacity`` is in bytes and rounded up to pages; untouched memory costs nothing. Pass the descriptor to the ranks'
+    processes (``subprocess`` with ``pass_fds``); each passes it to :class:`ShmCollectives` or ``comm_init``.
     """
     if not 1 <= degree <= MAX_DEGREE:
-        raise ParallelConfigError(f"shared memory connects 1 to {MAX_DEGREE} ranks, not {degree}")
+        raise ParallelConfigError(f"shared memory connects 1 to {MAX_DEGREE} ranks, got {degree}")
     if capacity < 1:
         raise ParallelConfigError(f"the capacity of a slot must be at least 1 byte, got {capacity}")
     capacity = _pages(max(capacity, degree * 64))
@@ -91,7 +91,7 @@ def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
 
 
 def read_counters(segment: int | mmap.mmap) -> list[RankCounters]:
-    """The counters of every rank of a segment (a descriptor, or a mapping of it)."""
+    """Read the counters of every rank of a segment (a descriptor, or a mapping of it)."""
     degree, _ = _sizes(segment)
     counters = []
     for rank in range(degree):
@@ -102,7 +102,7 @@ def read_counters(segment: int | mmap.mmap) -> list[RankCounters]:
 
 
 def read_failure(segment: int | mmap.mmap) -> Failure | None:
-    """Why the group of this segment failed, or None while it has not."""
+    """Return why the group of this segment failed, or None if it has not."""
     degree, _ = _sizes(segment)
     if struct.unpack("<I", _read(segment, _FAILED, 4))[0] != 2:
         return None
@@ -112,7 +112,7 @@ def read_failure(segment: int | mmap.mmap) -> Failure | None:
 
 
 def fail_segment(segment: int, message: str, ranks: tuple[int, ...] = ()) -> None:
-    """End every wait in the group with ``message``, as a parent that saw a rank die does. The first failure stays."""
+    """End every wait in the group with ``message``, for a parent that saw a rank die. The first failure is kept."""
     degree, _ = _sizes(segment)
     if struct.unpack("<I", _read(segment, _FAILED, 4))[0]:
         return
@@ -123,7 +123,7 @@ def fail_segment(segment: int, message: str, ranks: tuple[int, ...] = ()) -> Non
 
 
 class ShmCollectives:
-    """:class:`~nxd_infer.comm.protocol.Collectives` over segments, one an axis, through a native library."""
+    """:class:`~nxd_infer.comm.protocol.Collectives` over one segment per axis, through a native library."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class ShmCollectives:
         timeout: float = DEFAULT_TIMEOUT,
         scope: str = "",
     ):
-        """Connect this rank to its group of each axis in ``segments`` (axis name to descriptor, which stays the
-        caller's). ``timeout``: seconds a collective waits for its peers. ``scope`` keeps groups of the same axis apart
-        in one process: those of compiled graphs have none.
+        """Connect this rank to its group on each axis in ``segments`` (axis name to descriptor, which the caller still
+        owns). ``timeout``: seconds that a collective waits for its peers. ``scope`` separates groups of the same axis
+        in one process; those of compiled graphs have none.
 
-        Raises CollectiveError when a descriptor is no segment of that degree, or an axis is connected already.
+        Raises CollectiveError if a descriptor is not a segment of that degree, or an axis is already connected.
         """
         self._library = library
         self._context = context
@@ -185,12 +185,12 @@ class ShmCollectives:
             self._ops["barrier"](axis + self._scope)
 
     def count_step(self, axis: str = "tp") -> int:
-        """Advance this rank's step counter, which :func:`read_counters` shows; returns it."""
+        """Advance this rank's step counter, which :func:`read_counters` shows, and return it."""
         with self._typed_errors(axis):
             return self._ops["comm_step"](axis + self._scope)
 
     def close(self) -> None:
-        """Disconnect this process; the memory goes when every process has."""
+        """Disconnect this process; the memory is freed once every process has disconnected."""
         while self._connected:
             self._ops["comm_close"](self._connected.pop() + self._scope)
 
@@ -213,9 +213,9 @@ class ShmCollectives:
 
 
 def typed_error(text: str) -> CollectiveError:
-    """The typed error for a native operator's message: CollectiveTimeoutError when ranks are missing.
+    """Return the typed error for a native operator's message: CollectiveTimeoutError if ranks are missing.
 
-    ``ranks`` of the result are places on the axis, as in the message.
+    ``ranks`` of the result are indices on the axis, as in the message.
     """
     start = text.find("nxd: ")
     message = text[start:].splitlines()[0] if start >= 0 else text

@@ -1,8 +1,8 @@
-"""Composite operators: one node in an exported graph, each with a plain PyTorch reference beside it.
+"""Composite operators: each is one node in an exported graph, with a plain PyTorch reference.
 
-A model calls the operator; run eagerly it is its reference. A backend with a native operator of the same meaning puts
-that in; the others inline the reference, which :data:`COMPOSITE` maps every operator to. References use plain ATen
-operators only, have no shape that depends on data, and change nothing but the arguments the schema marks.
+A model calls the operator; in eager mode that runs the reference. A backend with an equivalent native operator uses
+that; others inline the reference from :data:`COMPOSITE`. References use only plain ATen operators, have no
+data-dependent shapes, and modify only the arguments marked in the schema.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "sample": sample_fake,
     "sample_adjusted": sample_adjusted_fake,
 }
-"""Shapes without data; the native operators of the same names share them."""
+"""Fake kernels (shapes only), shared with the native operators of the same names."""
 
 __all__ = [
     "COMPOSITE",

@@ -1,16 +1,16 @@
-"""What a request asks of the logits before a token is drawn, and the tokens that have been, which penalties look at.
+"""Adjust logits before sampling as requests ask, and count past tokens for the penalties.
 
-Shapes use B rows, V vocabulary entries, S tokens a step and N slots. In this order, for each row:
+Shapes use B rows, V vocabulary entries, S tokens per step and N slots. In this order, for each row:
 
 1. *repetition penalty* r: logits of tokens in the prompt or the output so far are divided by r where positive and
    multiplied by r where negative (as Hugging Face and vLLM do).
 2. *presence* and *frequency penalty*: ``logit -= presence * (count > 0)``, then ``logit -= frequency * count``, over
    output tokens only.
-3. *bias*: ``logit += value`` for the listed ids in their order; an id listed twice adds twice, one outside the
-   vocabulary is ignored.
+3. *bias*: ``logit += value`` for the listed ids in their order; duplicate ids add twice, ids outside the vocabulary are
+   ignored.
 4. *allowed tokens*: bit ``i % 32`` of word ``i // 32`` says whether token i may be chosen.
 
-A row that asks for none of them costs nothing in the native operators.
+A row without adjustments costs nothing in the native operators.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def adjust_logits(
     frequency_penalty: Tensor | None = None,
     repetition_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Steps 1 to 4 of the module: the logits that are drawn from, float32 [B, V].
+    """Apply steps 1 to 4 of the module docstring: return the logits to sample from, float32 [B, V].
 
     Args:
         logits_BV: float32.
-        allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, n], one needs the other.
-        counts, seen: int32 and bool [N, V], how often each token stands in the output so far, and the tokens of the
-            prompt. Row b has the line ``slot[b]`` (int64 [B], in ``0 .. N-1``), or b where ``slot`` is None.
+        allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, n], both or neither.
+        counts, seen: int32 and bool [N, V], how often each token occurs in the output so far, and whether it is in the
+            prompt. Row b uses line ``slot[b]`` (int64 [B], in ``0 .. N-1``), or line b if ``slot`` is None.
         presence_penalty, frequency_penalty, repetition_penalty: float32 [B]; off at 0, 0 and 1.
     """
     logits = logits_BV
@@ -81,15 +81,15 @@ def remember_tokens(
     length_B: Tensor,
     slot_B: Tensor,
 ) -> None:
-    """Count the tokens of a step in place: one more in ``counts`` for an output token, true in ``seen`` for one of the
-    prompt, in the line ``slot[b]`` of row b.
+    """Record the tokens of a step in place, in line ``slot[b]`` for row b: increment ``counts`` for output tokens, set
+    ``seen`` for prompt tokens.
 
-    A row with ``start = 0`` begins with nothing counted; rows of one slot are pieces of one sequence. Tokens past
-    ``length`` are not counted, and a row of length 0 changes nothing. The last line is scratch: no live row may have
-    it, and what is in it means nothing.
+    A row with ``start = 0`` resets its line; rows with the same slot are pieces of one sequence. Tokens past ``length``
+    are not counted, and a row of length 0 changes nothing. The last line is scratch: no live row may use it, and its
+    content is meaningless.
 
     Args:
-        counts_NV, seen_NV: int32 and bool, changed in place.
+        counts_NV, seen_NV: int32 and bool, modified in place.
         ids_BS: int64 in ``0 .. V-1``; output_BS: bool. start_B, length_B, slot_B: int64.
     """
     torch.ops.nxd.remember_tokens(counts_NV, seen_NV, ids_BS, output_BS, start_B, length_B, slot_B)
@@ -98,7 +98,7 @@ def remember_tokens(
 def remember_tokens_reference(
     counts: Tensor, seen: Tensor, ids: Tensor, output: Tensor, start: Tensor, length: Tensor, slot: Tensor
 ) -> None:
-    """:func:`remember_tokens` in plain PyTorch: what is not to be counted goes to the scratch line."""
+    """:func:`remember_tokens` in plain PyTorch: uncounted tokens go to the scratch line."""
     scratch = counts.shape[0] - 1
     slot = torch.where(length > 0, slot, scratch)
     fresh = torch.where(start == 0, slot, scratch)

@@ -1,8 +1,8 @@
-"""Attention over a cache of keys and values that stays with the rank: write the new entries, then attend.
+"""Attention over a KV cache that stays on the rank: write the new entries, then attend.
 
 One operator serves decode (S = 1), prefill (start = 0), chunked prefill and verification of drafts (S > 1 at an
 offset). Shapes use B rows, S positions, H query heads, KH key/value heads, D head dimension, N blocks of L positions,
-n blocks a row.
+n blocks per row.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ def cache_attention(
 ) -> Tensor:
     """Write keys and values into the caches in place, then attend causally. Returns [B, S, H, D].
 
-    Row b holds positions ``start[b] .. start[b] + length[b] - 1``; position p lives in block ``block_table[b, p // L]``
-    at ``p % L``. Query i attends to the positions ``<= start[b] + i``. Query head h reads key/value head
-    ``h // (H / KH)``.
+    Row b has positions ``start[b] .. start[b] + length[b] - 1``; position p is in block ``block_table[b, p // L]`` at
+    ``p % L``. Query i attends to positions ``<= start[b] + i``. Query head h reads key/value head ``h // (H / KH)``.
 
-    Queries past ``length``, and positions that no block of the row holds, are padding: their keys and values go to
-    the last block (the scratch block, which no row may own) or nowhere, and their results are finite and mean nothing.
-    Whatever lies in the cache outside a row's live positions, NaN included, has no influence on that row.
+    Queries past ``length``, and positions outside the row's blocks, are padding: their keys and values go to the last
+    block (the scratch block, which no row may own) or nowhere, and their results are finite but meaningless. Cache
+    contents outside a row's live positions, even NaN, do not affect that row.
 
-    The native operator of this name reads live positions only. Its results for a row depend neither on the other rows
-    nor on the number of threads, to the bit; and in a call of up to 16 queries a row, those of a query are the ones
-    that it gets in a call of its own. It refuses shapes and values that do not fit (RuntimeError, before
-    anything is written), but does not look at the blocks of positions that are not live.
+    The native operator of this name reads only live positions. A row's results are bit-equal whatever the other rows
+    and the number of threads, and with up to 16 queries per row, a query's result is bit-equal to that of a separate
+    call. It rejects shapes and values that do not fit (RuntimeError, before anything is written), but does not check
+    the blocks of positions that are not live.
 
     Args:
         q_BSHD, k_BSKD, v_BSKD: rotated queries, rotated keys, values.
-        k_cache_NKLD, v_cache_NKLD: changed in place; same dtype as ``k`` and ``v``.
+        k_cache_NKLD, v_cache_NKLD: modified in place; same dtype as ``k`` and ``v``.
         block_table_Bn, start_B, length_B: int64. Blocks in ``0 .. N-1``, ``start >= 0``, ``0 <= length <= S``.
         scale: factor of the scores, usually ``D ** -0.5``.
     """
@@ -66,7 +65,7 @@ def cache_attention_reference(
     length: Tensor,
     scale: float,
 ) -> Tensor:
-    """:func:`cache_attention` in plain PyTorch. Reads the whole of each row's blocks."""
+    """:func:`cache_attention` in plain PyTorch. Reads all of each row's blocks."""
     B, S, H, D = q.shape
     N, KH, L, _ = k_cache.shape
     n, G = block_table.shape[1], H // KH
@@ -81,11 +80,11 @@ def cache_attention_reference(
         own_BS = block_table.gather(1, (position_BS // L).clamp(0, n - 1))
         offset_BS = position_BS % L
     block_BS = torch.where(live_BS, own_BS, N - 1)
-    # One index_put_ a cache: it survives export and lowering as an in-place write of B*S entries.
+    # One index_put_ per cache: it survives export and lowering as an in-place write of B*S entries.
     torch.ops.aten.index_put_(k_cache, [block_BS, None, offset_BS], k.to(k_cache.dtype))
     torch.ops.aten.index_put_(v_cache, [block_BS, None, offset_BS], v.to(v_cache.dtype))
 
-    # Entries past the live ones are stale, of another request perhaps; masking scores would let a NaN through.
+    # Entries past the live ones are stale, perhaps from another request; masking only the scores would let NaN through.
     T = n * L
     past_T = torch.arange(T, device=q.device)
     end_B = (start + length).clamp(max=T)
@@ -102,7 +101,7 @@ def cache_attention_reference(
 
 
 def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:
-    """Each row's blocks one after the other: [B, KH, n*L, D]."""
+    """Return each row's blocks concatenated: [B, KH, n*L, D]."""
     B, n = block_table_Bn.shape
     _, KH, L, D = cache_NKLD.shape
     if n == 1:

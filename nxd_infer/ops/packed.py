@@ -1,8 +1,8 @@
-"""Linear layers whose weight is re-blocked for reading front to back: what decoding on a CPU does with every weight.
+"""Linear layers with a weight that is re-blocked for sequential reading, which is what CPU decoding does.
 
-A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 32 rows, ``k``
-slowest inside a block (bfloat16: pairs of ``k`` beside each other). The last block is as narrow as what is left of N,
-and an odd K ends in one row of single values, so every shape packs, and unpacks to the same bits.
+A packed weight has the shape ``[N, K]``, dtype and bytes of the plain one, in another order: blocks of 32 rows, with
+``k`` slowest inside a block (bfloat16: pairs of ``k`` adjacent). The last block has the remaining rows, and an odd K
+ends in one row of single values, so every shape can be packed, and unpacks to the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 COLUMNS = 32
 DTYPES = frozenset({torch.float32, torch.bfloat16})
-"""The types that have a packed form."""
+"""Dtypes with a packed form."""
 
 _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -25,40 +25,40 @@ _LIBRARY.define("packed_embedding(Tensor weight, Tensor ids) -> Tensor")
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, unpack(weight), bias)`` for a packed ``weight`` [N, K]; x [..., K] -> [..., N] of its dtype.
+    """Compute ``F.linear(x, unpack(weight), bias)`` for a packed ``weight`` [N, K]; x [..., K] -> [..., N], same dtype.
 
-    The native operator adds in float32, in the order of ``k``, and rounds once. A row's result has the same bits
-    alone and in any batch, with any number of threads: the other rows have no influence on it.
+    The native operator adds in float32, in the order of ``k``, and rounds once. A row's result is bit-equal alone, in
+    any batch and with any number of threads: it does not depend on other rows.
     """
     return torch.ops.nxd.packed_linear(x, weight, bias)
 
 
 def packed_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-    """:func:`packed_linear` of one ``x`` for each weight, to the same bits; ``biases`` is empty or one a weight.
+    """:func:`packed_linear` of one ``x`` for each weight, bit-equal; ``biases`` is empty or has one per weight.
 
-    The threads start and wait once for all of them, which is what small matrices cost most. The operator takes the
-    weights and, when ``biased``, a bias for each behind all of them.
+    Threads start and synchronise once for all weights, which is the main cost of small matrices. The operator takes the
+    weights, followed by their biases if ``biased``.
     """
     return torch.ops.nxd.packed_linears(x, [*weights, *biases], bool(biases))
 
 
 def packed_embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """``F.embedding(ids, unpack(weight))``: rows of a packed table [N, K]; ids of any shape -> [*ids.shape, K].
+    """Compute ``F.embedding(ids, unpack(weight))`` for a packed table [N, K]; ids of any shape -> [*ids.shape, K].
 
-    An id outside ``0 .. N-1`` is an error, as it is for F.embedding.
+    An id outside ``0 .. N-1`` is an error, as for F.embedding.
     """
     return torch.ops.nxd.packed_embedding(weight, ids)
 
 
 def packable(dtype: torch.dtype, shape: tuple[int, ...] | list[int], stride: tuple[int, ...] | list[int]) -> bool:
-    """Whether a tensor of this form has a packed one: a contiguous float32 or bfloat16 matrix that is not empty."""
+    """Return whether a tensor can be packed: a contiguous, non-empty float32 or bfloat16 matrix."""
     return dtype in DTYPES and len(shape) == 2 and min(shape) > 0 and list(stride) == [shape[1], 1]
 
 
 def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
-    """The packed form of ``weight`` [N, K], in ``out`` where that is given (same shape and dtype, contiguous).
+    """Pack ``weight`` [N, K], into ``out`` if given (same shape and dtype, contiguous).
 
-    ``library`` (a ``native.NativeLibrary``) does it at the speed of memory; without one it is plain PyTorch.
+    With a ``library`` (``native.NativeLibrary``) this runs at memory speed; without one it is plain PyTorch.
     """
     out = torch.empty_like(weight, memory_format=torch.contiguous_format) if out is None else out
     if library is not None:
@@ -75,7 +75,7 @@ def pack(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tens
 
 
 def unpack(packed: Tensor, library: Any = None) -> Tensor:
-    """The plain weight of a packed one; exact."""
+    """Return the plain weight of a packed one; exact."""
     if library is not None:
         return library.op("unpack")(packed)
     out = torch.empty_like(packed)
@@ -90,7 +90,7 @@ def unpack(packed: Tensor, library: Any = None) -> Tensor:
 
 
 def _blocks(weight: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """For each block: its first row, its end, how many values of k lie in groups, and how many make a group."""
+    """Yield for each block: its first row, its end, the number of k values in groups, and the group size."""
     N, K = weight.shape
     group = 2 if weight.dtype == torch.bfloat16 else 1
     for row in range(0, N, COLUMNS):
@@ -109,7 +109,7 @@ def packed_linears_reference(x: Tensor, layers: Sequence[Tensor], biased: bool) 
 
 
 def split_layers(layers: Sequence[Tensor], biased: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """The weights, and a bias or None for each."""
+    """Return the weights, and a bias or None for each."""
     count = len(layers) // 2 if biased else len(layers)
     return layers[:count], layers[count:] or [None] * count
 

@@ -1,9 +1,9 @@
-"""Linear layers whose weight is held in whole numbers of eight bits: half the bytes that a decode step reads.
+"""Linear layers with int8 weights: a decode step reads half the bytes.
 
 A weight [N, K] becomes ``q * scale``: ``scale[n] = max|w[n]| / 127`` in float32, and ``q`` in -127 .. 127, rounded to
-the nearest (ties to even). Activations keep their type. The packed tensor is int8 [N, K + 4]: blocks of 32 rows as in
-:mod:`nxd_infer.ops.packed`, each ``[K][32]`` numbers, ``k`` slowest, and behind them its scales as float32. The last
-block is as narrow as what is left of N.
+nearest (ties to even). Activations keep their dtype. The packed tensor is int8 [N, K + 4]: blocks of 32 rows as in
+:mod:`nxd_infer.ops.packed`, each with ``[K][32]`` numbers, ``k`` slowest, followed by its scales as float32. The last
+block has the remaining rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from nxd_infer.ops.packed import COLUMNS, packed_linear_fake, packed_linears_fake, split_layers
 
 SCALE_BYTES = 4
-"""Bytes of a row's scale, behind its K values."""
+"""Bytes of a row's scale, after its K values."""
 LARGEST = 127
 
 _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
@@ -28,34 +28,34 @@ _LIBRARY.define("packed_int8_embedding(Tensor weight, Tensor ids, bool bfloat16)
 
 
 def packed_int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ q.T * scale + bias`` for a packed ``weight``; x [..., K] float32 or bfloat16 -> [..., N] of its dtype.
+    """Compute ``x @ q.T * scale + bias`` for a packed ``weight``; x [..., K] -> [..., N], both float32 or bfloat16.
 
-    Sums, scale and bias are float32, and the result is rounded once. Whole numbers below 128 are exact in bfloat16, so
-    the native operator adds as ``packed_linear`` does over a weight ``q``: a row's result depends on no other row.
+    Sums, scale and bias are float32, and the result is rounded once. Integers below 128 are exact in bfloat16, so the
+    native operator adds like ``packed_linear`` with a weight ``q``: a row's result depends on no other row.
     """
     return torch.ops.nxd.packed_int8_linear(x, weight, bias)
 
 
 def packed_int8_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-    """:func:`packed_int8_linear` of one ``x`` for each weight, to the same bits; no ``biases``, or one a weight."""
+    """:func:`packed_int8_linear` of one ``x`` for each weight, bit-equal; no ``biases``, or one per weight."""
     return torch.ops.nxd.packed_int8_linears(x, [*weights, *biases], bool(biases))
 
 
 def packed_int8_embedding(weight: Tensor, ids: Tensor, bfloat16: bool) -> Tensor:
-    """Rows of ``q * scale``, rounded to bfloat16 or left in float32; ids of any shape -> [*ids.shape, K].
+    """Look up rows of ``q * scale``, rounded to bfloat16 or in float32; ids of any shape -> [*ids.shape, K].
 
-    An id outside ``0 .. N-1`` is an error, as it is for F.embedding.
+    An id outside ``0 .. N-1`` is an error, as for F.embedding.
     """
     return torch.ops.nxd.packed_int8_embedding(weight, ids, bfloat16)
 
 
 def packed_shape(shape: Sequence[int]) -> list[int]:
-    """The shape of the packed tensor of a weight of ``shape`` [N, K]."""
+    """Return the shape of the packed tensor for a weight of ``shape`` [N, K]."""
     return [shape[0], shape[1] + SCALE_BYTES]
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``(q, scale)`` of a weight [N, K]: int8 [N, K] and float32 [N]. A row of zeros has the scale 1."""
+    """Return ``(q, scale)`` of a weight [N, K]: int8 [N, K] and float32 [N]. A zero row has scale 1."""
     wide = weight.float()
     scale = wide.abs().amax(1) / LARGEST
     scale = torch.where(scale == 0, 1.0, scale)
@@ -63,10 +63,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8(weight: Tensor, out: Tensor | None = None, library: Any = None) -> Tensor:
-    """The packed form, int8 [N, K + 4], of ``weight`` [N, K], in ``out`` where that is given.
+    """Quantize and pack ``weight`` [N, K] as int8 [N, K + 4], into ``out`` if given.
 
-    ``library`` (a ``native.NativeLibrary``) does it at the speed of memory; without one it is plain PyTorch, to the
-    same bits.
+    With a ``library`` (``native.NativeLibrary``) this runs at memory speed; without one it is plain PyTorch, bit-equal.
     """
     out = torch.empty(packed_shape(weight.shape), dtype=torch.int8) if out is None else out
     if library is not None:
@@ -83,7 +82,7 @@ def pack_int8(weight: Tensor, out: Tensor | None = None, library: Any = None) ->
 
 
 def unpack_int8(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """``(q, scale)`` of a packed weight; exact."""
+    """Return ``(q, scale)`` of a packed weight; exact."""
     N, row_bytes = packed.shape
     whole = N // COLUMNS * COLUMNS
     parts = [(packed[:whole], COLUMNS)] if whole else []
@@ -93,7 +92,7 @@ def unpack_int8(packed: Tensor) -> tuple[Tensor, Tensor]:
         K = row_bytes - SCALE_BYTES
         blocks = part.reshape(-1, width * row_bytes)
         numbers.append(blocks[:, : width * K].reshape(-1, K, width).transpose(1, 2).reshape(-1, K))
-        bits = blocks[:, width * K :].clone(memory_format=torch.contiguous_format)  # where float32 may begin
+        bits = blocks[:, width * K :].clone(memory_format=torch.contiguous_format)  # aligned for float32
         scales.append(bits.view(torch.float32).reshape(-1))
     return torch.cat(numbers), torch.cat(scales)
 

@@ -1,29 +1,28 @@
-"""Choosing a token: truncation by exact thresholds without a sort, and counter-based random numbers.
+"""Sample tokens: truncation by exact thresholds without a sort, and counter-based random numbers.
 
-Shapes use B rows and V vocabulary entries. Every row is its own experiment: its result depends on its own logits and
-settings, on ``(seed, position)`` and on token ids, never on its place in the batch, on the batch size or on the
-tensor-parallel degree.
+Shapes use B rows and V vocabulary entries. Rows are independent: a result depends on the row's logits and settings, on
+``(seed, position)`` and on token ids, never on the index in the batch, the batch size or the tensor-parallel degree.
 
 Definitions, for the logits ``x`` of a row:
 
 1. ``temperature < 1e-5`` (or not a number) is greedy: the first largest logit. Otherwise
    ``s = (x - max x) / temperature`` and ``p = softmax(s)``.
-2. *top-k* keeps the k largest ``s``, and every token equal to the smallest of them; ``k <= 0`` keeps all.
+2. *top-k* keeps the k largest ``s``, and all ties with the smallest of them; ``k <= 0`` keeps all.
 3. *top-p* keeps the smallest set of largest ``p``, renormalised over what top-k kept, whose sum reaches ``top_p``, and
-   every token equal to the smallest of them; ``top_p >= 1`` keeps all, ``top_p <= 0`` keeps the largest.
+   all ties with the smallest of them; ``top_p >= 1`` keeps all, ``top_p <= 0`` keeps the largest.
 4. *min-p* keeps tokens with ``p >= min_p * max p``; ``min_p <= 0`` keeps all.
 5. The token is ``argmax(s - log(-log1p(-u)))`` over the tokens that all three keep (the Gumbel-max trick), with ``u``
    uniform in (0, 1) from ``(seed, position, token id)``: a draw from ``p`` restricted to them.
 
-A NaN logit counts as minus infinity, plus infinity as the largest finite number, so a damaged row stays a valid token.
-Among equal scores, and among equal log probabilities, the lowest id comes first.
+A NaN logit counts as minus infinity, plus infinity as the largest finite number, so even a damaged row gives a valid
+token. Among equal scores, and among equal log probabilities, the lowest id comes first.
 
-Every implementation draws the same tokens, bit for bit up to the score: ``s`` is one subtraction and one division of
-float32; ``exp`` in the sums of top-p is :func:`exp_negative`, which spells out each rounding; the random bits are whole
-numbers. Scores are float64: two libraries' logarithms could differ in a draw only where two scores agree to 15 digits.
+Every implementation samples the same tokens, bit-equal up to the score: ``s`` is one subtraction and one division in
+float32; ``exp`` in the sums of top-p is :func:`exp_negative`, which specifies each rounding; the random bits are
+integers. Scores are float64: logarithms of two libraries could change a sample only if two scores agree to 15 digits.
 Log probabilities are equal to about 1e-6.
 
-The order (temperature, top-k, top-p, min-p) is that of Hugging Face; these break ties by sort order, we keep all.
+The order (temperature, top-k, top-p, min-p) is that of Hugging Face, which breaks ties by sort order; we keep all ties.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from nxd_infer.ops.adjust import adjust_logits
 
 GREEDY_BELOW = 1e-5
 LOGPROB_FLOOR = -9999.0
-"""Reported in place of minus infinity, so that results stay representable in JSON."""
+"""Reported instead of minus infinity, so that results can be represented in JSON."""
 
 _LIBRARY = torch.library.Library("nxd", "FRAGMENT")
 _LIBRARY.define(
@@ -61,18 +60,18 @@ def sample(
     position_B: Tensor,
     top: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw one token a row as the module says.
+    """Sample one token per row as the module docstring defines.
 
     Args:
-        logits_BV: float32, what to draw from (after penalties, bias and masks).
-        raw_BV: float32, the distribution that log probabilities are reported of.
+        logits_BV: float32, the logits to sample from (after penalties, bias and masks).
+        raw_BV: float32, the logits for the reported log probabilities.
         temperature_B, top_p_B, min_p_B: float32. top_k_B, seed_B, position_B: int64.
         top: how many of the most probable tokens to report.
 
     Returns:
         token [B] int64; its natural log probability under ``raw`` [B] float32; the ids [B, top] int64 and the log
-        probabilities [B, top] float32 of the most probable tokens under ``raw``, best first. Where the vocabulary is
-        smaller than ``top`` the rest holds id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
+        probabilities [B, top] float32 of the most probable tokens under ``raw``, best first. If the vocabulary is
+        smaller than ``top``, the rest has id -1 and the floor. Log probabilities are never below ``LOGPROB_FLOOR``.
     """
     return torch.ops.nxd.sample(logits_BV, raw_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B, top)
 
@@ -121,9 +120,9 @@ def sample_adjusted(
     frequency_penalty: Tensor | None = None,
     repetition_penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`sample` from what :func:`~nxd_infer.ops.adjust.adjust_logits` makes of ``logits``, with these as ``raw``.
+    """:func:`sample` from ``logits`` after :func:`~nxd_infer.ops.adjust.adjust_logits`, with ``logits`` as ``raw``.
 
-    One operator, so that rows that ask for no adjustment are drawn from where they lie. Arguments as in both.
+    One operator, so that rows without adjustments are sampled without a copy. Arguments as in both functions.
     """
     return torch.ops.nxd.sample_adjusted(
         logits_BV,
@@ -163,12 +162,12 @@ def sample_adjusted_reference(
 
 
 def finite_or_absent(logits: Tensor) -> Tensor:
-    """NaN becomes minus infinity, plus infinity the largest finite number."""
+    """Replace NaN by minus infinity, and plus infinity by the largest finite number."""
     return torch.where(logits.isnan(), -torch.inf, logits).clamp(max=torch.finfo(torch.float32).max)
 
 
 def logprobs(raw_BV: Tensor, token_B: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of ``token`` and of the ``top`` most probable tokens; see :func:`sample`."""
+    """Return log probabilities of ``token`` and of the ``top`` most probable tokens; see :func:`sample`."""
     count = min(top, raw_BV.shape[-1])
     total_B1 = raw_BV.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     chosen_B = (raw_BV.gather(-1, token_B[:, None]) - total_B1)[:, 0].clamp(min=LOGPROB_FLOOR)
@@ -181,9 +180,9 @@ def logprobs(raw_BV: Tensor, token_B: Tensor, top: int) -> tuple[Tensor, Tensor,
 
 
 def largest_first(raw_BV: Tensor, count: int) -> Tensor:
-    """The ids [B, count] of the largest entries, none NaN; the lowest id first among equals, unlike ``topk``."""
-    bits_BV = torch.where(raw_BV == 0, 0.0, raw_BV).view(torch.int32)  # one zero, not two
-    order_BV = (bits_BV ^ ((bits_BV >> 31) & 0x7FFFFFFF)).long()  # orders like the floats
+    """Return the ids [B, count] of the largest entries, without NaN; unlike ``topk``, ties by lowest id first."""
+    bits_BV = torch.where(raw_BV == 0, 0.0, raw_BV).view(torch.int32)  # no negative zero
+    order_BV = (bits_BV ^ ((bits_BV >> 31) & 0x7FFFFFFF)).long()  # same order as the floats
     ids_V = torch.arange(raw_BV.shape[-1], device=raw_BV.device)
     keys = ((order_BV << 32) + (_MASK - ids_V)).topk(count, dim=-1).values
     return _MASK - (keys & _MASK)
@@ -193,18 +192,18 @@ def largest_first(raw_BV: Tensor, count: int) -> Tensor:
 
 
 def truncation(cost_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    """Which tokens top-k, top-p and min-p all keep, as bool [B, V].
+    """Return which tokens top-k, top-p and min-p all keep, as bool [B, V].
 
-    ``cost`` is ``-s`` of the module: zero for the best token of a row, infinite for an absent one.
+    ``cost`` is ``-s`` of the module docstring: zero for the best token of a row, infinite for an excluded one.
     """
     vocabulary = cost_BV.shape[-1]
-    # A non-negative float orders like its bits, so a threshold is found digit by digit, exactly.
+    # Non-negative floats sort like their bits, so a threshold is found digit by digit, exactly.
     bits_BV = cost_BV.view(torch.int32)
     one = torch.ones((), dtype=torch.float64, device=cost_BV.device)
     wanted_B = torch.where(top_k_B > 0, top_k_B, vocabulary).clamp(max=vocabulary)
     by_k_B = smallest_threshold(bits_BV, one, wanted_B.double())
 
-    # Whole numbers in float64 add up exactly in any order: the threshold does not depend on how a sum is split.
+    # Integers in float64 add exactly in any order: the threshold does not depend on how a sum is split.
     mass_BV = (exp_negative(-cost_BV).double() * 2.0**32).floor()
     mass_BV = torch.where(bits_BV <= by_k_B[:, None], mass_BV, 0.0)
     share_B = torch.where(top_p_B < 1.0, top_p_B, 1.0).clamp(min=0.0).double()
@@ -217,12 +216,12 @@ def truncation(cost_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tenso
 
 
 def exp_negative(x: Tensor) -> Tensor:
-    """exp(x) of a float32 x <= 0, with the same bits everywhere; 0 at -87 and below, relative error below 1.2e-7.
+    """Return exp(x) of a float32 x <= 0, bit-equal everywhere; 0 at -87 and below, relative error below 1.2e-7.
 
     Cephes' expf (Moshier): ``exp(x) = 2^n exp(r)``, ``r = x - n log 2`` in two parts, and a polynomial of degree 7.
     """
     inside = x.clamp(min=-87.0)
-    n = (inside * 1.44269504088896341 + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to a whole number
+    n = (inside * 1.44269504088896341 + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to an integer
     r = (inside - n * 0.693359375) - n * -2.12194440e-4
     y = 1.9875691500e-4
     for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
@@ -233,14 +232,14 @@ def exp_negative(x: Tensor) -> Tensor:
 
 
 _WIDTHS = (11, 10, 10)
-"""Bits settled by each histogram; the sign bit of a cost is 0, so 31 remain."""
+"""Bits determined by each histogram; the sign bit of a cost is 0, so 31 remain."""
 
 
 def smallest_threshold(bits_BV: Tensor, weight: Tensor, target_B: Tensor) -> Tensor:
-    """The smallest int32 ``t`` [B] with ``sum(weight where bits <= t) >= target``, or a larger one than any if none is.
+    """Return the smallest int32 ``t`` [B] with ``sum(weight where bits <= t) >= target``; if none, one above all bits.
 
-    ``bits`` are non-negative int32; ``weight`` is float64, a scalar or [B, V]. A radix search: each histogram settles
-    the next bits of ``t`` among the entries that share those before.
+    ``bits`` are non-negative int32; ``weight`` is float64, a scalar or [B, V]. A radix search: each histogram
+    determines the next bits of ``t`` among the entries with the same leading bits.
     """
     rows, _ = bits_BV.shape
     found_B = torch.zeros(rows, dtype=torch.int32, device=bits_BV.device)
@@ -269,7 +268,7 @@ _GOLDEN = 0x1E3779B9
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit values (held in int64) in which every input bit reaches every output bit."""
+    """Mix bits: a bijection of 32-bit values (in int64) in which every input bit affects every output bit."""
     x = ((x ^ (x >> 16)) * _M1) & _MASK
     x = ((x ^ (x >> 15)) * _M2) & _MASK
     x = ((x ^ (x >> 12)) * _M3) & _MASK
@@ -277,9 +276,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """32 random bits a token, int64 [B, V] in 0 .. 2^32-1, as a pure function of (seed, position, token id).
+    """Return 32 random bits per token, int64 [B, V] in 0 .. 2^32-1, a pure function of (seed, position, token id).
 
-    All 64 bits of the seed and the low 32 of the position count.
+    Uses all 64 bits of the seed and the low 32 of the position.
     """
     low_B, high_B = seed_B & _MASK, (seed_B >> 32) & _MASK
     key_B = _mix(_mix(low_B) ^ ((high_B + _GOLDEN) & _MASK))
@@ -289,7 +288,7 @@ def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     token_V = _mix(((ids_V + 1) * _GOLDEN) & _MASK)
     x = token_V ^ first_B[:, None]
     x = ((x ^ (x >> 16)) * _M1) & _MASK
-    # The second key comes after the first product: two rows then share no pattern over token ids.
+    # The second key is added after the first product, so that no two rows share a pattern over token ids.
     x = (x + second_B[:, None]) & _MASK
     x = ((x ^ (x >> 15)) * _M2) & _MASK
     x = ((x ^ (x >> 12)) * _M3) & _MASK
@@ -297,7 +296,7 @@ def random_bits(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def uniform(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Uniform float64 [B, V] in (0, 1): the 2^32 values ``(bits + 1/2) / 2^32`` of :func:`random_bits`, exactly."""
+    """Return uniform float64 [B, V] in (0, 1): exactly ``(bits + 1/2) / 2^32`` of :func:`random_bits`."""
     return (random_bits(seed_B, position_B, vocabulary).double() + 0.5) * 2.0**-32
 
 

@@ -343,7 +343,7 @@ def test_a_layout_that_drops_elements_cannot_be_merged():
     layout = ParamLayout.of([AxisPlan.from_runs([Run("", 2, 6), Run("", 0, 1), Fill(0.0, 1)])], "w")
     logical = {"w": torch.randn(6)}
     ranks = [{"p": shard_tensor(logical, layout.rank_layout(2, rank))} for rank in range(2)]
-    with pytest.raises(CheckpointError, match="hold 5 of the 6 elements"):
+    with pytest.raises(CheckpointError, match="hold only 5 of the 6 requested elements"):
         merge_state_dicts(ranks, {"p": layout})
 
 

@@ -179,7 +179,7 @@ def test_an_adapter_without_a_configuration_is_named(tmp_path: Path, inside: boo
     if inside:
         assert resumed(tmp_path / "copy") == 0
     else:
-        with pytest.raises(CheckpointError, match=r"no adapter_config.json, and .* holds no configuration"):
+        with pytest.raises(CheckpointError, match=r"no adapter_config.json, and .* has no configuration"):
             resumed(tmp_path / "copy")
 
 

@@ -95,11 +95,11 @@ def test_an_empty_mark_is_damage(tmp_path: Path):
     [
         ({"format": "nxd-checkpoint 2.0"}, r"format 'nxd-checkpoint 2.0'; this release reads 'nxd-checkpoint 1.0'"),
         ({"files": []}, r"'files' must be an object of numbers, got \[\]"),
-        ({"counter": 1 << 70}, r"'counter' must be a whole number of 1 to 2\^62, got 118059162"),
+        ({"counter": 1 << 70}, r"'counter' must be a whole number from 1 to 2\^62, got 118059162"),
         ({"degrees": {"tp": 1}}, r"'degrees' must"),
         ({"saved_at": "now"}, r"'saved_at' must be a time in seconds, got 'now'"),
         ({"saved_at": 1e20}, r"'saved_at' must be a time in seconds, got 1e\+20"),
-        ({"sha256": ["x"]}, r"'sha256' must be an object of texts, got \['x'\]"),
+        ({"sha256": ["x"]}, r"'sha256' must be an object of strings, got \['x'\]"),
         ({"world_size": "two"}, r"'world_size' must be a whole number of at least 1, got 'two'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_launched_process_never_goes_on_alone(environment: dict[str, str], sai
             ("save", lambda: nxd.parallel_layers.save({"step": 1}, tmp_path / "one")),
             ("save_adapter", lambda: adapted.save_adapter(tmp_path / "adapter")),
         ):
-            with pytest.raises(NotInitializedError, match=f"{what}: this process is one of 2, and model parallelism"):
+            with pytest.raises(NotInitializedError, match=f"{what}: this process is one of 2, but model parallelism"):
                 action()
     assert not list(tmp_path.iterdir()) and not torch.distributed.is_initialized()
 
