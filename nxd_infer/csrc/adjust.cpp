@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-// A product and a difference are rounded one by one, as they are in PyTorch.
+// A product and a difference are rounded separately, as in PyTorch.
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
@@ -15,7 +15,7 @@
 namespace nxd {
 namespace {
 
-// A NaN setting is a wish too: it does what it does in the formulas.
+// A NaN setting counts as set, and propagates through the formulas.
 bool wished(const float* setting, float off) { return setting != nullptr && !(*setting == off); }
 
 bool allows_all(const int32_t* words, int64_t vocabulary) {

@@ -1,4 +1,4 @@
-// What a request asks of a row of logits: nxd_infer/ops/adjust.py is the specification.
+// Adjusts a row of logits as its request asks: nxd_infer/ops/adjust.py is the specification.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace nxd {
 
-// One row's wishes; null pointers where the call has none of a kind.
+// The adjustments of one row; a pointer is null if the call has none of that kind.
 struct Adjustment {
   const int32_t* allowed = nullptr;  // ceil(vocabulary / 32) words
   const int64_t* bias_ids = nullptr;
@@ -19,7 +19,7 @@ struct Adjustment {
   const float* repetition = nullptr;
 };
 
-// `raw` itself where the row asks for nothing, else the adjusted logits in `memory`.
+// `raw` itself if the row has no adjustments, else the adjusted logits in `memory`.
 const float* adjust_row(
     const float* raw, int64_t vocabulary, const Adjustment& adjustment, std::vector<float>& memory);
 

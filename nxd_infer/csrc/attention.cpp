@@ -1,5 +1,5 @@
-// cache_attention: writes the new keys and values, then shares the tiles of attention.h among torch's threads. Schema,
-// shapes and meaning are those of nxd_infer/ops/attention.py.
+// cache_attention: writes the new keys and values, then shares the tiles of attention.h among threads. Schema, shapes
+// and meaning are those of nxd_infer/ops/attention.py.
 #include "attention.h"
 #include "cpu.h"
 #include "large_pages.h"
@@ -21,9 +21,9 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kWorkerBytes = 64 * 1024;        // of keys and values that are worth another thread
-constexpr int64_t kPartialBytes = 4 * 1024 * 1024; // of partial results at most
-constexpr int64_t kPageTurns = 64;                 // pages that are due about the same time become large in turn
+constexpr int64_t kWorkerBytes = 64 * 1024;        // of keys and values that justify another thread
+constexpr int64_t kPartialBytes = 4 * 1024 * 1024; // of partial results, at most
+constexpr int64_t kPageTurns = 64;                 // pages due at about the same time are collapsed in turn
 constexpr int64_t kTilesPerThread = 4;             // of equal length; with fewer, threads share the chunks of tiles
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("nxd: cache_attention: " + what); }
@@ -84,7 +84,7 @@ void set_element(ScalarType type, char* row, int64_t i, double x) {
   }
 }
 
-// Memory of one thread, kept between calls.
+// A thread's memory, kept between calls.
 class Buffer {
  public:
   char* get(int64_t bytes) {
@@ -100,7 +100,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Calls work(item, scratch) for every item, whichever thread is free next.
+// Calls work(item, scratch) for every item, on the next free thread.
 template <typename Work>
 void share(int64_t items, int64_t workers, int64_t scratch_bytes, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -122,7 +122,7 @@ const AttentionKernel& find_kernel(const Attention& x) {
   return attention_portable();
 }
 
-// How many queries of row b are live: within its length, and within its blocks.
+// The number of live queries of row b: within its length and its blocks.
 int64_t live(const Attention& x, int64_t b) {
   return std::clamp<int64_t>(x.n * x.L - x.start[b], 0, x.length[b]);
 }
@@ -147,7 +147,7 @@ void check_rows(const Attention& x, int64_t B, int64_t N) {
   }
 }
 
-// Writes the live positions of x [B, S, KH, D] into the cache; padding is written nowhere.
+// Writes the live positions of x [B, S, KH, D] into the cache; padding is not written.
 void write(const Attention& x, const Strided& from, ScalarType type, const Strided& cache, int64_t B) {
   const int64_t bytes = x.D * (x.cache_type == ScalarType::Double ? 8 : x.cache_type == ScalarType::Float ? 4 : 2);
   parallel_for(0, B * x.S, kWorkerBytes / (x.KH * bytes) + 1, [&](int64_t first, int64_t last) {
@@ -167,13 +167,13 @@ void write(const Attention& x, const Strided& from, ScalarType type, const Strid
   });
 }
 
-// Neighbours have different turns, and so have pages that are 64 or 4096 apart, as those of slots and layers are.
+// Neighbours get different turns, and so do pages 64 or 4096 apart, like those of slots and layers.
 int64_t turn_of(int64_t page) { return (page ^ page >> 6 ^ page >> 12) % kPageTurns; }
 
-// Asks for large pages where this call fills a block past their middle. A core that walks through small ones misses its
-// address cache every 4 KiB; but a large one is taken whole, so a context has to use it (where two blocks share a page,
-// one of them). Pages that filled together take turns over the quarter behind their middle: a step has time for a few,
-// not for those of all rows and layers.
+// Requests huge pages when this call fills a block past their middle. With small pages a core misses its TLB every 4
+// KiB; but a huge page is allocated as a whole, so a context has to use it (if two blocks share a page, one of them).
+// Pages that fill up together take turns over the quarter after their middle: a step has time for a few, not for those
+// of all rows and layers.
 void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
   if (cache.stride[0] < kLargePage / 2 || cache.stride[2] <= 0) return;  // small blocks share pages with others
   const int64_t period = std::min(x.L, std::max<int64_t>(kLargePage / cache.stride[2], 1));  // positions in a page
@@ -198,7 +198,7 @@ void enlarge_pages(const Attention& x, const Strided& cache, int64_t B) {
   }
 }
 
-// A few queries, as those of a draft that is verified, get the bits that each would get in a call of its own.
+// A few queries, such as those verifying a draft, are bit-equal to separate calls.
 int64_t tile_rows(const Attention& x) { return x.S <= kFewQueries && x.G <= kFewRows ? kFewRows : kRows; }
 
 std::vector<Tile> cut(const Attention& x, int64_t B) {
@@ -215,7 +215,7 @@ std::vector<Tile> cut(const Attention& x, int64_t B) {
       }
     }
   }
-  // The longest first, so that no thread ends long after the others.
+  // The longest first, so that no thread finishes long after the others.
   const auto longer = [](const Tile& a, const Tile& b) { return a.chunks() > b.chunks(); };
   if (!std::is_sorted(tiles.begin(), tiles.end(), longer)) std::stable_sort(tiles.begin(), tiles.end(), longer);
   return tiles;
@@ -253,7 +253,7 @@ void attend(const Attention& x, int64_t B) {
   }
   static thread_local Buffer buffer;
   char* partials = buffer.get(chunks * partial);
-  // Each thread takes chunks that follow each other, so that it knows what it reads next.
+  // Each thread takes consecutive chunks, so that it knows what it reads next.
   share(workers, workers, scratch, [&](int64_t worker, char* memory) {
     const int64_t begin = chunks * worker / workers, end = chunks * (worker + 1) / workers;
     int64_t place = std::upper_bound(first_chunk.begin(), first_chunk.end(), begin) - first_chunk.begin() - 1;

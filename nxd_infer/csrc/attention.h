@@ -1,5 +1,5 @@
-// Attention over a cache, cut into pieces of fixed size that are computed alike whoever computes them: the result of a
-// row depends neither on the number of threads nor on the other rows of the batch.
+// Attention over a cache, split into pieces of fixed size that every thread computes alike: the result of a row depends
+// neither on the number of threads nor on the other rows of the batch.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -10,9 +10,9 @@ namespace nxd {
 
 constexpr int64_t kKeys = 128;       // positions of the context in a chunk
 constexpr int64_t kRows = 64;        // rows of a tile
-constexpr int64_t kFewRows = 8;      // rows of a tile that is computed as decode's are
-constexpr int64_t kAhead = 48;       // a row of the cache is asked for when the one so many before it is read
-constexpr int64_t kFewQueries = 16;  // a call of so many queries is cut into tiles of few rows
+constexpr int64_t kFewRows = 8;      // most rows of a tile that uses the decode kernel
+constexpr int64_t kAhead = 48;       // prefetch distance, in rows of the cache
+constexpr int64_t kFewQueries = 16;  // most queries of a call that is split into tiles of few rows
 
 // A tensor [.., .., .., D] whose last dimension is dense; strides in bytes.
 struct Strided {
@@ -35,7 +35,7 @@ struct Attention {
 };
 
 // Rows of one key/value head of one row of the batch, a row being a query of one head: row r is query r / G of head
-// kh * G + r % G. `keys` is how many positions the last of them sees.
+// kh * G + r % G. `keys` is the number of positions that the last of them sees.
 struct Tile {
   int64_t b, kh, row, rows, keys;
 
@@ -44,13 +44,13 @@ struct Tile {
   int64_t position(const Attention& x, int64_t r) const { return x.start[b] + (row + r) / x.G; }
 };
 
-// One instruction set's kernels. A tile's chunks are computed each for itself into a partial result (maximum, sum and
-// weighted values per row), which are then merged in order. All sizes are multiples of 64 bytes.
+// The kernels for one instruction set. Each chunk of a tile is computed separately into a partial result (maximum, sum
+// and weighted values per row); the partial results are then merged in order. All sizes are multiples of 64 bytes.
 struct AttentionKernel {
   int64_t (*scratch_bytes)(const Attention&);
   int64_t (*partial_bytes)(const Attention&, int64_t rows);
   void (*queries)(const Attention&, const Tile&, char* scratch);  // before the chunks, into the same scratch
-  // `next`: the tile that this thread is likely to take when it is done with this one, or nullptr
+  // `next`: the tile that this thread will probably process after this one, or nullptr
   void (*chunk)(const Attention&, const Tile&, int64_t chunk, const Tile* next, char* scratch, char* partial);
   void (*merge)(const Attention&, const Tile&, char* into, const char* later);
   void (*finish)(const Attention&, const Tile&, const char* partial);

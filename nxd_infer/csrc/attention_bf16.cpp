@@ -1,4 +1,4 @@
-// Attention with the instructions made for bfloat16: dot products of pairs, and tiles.
+// Attention with bfloat16 instructions: dot products of pairs, and tiles.
 #include "cpu.h"
 #if NXD_X86
 #define NXD_TARGET NXD_AMX
@@ -8,7 +8,7 @@
 namespace nxd {
 namespace {
 
-// Many rows: products are out[i][r] = sum over j of a[i][j] * b[j][r], with two values of j side by side in b: [J / 2, R, 2].
+// Many rows: products are out[i][r] = sum over j of a[i][j] * b[j][r], with adjacent pairs of j in b: [J / 2, R, 2].
 struct Bf16Many {
   static NXD_INLINE int32_t pair_at(const void* x) {
     int32_t pair;
@@ -40,12 +40,12 @@ struct Bf16Many {
     }
   }
 
-  // Values of a row as lanes, zero past `count`.
+  // Loads a row's values as lanes, zero past `count`.
   static NXD_AVX512_BF16 NXD_INLINE __m512i part(const void* row, int64_t count) {
     return count >= 32 ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16((1u << count) - 1, row);
   }
 
-  // R rows [D] to [D / 2, R, 2], zero behind D up to a multiple of 32.
+  // Rearranges R rows [D] to [D / 2, R, 2], zero-padded to a multiple of 32.
   static NXD_AVX512_BF16 void queries(const char* const* rows, int64_t R, int64_t D, BFloat16* out) {
     __m512i in[16], columns[16];
     for (int64_t d = 0; d < D; d += 32) {
@@ -57,10 +57,10 @@ struct Bf16Many {
     }
   }
 
-  // Weights [n, R], rounded already, to pairs of bfloat16 [filled / 2, R, 2] in the same memory, zero behind the last one.
+  // Packs weights [n, R], already rounded, into pairs of bfloat16 [filled / 2, R, 2] in the same memory, zero-padded.
   static NXD_AVX512_BF16 BFloat16* narrow_weights(float* weights, int64_t n, int64_t filled, int64_t R) {
     std::fill(weights + n * R, weights + filled * R, 0.0f);
-    auto* pairs = reinterpret_cast<BFloat16*>(weights);  // [filled / 2, R, 2], always behind what is still to be read
+    auto* pairs = reinterpret_cast<BFloat16*>(weights);  // [filled / 2, R, 2], never ahead of what is still to be read
     for (int64_t t = 0; t < filled; t += 2) {
       __m512i both[kRows / 16];
       for (int64_t r = 0; r < R; r += 16) {
@@ -110,14 +110,14 @@ struct Bf16Many {
     if (R == 16) product<1>(row, step, I, J, b, out);
   }
 
-  // scores [n, R] of n keys, and of up to three more that are the last one's.
+  // scores [n, R] of n keys, and of up to three more that repeat the last key.
   static NXD_AVX512_BF16 void scores(
       const char* const* k, int64_t n, int64_t D, BFloat16*, const BFloat16* q, float* scores, int64_t R) {
     products([&](int64_t t) { return k[std::min(t, n - 1)]; }, 4, n, D, q, R, scores);
   }
 
-  // out [D, R] = sum over t of v[t] times weights [n, R], which become bfloat16. `values` is room for [kKeys, D rounded up
-  // to 16].
+  // out [D, R] = sum over t of v[t] times weights [n, R], which become bfloat16. `values` is room for [kKeys, D rounded
+  // up to 16].
   static NXD_AVX512_BF16 void weigh(
       const char* const* v, int64_t n, int64_t D, BFloat16* values, float* weights, float* out, int64_t R) {
     const int64_t filled = round_up(n, 2), width = round_up(D, 16);
@@ -151,13 +151,13 @@ struct Bf16Pairs : Bf16Many {
     return {_mm512_dpbf16_ps(sum.x, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b))};
   }
 
-  // To the nearest bfloat16, as a float.
+  // Rounds to the nearest bfloat16, as a float.
   static NXD_AVX512_BF16 NXD_INLINE Avx512 rounded(Avx512 a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a.x)), 16))};
   }
 
   // Loops::weigh() of R rows for kParts * 32 columns from d on, two keys at a time: half the instructions of widened
-  // values. The weights [R, kKeys] are zero behind the last one.
+  // values. The weights [R, kKeys] are zero past the last one.
   template <int R, int kParts>
   static NXD_AVX512_BF16 NXD_INLINE void weigh_pairs(
       const BFloat16* weights, const char* const* v, int64_t n, int64_t d, float* values, int64_t ldv) {

@@ -1,9 +1,9 @@
 // The kernels of attention.h as one template over a vector type. Included by one file per instruction set, which
 // defines NXD_TARGET; everything here is local to that file.
 //
-// Few rows (decode): the cache is read in place, once, and every score is a dot product of a row of K. Many rows
-// (prefill): lanes are rows, so that nothing is ever transposed but the queries and the result; K and V are widened
-// into scratch, chunk by chunk, unless there are pairs or tiles to multiply bfloat16 with (pairs: of an even D).
+// Few rows (decode): the cache is read in place, once, and every score is a dot product with a row of K. Many rows
+// (prefill): lanes are rows, so only the queries and the result are transposed; K and V are widened into scratch, chunk
+// by chunk, unless bfloat16 is multiplied in pairs or tiles (pairs: for an even D).
 #include "attention_loops.h"
 
 namespace nxd {
@@ -19,7 +19,7 @@ struct Kernel : Loops<V, Bf16> {
 
   static int64_t padded(const Attention& x) { return round_up(x.D, 16); }
 
-  // What a thread needs beside the partial results.
+  // A thread's scratch memory besides the partial results.
   struct Scratch {
     A *q, *k, *v, *scores;  // [rows, Dp] or transposed [Dp, R]; [kKeys, Dp] twice; [rows, kKeys] or [kKeys, R]
     BFloat16* pairs;        // [kFewRows, D]
@@ -38,7 +38,7 @@ struct Kernel : Loops<V, Bf16> {
     }
   };
 
-  // Maximum and sum of each row's weights, and its weighted values: [rows, Dp], or [Dp, R] where lanes are rows.
+  // Maximum and sum of each row's weights, and its weighted values: [rows, Dp], or [Dp, R] if lanes are rows.
   struct Partial {
     A *maximum, *sum, *values;
 
@@ -80,7 +80,7 @@ struct Kernel : Loops<V, Bf16> {
 
   // --- the kernels of attention.h ---------------------------------------------------------------------
 
-  // Whether this tile of many rows has bfloat16 operands that are multiplied as they are.
+  // Whether this tile of many rows multiplies bfloat16 operands without widening.
   static bool narrow_many(const Attention& x, const Tile& tile) {
     if constexpr (kPairs) {
       return tile.rows > kFewRows && x.q_type == ScalarType::BFloat16 && x.cache_type == ScalarType::BFloat16 &&
@@ -100,7 +100,7 @@ struct Kernel : Loops<V, Bf16> {
     if constexpr (kPairs) {
       if (narrow_many(x, tile)) {
         const char* rows[kRows];
-        for (int64_t r = 0; r < R; r++) rows[r] = at(std::min(r, tile.rows - 1));  // a row too many is nobody's
+        for (int64_t r = 0; r < R; r++) rows[r] = at(std::min(r, tile.rows - 1));  // extra rows are ignored
         return Bf16::queries(rows, R, x.D, reinterpret_cast<BFloat16*>(scratch.q));
       }
     }
@@ -123,8 +123,8 @@ struct Kernel : Loops<V, Bf16> {
     const Scratch scratch(x, memory);
     const Partial out(tile, partial);
     const int64_t Dp = padded(x), begin = index * kKeys, n = std::min(kKeys, tile.keys - begin);
-    // Keys, values, and the keys that come next: of this context, or behind its end, of the next tile's.
-    // dots() reads up to 15 rows too many, weigh_pairs() asks for one more behind an odd number
+    // Keys, values, and the next keys: of this context, or past its end, of the next tile's.
+    // dots() reads up to 15 extra rows, weigh_pairs() one more after an odd number
     constexpr int64_t kLater = std::max<int64_t>(kAhead + 1, 16);
     const char* k[2 * kKeys + kLater];
     const char **v = k + n, **later = v + n;
@@ -141,7 +141,7 @@ struct Kernel : Loops<V, Bf16> {
           const auto run = [&](auto D) {
             few<BFloat16, BFloat16>(x, tile, begin, n, scratch.pairs, Dp, k, scratch.scores, out, D);
           };
-          if constexpr (!Base::kAsks) {  // a size that the compiler knows: the loops over it are unrolled
+          if constexpr (!Base::kAsks) {  // a compile-time size, so that its loops are unrolled
             if (x.D == 64) return run(std::integral_constant<int64_t, 64>{});
             if (x.D == 128) return run(std::integral_constant<int64_t, 128>{});
           }
@@ -159,7 +159,7 @@ struct Kernel : Loops<V, Bf16> {
     few<A, A>(x, tile, begin, n, scratch.q, Dp, k, scratch.scores, out, native ? x.D : Dp);
   }
 
-  // Where the rows of n positions of the context lie.
+  // Finds the rows of n positions of the context.
   static void find_rows(
       const Attention& x, const Strided& cache, const Tile& tile, int64_t begin, int64_t n, const char** rows) {
     for (int64_t t = 0; t < n;) {
@@ -244,7 +244,7 @@ struct Kernel : Loops<V, Bf16> {
   }
 
   static int64_t scratch_bytes(const Attention& x) { return round_up(Scratch::bytes(x), 64); }
-  // A line more, for finish().
+  // One extra cache line, for finish().
   static int64_t partial_bytes(const Attention& x, int64_t rows) {
     return round_up(Partial::bytes(x, rows) + padded(x) * static_cast<int64_t>(sizeof(A)), 64);
   }

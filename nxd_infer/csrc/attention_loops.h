@@ -13,7 +13,7 @@ namespace {
 
 NXD_INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-// Whether the loops ask for what they read soon (cpu.h).
+// Whether the loops prefetch (cpu.h).
 template <typename Bf16>
 constexpr bool asked() {
   if constexpr (std::is_void_v<Bf16>) {
@@ -23,7 +23,7 @@ constexpr bool asked() {
   }
 }
 
-// V: lanes of the arithmetic. Bf16: what multiplies bfloat16 without widening it (attention_bf16.cpp), or void.
+// V: the vector type. Bf16: multiplies bfloat16 without widening it (attention_bf16.cpp), or void.
 template <typename V, typename Bf16>
 struct Loops {
   using A = typename V::Scalar;
@@ -90,8 +90,8 @@ struct Loops {
     }
   }
 
-  // Asks for a row of the cache that is read soon, once, into the first cache alone: a line that waits in the second one
-  // occupies the core's few places for misses once more, and throws out what is read again.
+  // Prefetches a row of the cache that is read once, soon, into L1 only: a line that waits in L2 occupies one of the
+  // core's few miss buffers a second time, and evicts data that is read again.
   NXD_TARGET static NXD_INLINE void fetch(const char* row, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 0);
   }
@@ -110,9 +110,8 @@ struct Loops {
     }
   }
 
-  // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. Behind `k` follow the
-  // rows that are read next, kAhead + 1 of them at least; where kAsks, each is asked for that many before
-  // its turn.
+  // scores[r][t] = q[r] . k[t] for R rows and the keys up to n, and a few more: `scores` is padded. The rows that are
+  // read next follow `k`, at least kAhead + 1 of them; if kAsks, each is prefetched that many rows ahead.
   template <int R, typename Q, typename C, typename Size>
   NXD_TARGET static NXD_INLINE void dots(
       const Q* q, int64_t ldq, const char* const* k, int64_t n, Size D, A* scores) {
@@ -128,7 +127,7 @@ struct Loops {
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) add_dots<R>(q + d, ldq, reinterpret_cast<const C*>(k[t0 + t]) + d, sum + t);
         }
-      } else {  // in the order of memory, or the processor does not see what comes
+      } else {  // in memory order, so that the hardware prefetcher recognises it
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
 #pragma GCC unroll 4
@@ -144,8 +143,8 @@ struct Loops {
     }
   }
 
-  // values[r] = sum over t of weights[r][t] * v[t], for R rows and B vectors of the head dimension. Behind `v` follow the
-  // rows that are read next, as in dots(); here the same part of each is asked for.
+  // values[r] = sum over t of weights[r][t] * v[t], for R rows and B vectors of the head dimension. The rows that are
+  // read next follow `v`, as in dots(); here the same part of each is prefetched.
   template <int R, int B, typename C>
   NXD_TARGET static NXD_INLINE void weigh_block(
       const A* weights, const char* const* v, int64_t n, int64_t d, A* values, int64_t ldv) {
@@ -175,13 +174,13 @@ struct Loops {
     constexpr int B = V::registers / (2 * R) < 8 ? V::registers / (2 * R) : 8;
     int64_t d = 0;
     for (; d + B * W <= D; d += B * W) weigh_block<R, B, C>(weights, v, n, d, values, ldv);
-    if constexpr (B == 8) {  // a head of 64 has four vectors: alone, each waits for its own sum in every step
+    if constexpr (B == 8) {  // a head of 64 has four vectors: alone, each step would wait for the previous sum
       for (; d + 4 * W <= D; d += 4 * W) weigh_block<R, 4, C>(weights, v, n, d, values, ldv);
     }
     for (; d < D; d += W) weigh_block<R, 1, C>(weights, v, n, d, values, ldv);
   }
 
-  // The lanes as one number, in halves: a chain through all of them takes four times as long.
+  // Reduces the lanes to one number in halves: a serial chain takes four times as long.
   template <typename F>
   NXD_TARGET static NXD_INLINE A fold(V x, F f) {
     A lanes[W];
@@ -194,7 +193,7 @@ struct Loops {
     return lanes[0];
   }
 
-  // Scores to weights 2^(score * factor - maximum), the first `seen` of n; the others weigh nothing.
+  // Turns the first `seen` of n scores into weights 2^(score * factor - maximum); the others get weight 0.
   template <typename Q>
   NXD_TARGET static void soften(A* scores, int64_t seen, int64_t n, A factor, A* maximum, A* sum) {
     const int64_t end = round_up(n, W);
@@ -249,7 +248,7 @@ struct Loops {
     for (; lane < ld; lane += W) product<1>(a, si, sj, I, J, b + lane, out + lane, ld);
   }
 
-  // soften() where lanes are rows: scores [n, R], of which row r sees the first seen[r].
+  // soften() if lanes are rows: scores [n, R], of which row r sees the first seen[r].
   template <typename Q>
   NXD_TARGET static void soften_lanes(
       A* scores, const A* seen, int64_t n, int64_t R, A factor, A* maximum, A* total) {

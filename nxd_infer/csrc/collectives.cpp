@@ -1,5 +1,5 @@
-// The collective operators over shared memory. Each moves its tensor in pieces of at most one slot; the slots are
-// doubled, so one meeting a piece suffices. Schemas are those of torch.ops.nxd.*.
+// The collective operators over shared memory. Each sends its tensor in pieces of at most one slot; slots are
+// double-buffered, so one barrier per piece is enough. Schemas are those of torch.ops.nxd.*.
 #include "connection.h"
 #include "reduce.h"
 #include "registration.h"
@@ -31,8 +31,8 @@ Reduction reduction_named(const std::string& op) {
   throw std::runtime_error("nxd: operation '" + op + "' is not one of sum, max, min");
 }
 
-// One dimension of a contiguous tensor, split over the ranks: rank r's piece is, for each of `outer` rows,
-// `row` bytes that begin at (o * degree + r) * row.
+// One dimension of a contiguous tensor, split over the ranks: rank r's piece has, for each of `outer` rows, the `row`
+// bytes from (o * degree + r) * row.
 struct Split {
   int64_t row;
   int64_t degree;
@@ -79,7 +79,7 @@ Tensor copy_of(const Tensor& x) {
   return y;
 }
 
-// The shape of one rank's piece; throws when the dimension does not divide.
+// The shape of one rank's piece; throws if the dimension does not divide.
 std::vector<int64_t> piece_shape(const Tensor& x, int64_t dim, int64_t degree, const char* what) {
   auto shape = shape_of(x);
   if (shape[dim] % degree != 0) {
@@ -123,8 +123,8 @@ Tensor all_reduce(Tensor x_in, Text axis, Text op, int64_t degree) {
       reduce(dtype, reduction, sources, static_cast<int>(degree), to + begin, bytes / width);
       continue;
     }
-    // Worth a second meeting: each rank reduces one stretch and takes the other stretches from the others.
-    const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up: no byte may be left over
+    // Worth a second barrier: each rank reduces one stretch and copies the other stretches from the other ranks.
+    const int64_t stretch = (bytes + 64 * degree - 1) / (64 * degree) * 64;  // rounded up, so that no byte is left over
     auto first = [&](int64_t r) { return std::min(r * stretch, bytes); };
     const int64_t mine = first(link->rank());
     for (int r = 0; r < degree; r++) {
@@ -199,7 +199,7 @@ Tensor reduce_scatter(Tensor x_in, Text axis, int64_t dim, int64_t degree) {
   char* to = static_cast<char*>(y.data_ptr());
   const char* sources[kMaxDegree];
   const int64_t total = byte_count(y);
-  // A slot holds the same stretch of every rank's piece, one after the other, each beginning on a whole element.
+  // A slot has the same stretch of every rank's piece, consecutively, each starting at an element boundary.
   const int64_t stretch = link->capacity() / degree / 8 * 8;
   for (int64_t begin = 0; begin < total; begin += stretch) {
     const int64_t end = std::min(begin + stretch, total);
@@ -373,7 +373,7 @@ NXD_IMPL(CPU, m) {
   m.impl("recv", TORCH_BOX(&nxd::recv));
 }
 
-// No tensor argument says which device these are for.
+// These have no tensor argument that determines the device.
 NXD_IMPL(CompositeExplicitAutograd, m) {
   m.impl("axis_rank", TORCH_BOX(&nxd::axis_rank));
   m.impl("barrier", TORCH_BOX(&nxd::barrier));

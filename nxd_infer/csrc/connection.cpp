@@ -34,7 +34,7 @@ uint32_t* futex_word(Signal& signal) {
   return reinterpret_cast<uint32_t*>(&signal.value);
 }
 
-// State letter and start time of a process from /proc/PID/stat; 'X' when it is gone, '?' when it cannot be told.
+// State letter and start time of a process from /proc/PID/stat; 'X' if it is gone, '?' if unknown.
 char process_state(int64_t pid, uint64_t* start) {
   char path[64], text[1024];
   std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(pid));
@@ -48,7 +48,7 @@ char process_state(int64_t pid, uint64_t* start) {
     return 'X';
   }
   text[n] = 0;
-  const char* p = std::strrchr(text, ')');  // the command's name may hold anything
+  const char* p = std::strrchr(text, ')');  // the command name can contain any character
   if (p == nullptr || p[1] == 0) {
     return '?';
   }
@@ -112,7 +112,7 @@ Connection::Connection(std::string axis, int fd, int64_t rank, int64_t degree, i
   mailboxes_ = reinterpret_cast<Mailbox*>(base_ + parts.mail_signals);
   mail_ = base_ + parts.mail;
   slots_ = base_ + parts.slots;
-  // With fewer cores than ranks, spinning only keeps the awaited rank from running.
+  // With fewer cores than ranks, spinning only prevents the awaited rank from running.
   spins_ = sysconf(_SC_NPROCESSORS_ONLN) >= degree ? 2000 : 0;
   sequence_ = block(rank_).arrived.value.load();
   uint64_t start = 0;
@@ -239,7 +239,7 @@ void Connection::wait(Signal& signal, uint64_t target, Op op, const std::functio
   int64_t looked = begin;
   while (!ready()) {
     const int64_t now = now_ns();
-    if (now - begin < 200000) {  // a peer that is only a little late: let others run, do not sleep yet
+    if (now - begin < 200000) {  // a peer that is only slightly late: yield, do not sleep yet
       sched_yield();
       continue;
     }
@@ -247,7 +247,7 @@ void Connection::wait(Signal& signal, uint64_t target, Op op, const std::functio
     if (now - begin >= limit) {
       give_up(op, missing(), "");
     }
-    if (now - looked >= 100000000) {  // ten times a second: is the peer still there at all?
+    if (now - looked >= 100000000) {  // ten times per second: does the peer still exist?
       looked = now;
       uint64_t gone = 0;
       const uint64_t awaited = missing();

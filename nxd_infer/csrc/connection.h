@@ -1,4 +1,4 @@
-// One rank's end of an axis: the mapped segment, its place in it, and waits that end.
+// One rank's end of an axis: the mapped segment, the rank's place in it, and waits with a timeout.
 #pragma once
 
 #include "segment.h"
@@ -27,17 +27,18 @@ class Connection {
   // Collectives of one axis run one at a time in a process.
   std::mutex& mutex() { return mutex_; }
 
-  // Raises the remembered failure of the group, if there is one. Call it first in every operation.
+  // Throws the group's remembered failure, if any. Call it first in every operation.
   void check() const;
 
-  // This rank's slot for the next piece. It is free: whoever has passed the last meet() has read the piece before.
+  // This rank's slot for the next piece. It is free: every rank that passed the last meet() has read the piece before.
   char* next_slot();
   // Announces the piece in next_slot() and waits until every rank has announced the same call.
   void meet(const Call& call);
   // The slot of a rank for the piece that meet() completed.
   const char* slot(int rank) const;
 
-  // Point to point: puts or takes one piece of up to mail_capacity() bytes. One thread at a time a peer and direction.
+  // Point to point: puts or takes one piece of up to mail_capacity() bytes. One thread at a time per peer and
+  // direction.
   void put(int to, const void* data, int64_t bytes);
   void take(int from, void* data, int64_t bytes);
 
@@ -49,7 +50,7 @@ class Connection {
   Mailbox& mailbox(int from, int to) const { return mailboxes_[from * degree_ + to]; }
   char* letter(int from, int to) const { return mail_ + (from * degree_ + to) * mail_capacity_; }
   void publish(Signal& signal, uint64_t value) const;
-  // Waits until signal.value >= target. `missing` gives the ranks still awaited, for the error.
+  // Waits until signal.value >= target. `missing` returns the ranks still awaited, for the error.
   void wait(Signal& signal, uint64_t target, Op op, const std::function<uint64_t()>& missing) const;
   void give_up(Op op, uint64_t missing, const char* why) const;
   void fail(const std::string& message, uint64_t ranks) const;
@@ -71,7 +72,7 @@ class Connection {
   std::mutex mutex_;
 };
 
-// The connection of an axis in this process; throws when there is none or its degree is another one.
+// The connection of an axis in this process; throws if there is none or its degree differs.
 std::shared_ptr<Connection> connection(const std::string& axis, int64_t degree);
 
 } // namespace nxd

@@ -34,14 +34,14 @@ Registers cpuid(unsigned leaf, unsigned part) {
 
 bool bit(unsigned value, int place) { return (value >> place) & 1; }
 
-// What the operating system saves at a task switch.
+// The register state that the operating system saves at a task switch.
 uint64_t saved_state() {
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux hands out the tile registers to a process that asks (arch_prctl ARCH_REQ_XCOMP_PERM of XTILEDATA).
+// On Linux a process must request the tile registers (arch_prctl ARCH_REQ_XCOMP_PERM of XTILEDATA).
 bool tiles_permitted() {
 #if defined(__linux__)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -64,7 +64,7 @@ Cpu detect() {
   return amx ? Cpu::amx_bf16 : Cpu::avx512_bf16;
 }
 
-// Family 19h of AMD's with the bfloat16 dot product: Zen 4.
+// AMD family 19h with the bfloat16 dot product: Zen 4.
 bool reads_ahead() {
   const Registers vendor = cpuid(0, 0);
   const bool amd = vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;  // AuthenticAMD

@@ -1,5 +1,5 @@
-// Which instruction sets this machine has, asked once. Kernels choose by it at run time: the library is built without
-// -march, so one file serves every x86-64 (and other) machine.
+// The instruction sets of this machine, detected once. Kernels choose by them at run time: the library is built without
+// -march, so one file works on every x86-64 (and other) machine.
 #pragma once
 
 namespace nxd {
@@ -8,16 +8,16 @@ namespace nxd {
 // amx_bf16 adds the tiles, with the kernel's permission to use them.
 enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
 
-// The best level of this machine, or a lower one that the environment variable NXD_CPU_LEVEL names (portable, avx2,
-// avx512, avx512_bf16, amx_bf16), which is how tests reach every kernel. Read at the first call.
+// The best level of this machine, or a lower one set by the environment variable NXD_CPU_LEVEL (portable, avx2, avx512,
+// avx512_bf16, amx_bf16), which tests use to reach every kernel. Read at the first call.
 Cpu cpu();
 
-// Whether kernels ask for all that they read soon, as most processors need, or for little: Zen 4 reads ahead well by
-// itself, and worse where somebody asks. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set.
-// Same results; attention heeds it where few rows of bfloat16 are multiplied in pairs.
+// Whether kernels prefetch everything, as most processors need, or little: Zen 4 has a good hardware prefetcher, which
+// software prefetches make worse. The environment variable NXD_CPU_ASKS (0, 1) overrides this. The results are the
+// same; attention uses it if few rows of bfloat16 are multiplied in pairs.
 bool asks();
 
-// Between two looks at what another thread or process is to write.
+// Pauses between two polls of memory that another thread or process will write.
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

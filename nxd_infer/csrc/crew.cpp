@@ -24,25 +24,25 @@
 namespace nxd {
 namespace {
 
-constexpr int64_t kLeast = 512 << 10;   // bytes that a thread may fetch: half of the second cache
-constexpr int64_t kMost = 8 << 20;      // of 2, 4, 8, 16 and 32 MiB a thread the best, where there were two
-constexpr int64_t kGulp = 512;          // bytes between two looks for work
-constexpr int64_t kAwake = 1 << 18;     // looks without work until a thread sleeps: some milliseconds
-constexpr int64_t kPatience = 1 << 10;  // looks until a thread offers its core to others: some 20 microseconds
-constexpr int64_t kFew = 32;            // rows that a step of decoding may have
-constexpr size_t kRemembered = 4096;    // pieces of work whose successors are known
+constexpr int64_t kLeast = 512 << 10;   // bytes that a thread may prefetch: half of L2
+constexpr int64_t kMost = 8 << 20;      // the best of 2, 4, 8, 16 and 32 MiB per thread, with two threads
+constexpr int64_t kGulp = 512;          // bytes between two polls for work
+constexpr int64_t kAwake = 1 << 18;     // polls without work until a thread sleeps: a few milliseconds
+constexpr int64_t kPatience = 1 << 10;  // polls until a thread yields its core: about 20 microseconds
+constexpr int64_t kFew = 32;            // most rows of a decode step
+constexpr size_t kRemembered = 4096;    // pieces of work whose successors are remembered
 
-// A piece of work, known by the first memory that it reads.
+// A piece of work, identified by the first memory that it reads.
 struct Piece {
   const void* begin = nullptr;
   Spans spans;
-  std::atomic<Piece*> next{nullptr};  // what came behind it the last time
+  std::atomic<Piece*> next{nullptr};  // what followed it last time
 };
 
-// What one thread fetches while it waits: its part of the work to come, of one piece after another.
+// What one thread prefetches while it waits: its part of the upcoming work, one piece after another.
 class Ahead {
  public:
-  // `begun` counts the pieces until here: while no other one begins, what has been fetched is not fetched again.
+  // `begun` counts the started pieces: until another one starts, prefetched data is not prefetched again.
   void follow(const Piece* work, uint64_t begun, int64_t worker, int64_t most) {
     if (begun == begun_) return;
     begun_ = begun;
@@ -52,7 +52,7 @@ class Ahead {
     left_ = most;
   }
 
-  // False when there is nothing more. Asking for memory that is gone by now is harmless: it is no access.
+  // False if nothing is left. Prefetching freed memory is harmless: it is not an access.
   bool fetch() {
     if (work_ == nullptr || left_ <= 0) return false;
     const Span& span = work_->spans.of[worker_];
@@ -64,7 +64,7 @@ class Ahead {
       work_ = work_->next.load(std::memory_order_acquire);
       done_ = 0;
     }
-    left_ -= kGulp;  // here too: an end where nobody has anything to read
+    left_ -= kGulp;  // here too: guarantees an end if no piece has anything to read
     return true;
   }
 
@@ -74,8 +74,8 @@ class Ahead {
   int64_t worker_ = 0, done_ = 0, left_ = 0;
 };
 
-// What each of a crew's `size` threads may fetch: together half of the outer cache, which others use too, of other ranks
-// among them.
+// What each of a crew's `size` threads may prefetch: together half of the outer cache, which other ranks' threads
+// share.
 int64_t most_ahead(int64_t size) {
   std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");  // "32768K"
   int64_t kibibytes = 0;
@@ -84,10 +84,10 @@ int64_t most_ahead(int64_t size) {
 }
 
 thread_local bool inside = false;
-thread_local bool apart = false;  // from the crew, for the time being
+thread_local bool apart = false;  // from the crew, temporarily
 
-// One word, so that a thread joins or stays out in one step: the number of a piece of work, whether it may be joined, its
-// workers, and how many have joined.
+// One word, so that joining is atomic: the number of a piece of work, whether it can be joined, its workers, and how
+// many have joined.
 struct State {
   uint64_t word;
   static constexpr uint64_t kOpen = 1ull << 31;
@@ -100,7 +100,7 @@ struct State {
 
 class Crew {
  public:
-  // cores[worker] is where a thread keeps to; nullptr where it may go everywhere.
+  // cores[worker] is the core that a thread is pinned to; nullptr if threads are not pinned.
   Crew(int64_t size, const int32_t* cores) : owner_(getpid()), most_(most_ahead(size)) {
     try {
       for (int64_t worker = 1; worker < size; worker++) {
@@ -110,7 +110,7 @@ class Crew {
         });
       }
     } catch (const std::system_error&) {
-      // The system gives no more threads: nobody has to come.
+      // The system has no more threads: work does not depend on them.
     }
     size_ = static_cast<int64_t>(threads_.size()) + 1;
   }
@@ -124,7 +124,7 @@ class Crew {
   int64_t size() const { return size_; }
   int64_t joins() const { return joins_; }
 
-  // Whether its threads are this process's, and not those of one that forked it.
+  // Whether its threads belong to this process, not to one that forked it.
   bool present() const { return owner_ == getpid(); }
 
   bool share(int64_t workers, Work work, void* context) {
@@ -141,7 +141,7 @@ class Crew {
     const State closed{state_.fetch_and(~State::kOpen, std::memory_order_acq_rel)};
     for (int64_t looks = 0; done_.load(std::memory_order_acquire) < closed.joined(); looks++) {
       if (!leads() || !ahead_.fetch()) relax();
-      if (impatient(looks)) give_way();  // one that has joined waits for a core
+      if (impatient(looks)) give_way();  // a thread that joined is waiting for a core
     }
     joins_ += closed.joined();
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
@@ -167,15 +167,15 @@ class Crew {
  private:
   bool leads() const { return std::this_thread::get_id() == lead_; }
 
-  // The piece that reads the memory at `begin`: none is ever given back, since others may look at it; that of weights
-  // that were replaced long ago becomes another one.
+  // The piece that reads the memory at `begin`. Pieces are never freed, because other threads may read them; those of
+  // weights replaced long ago are reused.
   Piece& known(const void* begin) {
     Piece*& place = places_[begin];
     if (place != nullptr) return *place;
     if (pieces_.size() < kRemembered) {
       place = &pieces_.emplace_back();
     } else {
-      if (&pieces_[replaced_ % kRemembered] == last_) replaced_++;  // it would come behind itself
+      if (&pieces_[replaced_ % kRemembered] == last_) replaced_++;  // it would follow itself
       place = &pieces_[replaced_++ % kRemembered];
       places_.erase(place->begin);
       place->next.store(nullptr, std::memory_order_relaxed);
@@ -212,9 +212,9 @@ class Crew {
         ahead.follow(next_, next_begun_, worker, most_);
         done_.fetch_add(1, std::memory_order_release);
         looks = 0;
-      } else if (!ahead.fetch()) {  // offers no core meanwhile: half a millisecond at most, and 2 % of a token's time
+      } else if (!ahead.fetch()) {  // does not yield meanwhile: at most half a millisecond, and 2 % of a token's time
         relax();
-        if (impatient(++looks)) give_way();  // torch's own threads may have a loop to run
+        if (impatient(++looks)) give_way();  // torch's threads may have a loop to run
         if (looks > kAwake) {
           sleep(last);
           looks = 0;
@@ -234,7 +234,7 @@ class Crew {
   }
 
 #ifdef __linux__
-  // False where it may not be: elsewhere it might take the core of a thread that is needed.
+  // False if it cannot be pinned: elsewhere it might take the core of a needed thread.
   static bool keep_to(int32_t core) {
     if (core < 0) return true;
     cpu_set_t set;
@@ -245,7 +245,8 @@ class Crew {
 
   static void give_way() { sched_yield(); }
 
-  // Whoever posts work looks for sleepers afterwards, and whoever falls asleep looks for work afterwards.
+  // A thread that posts work checks for sleepers afterwards, and a thread that goes to sleep checks for work
+  // afterwards.
   void sleep(uint64_t last) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t bell = bell_.load(std::memory_order_seq_cst);
@@ -274,12 +275,12 @@ class Crew {
   int64_t size_ = 1;
   int64_t joins_ = 0;
   alignas(64) std::atomic<uint64_t> state_{0};
-  // Written before `state_` opens, read by those that have joined.
+  // Written before `state_` opens, read by threads that have joined.
   Work work_ = nullptr;
   void* context_ = nullptr;
   const Piece* next_ = nullptr;
   uint64_t next_begun_ = 0;
-  alignas(64) std::atomic<int64_t> done_{0};  // of those that have joined
+  alignas(64) std::atomic<int64_t> done_{0};  // among those that have joined
   alignas(64) std::atomic<bool> ended_{false};
   std::atomic<uint32_t> bell_{0};
   std::atomic<int32_t> sleepers_{0};
@@ -287,12 +288,12 @@ class Crew {
   uint64_t number_ = 0;
   std::mutex failing_;
   std::exception_ptr failure_;
-  // Of the thread that leads; the others look at pieces, and end before them.
+  // Owned by the leading thread; the others read pieces, and end before them.
   std::deque<Piece> pieces_;
   std::unordered_map<const void*, Piece*> places_;
   size_t replaced_ = 0;
-  Piece* last_ = nullptr;             // the work that was begun last
-  const Piece* following_ = nullptr;  // what came behind it
+  Piece* last_ = nullptr;             // the work started last
+  const Piece* following_ = nullptr;  // what followed it
   uint64_t begun_ = 0;                // pieces
   Ahead ahead_;
   std::vector<std::thread> threads_;
@@ -318,16 +319,16 @@ Spans* begins(const void* begin) { return crew_size() == 0 ? nullptr : crew->beg
 
 } // namespace nxd
 
-// Has this process's operators share work among `threads` threads, the calling one included, instead of torch's: for a
-// process that does nothing but run graphs. `cores` names one for each, or is null. With 1, or more than kMostThreads,
-// there is no crew. Not while operators run.
+// Makes this process's operators share work among `threads` threads, including the calling one, instead of torch's: for
+// a process that only runs graphs. `cores` gives one per thread, or is null. With 1, or more than kMostThreads, there
+// is no crew. Must not be called while operators run.
 extern "C" __attribute__((visibility("default"))) void nxd_engage_crew(int64_t threads, const int32_t* cores) {
   nxd::Crew* before = std::exchange(nxd::crew, nullptr);
   if (before != nullptr && before->present()) delete before;
   if (threads > 1 && threads <= nxd::kMostThreads) nxd::crew = new nxd::Crew(threads, cores);
 }
 
-// How often another thread has come to share a piece of work.
+// How often another thread has joined a piece of work.
 extern "C" __attribute__((visibility("default"))) int64_t nxd_crew_joins() {
   return nxd::crew == nullptr ? 0 : nxd::crew->joins();
 }

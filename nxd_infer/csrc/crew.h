@@ -1,9 +1,10 @@
-// The threads of a rank: they share its work, wait awake for the next piece, and meanwhile fetch the weights that come.
+// A crew is a rank's own thread pool: its threads share the work, poll for the next piece, and prefetch the next
+// weights meanwhile.
 //
-// torch's own threads (OpenMP) meet at the end of every loop: one that the system has given to somebody else keeps all
-// of them waiting, though nothing is left to do; and between two loops, while one thread works alone, memory rests. Here
-// nobody waits for a thread that has not begun, and those that wait read ahead (2 to 6 % less time a token on Zen 4).
-// A rank that has its cores to itself engages a crew (nxd_infer/runtime/rank/main.py); everywhere else torch's threads work.
+// torch's threads (OpenMP) synchronise at the end of every loop: one that the system has preempted keeps all of them
+// waiting, even if no work is left; and between two loops, while one thread works alone, memory is idle. In a crew no
+// thread waits for one that has not started, and waiting threads prefetch (2 to 6 % less time per token on Zen 4). A
+// rank with its own cores engages a crew (nxd_infer/runtime/rank/main.py); otherwise torch's threads do the work.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,8 @@ namespace nxd {
 
 constexpr int64_t kMostThreads = 64;
 
-// Memory that a thread will read. Written while others look: what they fetch then is of no use, and does no harm.
+// Memory that a thread will read. Other threads may read it during a write: they then prefetch uselessly but
+// harmlessly.
 class Span {
  public:
   void set(const char* begin, int64_t bytes) {
@@ -28,23 +30,24 @@ class Span {
   std::atomic<int64_t> bytes_{0};
 };
 
-// What each thread will read in one piece of work.
+// The memory that each thread will read in one piece of work.
 struct Spans {
   Span of[kMostThreads];
 };
 
 using Work = void (*)(int64_t worker, void* context);
 
-// Calls work(worker, context) on this thread (worker 0) and on those of workers 1 .. workers - 1 that come while it runs:
-// it has to go on until nothing is left to do, whoever else is there. False, and no call, where there is no crew, this
-// thread is to do without, or another one is using it. What one of the calls throws is thrown here once all have ended.
+// Calls work(worker, context) on this thread (worker 0) and on those of workers 1 .. workers - 1 that join while it
+// runs: it must continue until no work is left, whichever workers join. Returns false, without a call, if there is no
+// crew, this thread must not use it, or another thread is using it. An exception of a call is thrown here once all have
+// ended.
 bool crew_works(int64_t workers, Work work, void* context);
 
-// Whether this thread is inside of such work: it shares nothing then.
+// Whether this thread is inside such work: then it does not share work.
 bool in_crew();
 
-// While it lives, and `rows` are more than those of a step of decoding, this thread's work goes to torch's threads: they
-// do the loops of a compiled graph between the operators, and would have to be woken for each.
+// During its lifetime, if `rows` exceeds a decode step's, this thread's work goes to torch's threads: they run the
+// loops of a compiled graph between the operators, and would have to be woken for each.
 class ManyRows {
  public:
   explicit ManyRows(int64_t rows);
@@ -55,12 +58,12 @@ class ManyRows {
   const bool before_;
 };
 
-// Threads of the crew, this one included; 0 without one, or where this thread is to do without.
+// Threads of the crew, including this one; 0 without a crew, or if this thread must not use it.
 int64_t crew_size();
 
-// The spans of the work that this thread begins now, which reads the memory at `begin`; the caller sets those of all
-// threads of the crew. From here on, threads that wait fetch the spans of what came behind this work the last time.
-// nullptr where nobody does: they follow the one thread that has engaged the crew, and no work of many rows.
+// The spans of the work that this thread starts now, which reads the memory at `begin`; the caller sets those of all
+// crew threads. From here on, waiting threads prefetch the spans of the work that followed this one last time. nullptr
+// if they do not: they follow only the thread that engaged the crew, and no work of many rows.
 Spans* begins(const void* begin);
 
 } // namespace nxd

@@ -1,5 +1,5 @@
-// The content hash, readable in the file itself: a library must be recognised before it is loaded, because
-// registering one namespace twice throws while the loader runs.
+// The content hash, readable in the file: a library must be recognised before loading, because registering a namespace
+// twice throws inside the loader.
 #define NXD_TEXT_(x) #x
 #define NXD_TEXT(x) NXD_TEXT_(x)
 

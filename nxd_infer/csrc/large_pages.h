@@ -1,4 +1,4 @@
-// Large pages for memory that fills up from one end.
+// Huge pages for memory that fills up from one end.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr int64_t kLargePage = 2 << 20;
 inline int64_t large_page(const char* address) { return reinterpret_cast<int64_t>(address) / kLargePage; }
 
 #ifdef __linux__
-// Not where transparent large pages were turned off: the call below would not ask.
+// Not if transparent huge pages are turned off: the call below ignores that setting.
 inline bool large_pages_allowed() {
   static const bool allowed = [] {
     std::FILE* file = std::fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r");
@@ -31,11 +31,11 @@ inline bool large_pages_allowed() {
 }
 #endif
 
-// Makes one large page of the small ones around `address`, and of those that are not in use yet. It takes some 0.3 to
-// 1.3 ms, next to nothing the second time. Where the system cannot (Linux before 6.1), all stays as it is.
+// Collapses the small pages around `address`, used or not, into one huge page. This takes about 0.3 to 1.3 ms, almost
+// nothing the second time. If the system cannot (Linux before 6.1), nothing changes.
 inline void make_large_page(const char* address) {
 #ifdef __linux__
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, missing in older headers
   if (large_pages_allowed()) {
     madvise(reinterpret_cast<void*>(large_page(address) * kLargePage), kLargePage, kCollapse);
   }

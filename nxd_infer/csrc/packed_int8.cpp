@@ -1,5 +1,5 @@
-// Linear layers over packed weights of eight bits (packed_int8.h): the product, the gather of rows for tied embeddings,
-// and packing, which is where a weight is rounded.
+// Linear layers over packed int8 weights (packed_int8.h): the product, the gather of rows for tied embeddings, and
+// packing, which quantizes a weight.
 #include "packed_int8.h"
 #include "packed_product.h"
 #include "parallel.h"
@@ -40,7 +40,7 @@ template <typename T>
 void product(const Operands& all, const Kernel<T>& wide) {
   const T* x = static_cast<const T*>(all.x.data_ptr());
   const Kernel<int8_t>& narrow = int8_kernel<T>();
-  if (all.M <= 2 * narrow.width) {  // more groups would widen every block as often
+  if (all.M <= 2 * narrow.width) {  // with more groups every block would be widened more often
     multiply(narrow, x, all.layers<T, int8_t>(), all.M, all.K);
   } else {
     multiply(wide, x, all.layers<T, int8_t>(), all.M, all.K);
@@ -71,7 +71,7 @@ Tensor packed_int8_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
 
 // --- packing ---
 
-// The scale of a row: 1 for one of zeros, NaN for one that holds what is not finite. Rounded as PyTorch rounds it.
+// The scale of a row: 1 for a zero row, NaN for one with non-finite values. Rounded as in PyTorch.
 template <typename T>
 NXD_INLINE float scale_of(const T* row, int64_t K) {
   float largest = 0;
@@ -89,7 +89,7 @@ template <typename T>
 NXD_INLINE void pack_block_body(const T* rows, int64_t width, int64_t K, int8_t* block) {
   float scales[kColumns];
   for (int64_t c = 0; c < width; c++) scales[c] = scale_of(rows + c * K, K);
-  constexpr int64_t kSome = 64;  // values of every row at a time: rows a power of two apart share cache lines
+  constexpr int64_t kSome = 64;  // values of every row at a time: rows a power of two apart share cache sets
   int8_t some[kColumns][kSome];
   for (int64_t first = 0; first < K; first += kSome) {
     const int64_t count = std::min(kSome, K - first);

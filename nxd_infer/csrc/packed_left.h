@@ -13,7 +13,7 @@
 namespace nxd {
 namespace {
 
-// Memory that a thread keeps from call to call: a fresh page for every kilobyte would cost as much as the product.
+// Memory that a thread keeps between calls: page faults on new memory would cost as much as the product.
 struct Scratch {
   std::vector<char> bytes;
   template <typename T>
@@ -41,7 +41,7 @@ NXD_INLINE void stand_beside(
   for (int64_t k = 0; k < count; k++) {
     for (int64_t row = 0; row < rows; row++) {
       T value;
-      std::memcpy(&value, x + row * stride + k * sizeof(T), sizeof(T));  // rows of an odd length lie at any address
+      std::memcpy(&value, x + row * stride + k * sizeof(T), sizeof(T));  // rows of odd length are unaligned
       to[k * width + row] = converted(value);
     }
   }
@@ -85,7 +85,7 @@ Left rows_of(const T* x, int64_t rows, int64_t width, int64_t K, int64_t padded)
   return Left{data, rows, width, width * padded};
 }
 
-// Tiles of 16 rows by 32 values, those of one group of rows behind one another; absent rows are zeros.
+// Tiles of 16 rows by 32 values, consecutive within a group of rows; missing rows are zeros.
 Left tiles_of(const BFloat16* x, int64_t rows, int64_t K, int64_t padded) {
   const int64_t groups = (rows + 15) / 16;
   BFloat16* data = left_scratch.take<BFloat16>(groups * 16 * padded);
@@ -105,7 +105,7 @@ Left tiles_of(const BFloat16* x, int64_t rows, int64_t K, int64_t padded) {
   return Left{data, rows, 16, 16 * padded};
 }
 
-// Rows of a group: groups of about the same size, none of more than `most` rows.
+// Rows per group: groups of about equal size, none above `most` rows.
 int64_t group_rows(int64_t rows, int64_t most) {
   const int64_t groups = (rows + most - 1) / most;
   return (rows + groups - 1) / groups;

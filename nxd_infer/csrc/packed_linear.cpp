@@ -1,4 +1,4 @@
-// Linear layers over packed weights (packed.h): the product, the gather of rows for tied embeddings, packing itself.
+// Linear layers over packed weights (packed.h): the product, the gather of rows for tied embeddings, and packing.
 #include "packed.h"
 #include "packed_product.h"
 #include "parallel.h"
@@ -51,7 +51,7 @@ Tensor packed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return std::move(packed_linears(std::move(x), std::move(layer), bias.has_value())[0]);
 }
 
-// --- packing: a transposition of units of four bytes, whatever the type ---
+// --- packing: a transposition of four-byte units, for any dtype ---
 
 constexpr int64_t kUnit = 4;
 
@@ -66,7 +66,7 @@ void each_block(int64_t N, int64_t row_bytes, const Visit& visit) {
   });
 }
 
-// Cache line by cache line of every row: rows a power of two apart would throw each other out of the cache.
+// One cache line of every row at a time: rows a power of two apart would evict each other.
 template <int64_t kWidth>
 NXD_INLINE void pack_units(const char* rows, int64_t row_bytes, int64_t width, char* block) {
   constexpr int64_t kLine = 16;  // units

@@ -1,5 +1,5 @@
-// The product of rows and packed weights (packed.h), for whatever the weights are stored as: blocks as a kernel takes them,
-// shared among threads, results rounded. Included by the files of operators, each with its own memory.
+// The product of rows and packed weights (packed.h), for any storage type of the weights: prepares blocks for a kernel,
+// shares them among threads, and rounds the results. Included by the operators' files, each with its own memory.
 #pragma once
 
 #include "packed.h"
@@ -21,12 +21,12 @@
 namespace nxd {
 namespace {
 
-constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once a panel, from the second cache
-constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights that are not worth another thread
+constexpr int64_t kLeftBytes = 3 << 19;   // of the left side at a time: it is read once per panel, from L2
+constexpr int64_t kSmallWork = 32 << 10;  // bytes of weights below which another thread does not pay off
 
 // --- the weight ---
 
-// Copies values [from, K) of a block into one `filled` columns wide, filled up with zeros to `padded` values of k.
+// Copies values [from, K) of a block into one `filled` columns wide, zero-padded to `padded` values of k.
 template <typename T>
 void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t padded, int64_t filled, T* to) {
   std::fill(to, to + (padded - from) * filled, T{});
@@ -35,13 +35,13 @@ void fill_up(const T* block, int64_t width, int64_t K, int64_t from, int64_t pad
   }
 }
 
-// Values between a row of the stored weight and the next one.
+// Values from one row of the stored weight to the next.
 template <typename W>
 int64_t row_size(int64_t K) {
   return std::is_same_v<W, int8_t> ? K + kScaleBytes : K;
 }
 
-// A block of whole numbers in the form of a packed block of T that is `filled` columns and `padded` values of k large.
+// Widens an int8 block to a packed block of T with `filled` columns and `padded` values of k.
 [[maybe_unused]] NXD_CLONES void widen_block(
     const int8_t* q, int64_t width, int64_t K, int64_t filled, int64_t padded, float* to) {
   if (width == filled) {
@@ -83,7 +83,7 @@ int64_t row_size(int64_t K) {
   if (k < padded) std::fill(to + k * filled, to + padded * filled, BFloat16{});
 }
 
-// Blocks of W as a kernel over T takes them: in place where they are made of whole vectors and groups, else a copy.
+// Blocks of W as a kernel over T takes them: in place if they consist of whole vectors and groups, else a copy.
 template <typename T, typename W = T>
 class Panels {
  public:
@@ -143,7 +143,7 @@ NXD_INLINE void store_body(const float* sums, int64_t rows, int64_t width, const
 NXD_STORE(float)
 NXD_STORE(BFloat16)
 
-// Sums of a block of whole numbers times the scales behind it.
+// Multiplies the sums of an int8 block by the scales after it.
 NXD_CLONES void scale(float* sums, int64_t rows, int64_t width, const char* scales) {
   float factors[kColumns] = {};
   std::memcpy(factors, scales, width * kScaleBytes);
@@ -163,7 +163,7 @@ struct Layer {
   int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
 };
 
-// Tells the crew which weights each worker reads now: it fetches those that were read behind them the last time.
+// Tells the crew which weights each worker reads now: it prefetches those that were read next last time.
 template <typename T, typename W>
 void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
   const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
@@ -171,7 +171,7 @@ void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t wo
   for (const Layer<T, W>& layer : layers) {
     Spans* spans = begins(layer.weight);
     if (spans == nullptr) return;
-    // The first column of this layer that is not of the workers before `worker`.
+    // The first column of this layer that does not belong to the workers before `worker`.
     const auto column = [&](int64_t worker) {
       const int64_t block = blocks * std::min(worker, workers) / workers - before;
       return std::clamp<int64_t>(block * kColumns, 0, layer.N);
@@ -184,7 +184,7 @@ void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t wo
   }
 }
 
-// Layers of one x, as if their weights stood below each other: the threads start and wait once for all of them.
+// Layers of one x, as if their weights were stacked: threads start and synchronise once for all of them.
 template <typename P, typename T, typename W>
 void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>>& layers, int64_t M, int64_t K) {
   const ManyRows elsewhere(M);
@@ -250,8 +250,8 @@ struct Operands {
   }
 };
 
-// `layers` holds the weights and, when `biased`, a bias for each behind all of them: a compiled graph cannot hand over a
-// list that is empty. `check(weight)` returns the dtype that belongs to it; `extra` columns of each are no values.
+// `layers` holds the weights and, when `biased`, a bias for each behind all of them: a compiled graph cannot hand over
+// a list that is empty. `check(weight)` returns the dtype that belongs to it; `extra` columns of each are no values.
 template <typename Check>
 Operands operands(
     const char* what, const Tensor& x, const std::vector<Tensor>& layers, bool biased, int64_t extra,
@@ -295,7 +295,7 @@ Operands operands(
   return all;
 }
 
-// The ids of rows to gather from a table of N. Raises for one that is not there.
+// The ids of rows to gather from a table of N. Throws for an id out of range.
 inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& ids, int64_t N) {
   const bool wide = ids.dtype() == aoti_torch_dtype_int64();
   if (!wide && ids.dtype() != aoti_torch_dtype_int32()) {
@@ -316,7 +316,7 @@ inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& i
 } // namespace
 } // namespace nxd
 
-// The C functions of an operator of one linear, and of one of several (registration.h), over the latter's own function.
+// The C functions (registration.h) of the operators for one linear layer and for several, both calling the latter.
 #define NXD_SHIM_LINEAR(name, linears)                                                                              \
   NXD_SHIM(name)(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, AtenTensorHandle* out) {       \
     std::vector<nxd::Tensor> layer;                                                                                 \
@@ -326,7 +326,7 @@ inline std::vector<int64_t> row_numbers(const std::string& what, const Tensor& i
     *out = linears(nxd::Tensor::borrow(x), std::move(layer), bias != nullptr)[0].release();                         \
     return 0;                                                                                                       \
   }
-// Behind `biased`: an AtenTensorHandle* for every result.
+// After `biased`: an AtenTensorHandle* for every result.
 #define NXD_SHIM_LINEARS(name, linears)                                                                             \
   NXD_SHIM(name)(AtenTensorHandle x, const AtenTensorHandle* handles, int64_t count, int32_t biased, ...) {          \
     std::vector<nxd::Tensor> layers;                                                                                \

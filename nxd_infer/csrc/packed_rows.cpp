@@ -1,4 +1,4 @@
-// Which kernel multiplies by packed weights on this machine, and those written in plain vectors.
+// The choice of the kernel for packed weights on this machine, and the kernels for plain vectors.
 #include "cpu.h"
 #include "packed.h"
 #include "packed_int8.h"

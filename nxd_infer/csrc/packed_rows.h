@@ -1,8 +1,8 @@
-// The kernel over plain vectors: included once for each instruction set, with NXD_LEVEL (a namespace), NXD_TARGET (the
+// The kernel for plain vectors: included once per instruction set, with NXD_LEVEL (a namespace), NXD_TARGET (the
 // attribute), NXD_LANES and NXD_ROWS (rows whose sums fit into registers).
-// NXD_PAIRS: there are dot products of pairs of bfloat16, and x is not widened.
-// No include guard, on purpose: vectors are lowered for the target of the function they are written in, before anything
-// is inlined, so a shared template would use the smallest instruction set.
+// NXD_PAIRS: uses dot products of pairs of bfloat16, without widening x.
+// No include guard, on purpose: vectors are lowered for the target of their function before inlining, so a shared
+// template would use the smallest instruction set.
 
 namespace NXD_LEVEL {
 
@@ -10,11 +10,11 @@ typedef float Vector __attribute__((vector_size(4 * NXD_LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * NXD_LANES)));
 
 constexpr int kParts = static_cast<int>(kLane) / NXD_LANES;
-constexpr int64_t kSoon = 8192;  // bytes ahead: of 2, 4, 8, 16 and 32 KiB the best at 4 to 32 rows
-constexpr int64_t kCalm = 2;     // rows that leave a processor that reads ahead by itself the time to (asks() in cpu.h)
+constexpr int64_t kSoon = 8192;  // prefetch distance in bytes: the best of 2, 4, 8, 16 and 32 KiB at 4 to 32 rows
+constexpr int64_t kCalm = 2;     // most rows at which the hardware prefetcher keeps up, if it is good (asks() in cpu.h)
 
-// One step of k: sums[row] += x[row] * w. A row's value is used for all columns before the next one is loaded, or the
-// compiler keeps all of them and has no registers left for the sums.
+// One step of k: sums[row] += x[row] * w. A row's value is used for all columns before the next one is loaded;
+// otherwise the compiler keeps all values and has no registers left for the sums.
 template <int kRows, int kSums>
 NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t, const float* w, Vector (*sums)[kSums]) {
   Vector weights[kSums];
@@ -44,7 +44,7 @@ NXD_TARGET NXD_INLINE void add_step(const float* x, int64_t width, const BFloat1
   }
 }
 
-// Whole numbers of eight bits become float32 in registers: NXD_LANES columns of one k.
+// Widens int8 to float32 in registers: NXD_LANES columns of one k.
 NXD_TARGET NXD_INLINE Vector widened(const int8_t* w) {
 #if NXD_LANES == 16
   return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
@@ -110,16 +110,15 @@ constexpr int64_t step_of() {
   return group_of<X>() > group_of<T>() ? group_of<X>() : group_of<T>();
 }
 
-// What a group of rows asks for while it multiplies. Processors' own guesses stay too near when there is much to compute,
-// and arrive late. Where they do not (asks() in cpu.h), one or two rows ask for nothing, one larger group for what is
-// nearer, several for the next block.
-//   once     what it reads soon, which nobody reads again in this step: kept out of the outer caches, where it would take
-//            the place of all else (7 to 9 % more tokens at one row)
+// What a group of rows prefetches while it multiplies. When there is much to compute, hardware prefetchers do not look
+// far enough ahead, and data arrives late. If they do (asks() in cpu.h), one or two rows prefetch nothing, one larger
+// group prefetches at a shorter distance, several groups prefetch the next block.
+//   once     what it reads soon and nobody reads again in this step: bypasses the outer caches, where it would evict
+//            everything else (7 to 9 % more tokens at one row)
 //   nearer   the same at half the distance
 //   soon     what it reads soon, as one of several groups
-//   further  the same, and the half of a block from `next` on, from front to back: of lines here and there half as many
-//            come in time
-//   next     only that half, into the second cache (16 rows on Zen 4: 11.6 GB/s of weights a core -> 13.7)
+//   further  the same, and half a block from `next` on, sequentially: of scattered lines half as many arrive in time
+//   next     only that half, into L2 (16 rows on Zen 4: 11.6 GB/s of weights per core -> 13.7)
 enum class Ask { nothing, once, nearer, soon, further, next };
 
 // All of the panel's values of k for kRows rows and its kLanes * 16 columns.
@@ -156,8 +155,8 @@ Rows<X, T> pick(int64_t count, std::integer_sequence<int, kRows...>) {
   return some[count - 1];
 }
 
-// One group of rows reads the weights from memory, as fast as they come. Where there are more groups, those behind it
-// read them from a cache, and memory would rest: the first two ask for a half each of the block that comes next.
+// One group of rows reads the weights from memory at full bandwidth. With more groups, the later ones read from a
+// cache, and memory would be idle: so the first two each prefetch half of the next block.
 template <typename X, typename T>
 void multiply(const Left& x, const Panel<T>& panel, float* out) {
   constexpr std::make_integer_sequence<int, NXD_ROWS> counts{};

@@ -1,4 +1,4 @@
-// Multiplying by packed bfloat16 weights with AMX tiles.
+// Multiplication by packed bfloat16 weights with AMX tiles.
 #include "cpu.h"
 #include "packed.h"
 #include "tiles.h"
@@ -11,11 +11,11 @@ namespace nxd {
 namespace {
 
 constexpr int64_t kTile = 16 * 32;          // values in a tile
-constexpr int64_t kSpan = 8;                // steps of k at a time: 16 KB of weights stay in the first-level cache beside 16 KB of x
+constexpr int64_t kSpan = 8;                // steps of k at a time: 16 KB of weights stay in L1 beside 16 KB of x
 constexpr int64_t kOut = 4 * kColumns;      // bytes from one row of sums to the next
 constexpr int64_t kUnder = 16 * kColumns;   // sums of 16 rows
 
-// The rows of a tile of weights: what a later step reads.
+// Prefetches the rows of a tile of weights that a later step reads.
 NXD_INLINE void fetch(const BFloat16* tile, int64_t stride) {
 #pragma GCC unroll 16
   for (int line = 0; line < 16; line++) __builtin_prefetch(tile + line * stride);
@@ -35,7 +35,7 @@ NXD_AMX NXD_INLINE void step_of(const BFloat16* x, const BFloat16* w, int64_t st
   }
 }
 
-// 16 rows and a whole block: what decoding does. The weights come from memory, so they are asked for ahead of time.
+// 16 rows and a whole block, for decoding. The weights come from memory, so they are prefetched.
 template <int kLanes>
 NXD_AMX void few_rows(const BFloat16* x, const Panel<BFloat16>& panel, float* out) {
   constexpr int64_t stride = 2 * kLanes * kLane;
@@ -49,7 +49,7 @@ NXD_AMX void few_rows(const BFloat16* x, const Panel<BFloat16>& panel, float* ou
   if (kLanes > 1) _tile_stored(1, out + kLane, kOut);
 }
 
-// 32 rows and 32 columns over `steps` steps, added to what `out` holds unless these are the first.
+// 32 rows and 32 columns over `steps` steps, added to `out` unless these are the first.
 NXD_AMX void many_rows(
     const BFloat16* x0, const BFloat16* x1, const BFloat16* w0, const BFloat16* w1, int64_t stride, int64_t steps,
     bool first, float* out) {
@@ -85,7 +85,7 @@ void multiply_tiles(const Left& x, const Panel<BFloat16>& panel, float* out) {
   const BFloat16* data = static_cast<const BFloat16*>(x.data);
   const int64_t groups = (x.rows + 15) / 16, lanes = panel.width / kLane, stride = 2 * panel.width;
   const int64_t paired = groups == 1 ? 0 : groups / 2 * 2;
-  // A narrow block is multiplied twice, the second time into columns of nobody.
+  // A narrow block is multiplied twice, the second time into unused columns.
   const auto pairs = [&](const BFloat16* w, int64_t step, int64_t steps) {
     for (int64_t group = 0; group < paired; group += 2) {
       const BFloat16* left = data + group * x.stride + step * kTile;

@@ -1,4 +1,4 @@
-// Work shared by the rank's crew (crew.h), or by torch's own threads: as many as torch.set_num_threads says.
+// Work sharing by the rank's crew (crew.h), or by torch's threads: as many as torch.set_num_threads says.
 #pragma once
 
 #include "crew.h"
@@ -14,15 +14,15 @@
 
 namespace nxd {
 
-// Calls body(worker) on this thread and on those of the crew that come; see crew_works.
+// Calls body(worker) on this thread and on crew threads that join; see crew_works.
 template <typename Body>
 bool with_crew(int64_t workers, const Body& body) {
   const Work call = [](int64_t worker, void* context) { (*static_cast<const Body*>(context))(worker); };
   return crew_works(workers, call, const_cast<Body*>(&body));
 }
 
-// Calls body(begin, end) on pieces of [begin, end), as many as threads are worth it; in the caller when there are no more
-// than `grain`.
+// Calls body(begin, end) on pieces of [begin, end), on as many threads as pay off; in the caller for at most `grain`
+// items.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end <= begin) {
@@ -44,8 +44,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, call, const_cast<Body*>(&body)));
 }
 
-// Calls body(worker) for workers of [0, workers), each on a thread of its own where there are as many. It has to go on
-// until nothing is left to do: of a crew, not every worker comes.
+// Calls body(worker) for workers of [0, workers), each on its own thread if there are enough. It must continue until no
+// work is left: with a crew, not every worker joins.
 template <typename Body>
 void work_together(int64_t workers, const Body& body) {
   if (workers > 1 && with_crew(workers, body)) return;
@@ -61,15 +61,16 @@ inline int64_t thread_count() {
   return threads;
 }
 
-// Items of [0, items) shared by workers: each takes pieces of a stretch of its own from the front, so that it reads one
-// stream, and when that is done, single items from the back of the others', so that nobody waits long for a slower one.
+// Work stealing over items of [0, items): each worker takes pieces of its own range from the front, so that it reads
+// one stream, and then steals single items from the back of the others' ranges, so that none waits long for a slower
+// one.
 class Stretches {
  public:
   Stretches(int64_t items, int64_t workers) : workers_(workers), left_(new Stretch[workers]) {
     for (int64_t w = 0; w < workers; w++) left_[w].span = pair(items * w / workers, items * (w + 1) / workers);
   }
 
-  // Calls body(begin, end) on pieces until nothing is left to take; of others' stretches too, whether they come or not.
+  // Calls body(begin, end) on pieces until none is left, also of other workers' ranges, whether they join or not.
   template <typename Body>
   void work(int64_t worker, const Body& body) {
     int64_t begin, end;
@@ -81,7 +82,7 @@ class Stretches {
 
  private:
   struct alignas(64) Stretch {
-    std::atomic<uint64_t> span;  // the first item, and behind the last one
+    std::atomic<uint64_t> span;  // the first item, and the end
   };
   static uint64_t pair(uint64_t begin, uint64_t end) { return begin << 32 | end; }
 

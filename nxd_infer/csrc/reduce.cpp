@@ -12,7 +12,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kBlock = 1024;  // accumulators stay in the first-level cache
+constexpr int64_t kBlock = 1024;  // accumulators stay in L1
 
 template <typename T, typename A>
 NXD_INLINE void sum_body(const char* const* sources, int degree, char* out, int64_t n) {
@@ -58,7 +58,7 @@ NXD_SUM(f32, float, float)
 NXD_SUM(f64, double, double)
 NXD_SUM(bf16, BFloat16, float)
 NXD_SUM(f16, c10::Half, float)
-// Unsigned, because wrapping is defined there; the bits are those of the signed sum.
+// Unsigned, because its wrap-around is defined; the bits equal those of the signed sum.
 NXD_SUM(i64, uint64_t, uint64_t)
 NXD_SUM(i32, uint32_t, uint32_t)
 NXD_SUM(i16, uint16_t, uint16_t)

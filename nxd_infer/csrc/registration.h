@@ -1,5 +1,5 @@
-// How an operator file registers itself: NXD_LIBRARY for schemas, NXD_IMPL for kernels. The namespace is
-// nxd_<content hash>, given by the build, so that libraries of different contents live in one process.
+// Registration of operators: NXD_LIBRARY for schemas, NXD_IMPL for kernels. The namespace is nxd_<content hash>, set by
+// the build, so that different libraries can live in one process.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,7 +12,7 @@
 
 // A C function that compiled graphs call without torch's dispatcher: NXD_SHIM(name)(arguments) { .. return 0; }. Its
 // symbol is nxd_<content hash>_<name>; its parameters are the operator's schema in C (`shims` in nxd_infer/native.py).
-// Errors are exceptions, which the compiled graph's caller turns into its own.
+// Errors are exceptions, which the caller in the compiled graph converts.
 #define NXD_JOIN_(ns, name) ns##_##name
 #define NXD_JOIN(ns, name) NXD_JOIN_(ns, name)
 #define NXD_SHIM(name) \
@@ -20,8 +20,8 @@
 
 namespace nxd {
 
-// Defines an operator whose calls must be neither folded into a constant at compile time, nor merged, nor moved past
-// one another: a collective, or anything that depends on the rank. The tag is what inductor's passes look at.
+// Defines an operator whose calls must not be constant-folded, merged or reordered: a collective, or anything that
+// depends on the rank. Inductor's passes check the tag.
 inline void define_effect(torch::stable::detail::StableLibrary& library, const char* schema) {
 #if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_12_0
   library.def(schema, {at::Tag::nondeterministic_seeded});

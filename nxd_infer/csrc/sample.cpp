@@ -1,5 +1,5 @@
-// The sampling operators: rows are spread over the threads, each row is one thread's work, so that its result depends
-// on nothing else. Schemas and meanings are those of torch.ops.nxd.* in nxd_infer/ops/sampling.py and adjust.py.
+// The sampling operators: each row is processed by one thread, so that its result depends on nothing else. Schemas and
+// meanings are those of torch.ops.nxd.* in nxd_infer/ops/sampling.py and adjust.py.
 #include "adjust.h"
 #include "parallel.h"
 #include "registration.h"
@@ -21,7 +21,7 @@ using torch::headeronly::ScalarType;
 using Maybe = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t kGrain = 32 * 1024;  // logits worth a thread
+constexpr int64_t kGrain = 32 * 1024;  // logits that justify a thread
 
 // The contiguous tensor, of this type and shape.
 Tensor checked(const Tensor& x, const char* name, ScalarType dtype, const std::vector<int64_t>& shape) {
@@ -41,7 +41,7 @@ void check_slot(int64_t slot, int64_t slots) {
 }
 
 template <typename T>
-struct Column {  // one value a row
+struct Column {  // one value per row
   Column(const Tensor& x, const char* name, ScalarType dtype, int64_t rows) : tensor(checked(x, name, dtype, {rows})) {}
   const T& operator[](int64_t row) const { return static_cast<const T*>(tensor.data_ptr())[row]; }
   Tensor tensor;
@@ -76,7 +76,7 @@ Tensor checked_logits(const Tensor& x) {
   return checked(x, "logits", ScalarType::Float, shape_of(x));
 }
 
-// logits_of(row, memory) is what the row is drawn from: a pointer into a tensor, or `memory` filled.
+// logits_of(row, memory) returns the logits to sample from: a pointer into a tensor, or `memory`, filled.
 template <typename LogitsOf>
 Results sample_rows(const Tensor& raw, const Settings& settings, int64_t top, const LogitsOf& logits_of) {
   if (top < 0) {
@@ -115,7 +115,7 @@ Results sample(
   return sample_rows(raw, settings, top, [&](int64_t row, std::vector<float>&) { return first + row * vocabulary; });
 }
 
-// An optional tensor of `width` values a line; at(line) is null where the call has none.
+// An optional tensor of `width` values per line; at(line) is null if the call has none.
 template <typename T>
 struct Lines {
   Lines(const Maybe& x, const char* name, ScalarType dtype, const std::vector<int64_t>& shape)
@@ -185,7 +185,7 @@ void remember_tokens(
   auto* seen = static_cast<bool*>(seen_in.data_ptr());
   const auto* id = static_cast<const int64_t*>(ids.data_ptr());
   const auto* is_output = static_cast<const bool*>(output.data_ptr());
-  for (int64_t row = 0; row < rows; row++) {  // first: another row may hold more of the same sequence
+  for (int64_t row = 0; row < rows; row++) {  // first: another row may have more of the same sequence
     if (length[row] <= 0) continue;
     check_slot(slot[row], slots);
     if (start[row] != 0) continue;

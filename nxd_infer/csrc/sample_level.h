@@ -1,8 +1,8 @@
-// The loops of SampleLoops for one instruction set. Included once a level by sample_loops.cpp, which defines
+// The loops of SampleLoops for one instruction set. Included once per level by sample_loops.cpp, which defines
 // NXD_LEVEL (the namespace), NXD_WIDTH (lanes of a vector) and NXD_FN (the attributes of every function): vector types
-// are lowered for the function they stand in, so a common template could not serve. No guard, on purpose.
+// are lowered for their function, so a common template would not work. No include guard, on purpose.
 //
-// Same bits at every level: products and sums are rounded one by one (no fused multiply-add), and the one sum of
+// Bit-equal at every level: products and sums are rounded separately (no fused multiply-add), and the only sum of
 // fractions adds in an order that does not depend on the width of a vector.
 
 namespace nxd {
@@ -28,12 +28,12 @@ NXD_FN vf cleaned(vf x) {
   return x < splat(kLargestFinite) ? x : splat(kLargestFinite);
 }
 
-// exp(x) for x <= 0, 0 at -87 and below, and for NaN; the relative error is below 1.2e-7. The steps and constants are those of
-// exp_negative in sampling.py, one rounding each.
+// exp(x) for x <= 0; 0 at -87 and below, and for NaN; the relative error is below 1.2e-7. The steps and constants are
+// those of exp_negative in sampling.py, with one rounding each.
 NXD_FN vf exp_negative(vf x) {
   const vi live = x > splat(-87.0f);
   const vf inside = live ? x : splat(-87.0f);
-  const vf shifted = inside * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+  const vf shifted = inside * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const vf n = shifted - 12582912.0f;
   const vf r = (inside - n * 0.693359375f) - n * -2.12194440e-4f;
   vf y = splat(1.9875691500e-4f);
@@ -55,7 +55,7 @@ NXD_FN vu mix(vu x) {
   return x ^ (x >> 15);
 }
 
-// The block, or a copy in `tail` filled up with absent tokens.
+// The block, or a copy in `tail` padded with absent tokens.
 NXD_FN const float* whole_block(const float* logits, int64_t count, float* tail) {
   if (count >= kBlock) {
     return logits;
@@ -89,7 +89,7 @@ NXD_FN void maxima(const float* logits, int64_t vocabulary, float* out) {
 
 NXD_FN double sum_exp(const float* logits, int64_t vocabulary, float largest) {
   constexpr int kParts = 16 / NXD_WIDTH;  // sixteen sums at every width
-  constexpr int64_t kStretch = 16 * kBlock;  // added up in float32, the stretches in float64
+  constexpr int64_t kStretch = 16 * kBlock;  // summed in float32, the stretches in float64
   float tail[kBlock];
   double total = 0;
   for (int64_t begin = 0; begin < vocabulary; begin += kStretch) {

@@ -11,7 +11,7 @@ namespace {
 constexpr float kGreedyBelow = 1e-5f;
 constexpr float kLogprobFloor = -9999.0f;
 // Gumbel noise of 32 bits lies within [-3.131, 22.874]: a token whose cost exceeds the difference cannot be drawn
-// while the best token, of cost 0 and always kept, is there. Its mass for top-p is 0 as well.
+// because the best token has cost 0 and is always kept. Its mass for top-p is 0 as well.
 constexpr float kReach = 26.01f;
 
 float cleaned(float x) {
@@ -47,7 +47,7 @@ RandomKey random_key(int64_t seed, int64_t position) {
   return RandomKey{first, mix(first ^ high ^ 0x297a2d39u)};
 }
 
-// The k-th largest of the maxima of blocks: k tokens at least are as large. Minus infinity where there are fewer blocks.
+// The k-th largest of the block maxima: at least k tokens are as large. Minus infinity if there are fewer blocks.
 float kth_largest(const float* maxima, int64_t blocks, int64_t k, std::vector<float>& ranked) {
   if (k > blocks) {
     return -INFINITY;
@@ -58,11 +58,11 @@ float kth_largest(const float* maxima, int64_t blocks, int64_t k, std::vector<fl
 }
 
 // The smallest cost t with sum(weight(i) where cost[i] <= t) >= target(sum of all weights), weights being whole
-// numbers; infinity where there is none. Costs are not negative, so they order like their bits: a radix search, whose
+// numbers; infinity if there is none. Costs are non-negative, so they sort like their bits: a radix search, whose
 // first histogram takes all costs and the others those that share the digits found.
 template <typename Weight, typename Target>
 float threshold(const float* cost, int64_t count, const Weight& weight, const Target& target, SampleScratch& scratch) {
-  constexpr int kBins = 2048, kWays = 4;  // neighbours count apart: they often fall into one bin, and would wait
+  constexpr int kBins = 2048, kWays = 4;  // neighbours count separately: they often hit the same bin, and would stall
   auto& histogram = scratch.histogram;
   histogram.assign(kBins * kWays, 0);
   for (int64_t i = 0; i < count; i += kWays) {  // a multiple of kBlock
@@ -81,7 +81,7 @@ float threshold(const float* cost, int64_t count, const Weight& weight, const Ta
   if (rest > total) {
     return INFINITY;
   }
-  auto bin_of_rest = [&] {  // and what of `rest` is left for that bin
+  auto bin_of_rest = [&] {  // and what is left of `rest` for that bin
     uint32_t bin = 0;
     for (; histogram[bin] < rest; bin++) {
       rest -= histogram[bin];
@@ -94,7 +94,7 @@ float threshold(const float* cost, int64_t count, const Weight& weight, const Ta
     inside.resize(count + 1);
   }
   int64_t held = 0;
-  for (int64_t i = 0; i < count; i++) {  // without a branch: nobody could predict it
+  for (int64_t i = 0; i < count; i++) {  // without a branch, which would be unpredictable
     inside[held] = static_cast<uint32_t>(i);
     held += bits_of(cost[i]) >> 20 == found;
   }
@@ -111,7 +111,7 @@ float threshold(const float* cost, int64_t count, const Weight& weight, const Ta
   return float_of(found);
 }
 
-// The tokens that may be drawn lie in these blocks; their costs and exp(-cost) stand one block after the other.
+// The tokens that can be sampled are in these blocks; their costs and exp(-cost) are stored block by block.
 void gather_costs(
     const float* logits, int64_t vocabulary, const float* maxima, float largest, float scale, float least,
     SampleScratch& scratch) {
@@ -165,7 +165,7 @@ double score(float cost, uint32_t bits) {
   return -static_cast<double>(cost) - std::log(-std::log1p(-u));
 }
 
-// argmax(score) over the tokens of cost <= limit; the first of equals. `best` is the token of cost 0.
+// argmax(score) over the tokens with cost <= limit; the first of equals. `best` is the token of cost 0.
 int64_t gumbel_argmax(int64_t best, float limit, RandomKey key, const SampleScratch& scratch) {
   const SampleLoops& loops = sample_loops();
   const float *cost = scratch.cost.data(), *weight = scratch.weight.data();
@@ -219,7 +219,7 @@ int64_t choose(
   return gumbel_argmax(best, limit, random_key(settings.seed, settings.position), scratch);
 }
 
-// Log probabilities of the token and of the `top` most probable ones, the lowest id first among equals.
+// Log probabilities of the token and of the `top` most probable ones, ties by lowest id first.
 void report(
     const float* raw, int64_t vocabulary, const float* maxima, int64_t token, int64_t top, SampleScratch& scratch,
     const SampleResult& result) {

@@ -6,22 +6,22 @@
 
 namespace nxd {
 
-constexpr int64_t kBlock = 64;  // logits looked at together; a block that cannot matter is known by its largest
+constexpr int64_t kBlock = 64;  // logits per block; the largest of a block tells whether the block matters
 constexpr float kLargestFinite = 3.40282347e38f;
 
 inline int64_t block_count(int64_t vocabulary) { return (vocabulary + kBlock - 1) / kBlock; }
 
-// What a row's random numbers are a function of, besides the token id.
+// The inputs of a row's random numbers, besides the token id.
 struct RandomKey {
   uint32_t first, second;
 };
 
-// The loops over all of a row, compiled for each instruction set from one source (sample_level.h), with the same bits
-// as results. A NaN logit counts as minus infinity, plus infinity as the largest finite number.
+// The loops over a whole row, compiled for each instruction set from one source (sample_level.h), with bit-equal
+// results. A NaN logit counts as minus infinity, plus infinity as the largest finite number.
 struct SampleLoops {
   // The largest logit of each block.
   void (*maxima)(const float* logits, int64_t vocabulary, float* out);
-  // sum(exp(logit - largest)), largest being finite.
+  // sum(exp(logit - largest)) for a finite `largest`.
   double (*sum_exp)(const float* logits, int64_t vocabulary, float largest);
   // For one block of `count` logits: cost = (largest - logit) / scale, and exp(-cost); past `count`, infinity and 0.
   void (*costs)(const float* logits, int64_t count, float largest, float scale, float* cost, float* weight);

@@ -1,4 +1,4 @@
-// Scalars as the kernels compute with them, and the attribute that compiles a function for several instruction sets.
+// Scalar types of the kernels, and the attribute that compiles a function for several instruction sets.
 #pragma once
 
 #include <torch/headeronly/util/Half.h>

@@ -1,8 +1,8 @@
-// The shared memory of one group of ranks: a memfd made by the parent, mapped by every rank.
+// The shared memory of one group of ranks: a memfd created by the parent, mapped by every rank.
 //
-//   header | one block a rank | mailbox signals (degree x degree) | mailboxes | slots (2 buffers x degree)
+//   header | one block per rank | mailbox signals (degree x degree) | mailboxes | slots (2 buffers x degree)
 //
-// nxd_infer/comm/shm.py writes the header and reads the blocks: offsets here and there must agree.
+// nxd_infer/comm/shm.py writes the header and reads the blocks: its offsets must match these.
 #pragma once
 
 #include <atomic>
@@ -16,14 +16,14 @@ constexpr int kMaxDegree = 64;
 constexpr size_t kHeaderBytes = 512;
 constexpr size_t kPage = 4096;
 
-// A counter that other processes wait for. `waiters` is how many of them sleep.
+// A counter that other processes wait for. `waiters` is the number of sleeping ones.
 struct Signal {
   std::atomic<uint64_t> value;
   std::atomic<uint32_t> waiters;
   uint32_t unused;
 };
 
-// What a rank says it is doing in a collective, so that ranks that went apart are noticed before data is mixed.
+// A rank's description of its collective call, so that mismatched calls are detected before data is mixed.
 struct Call {
   uint32_t op;
   uint32_t dtype;
@@ -35,10 +35,10 @@ struct Call {
 };
 
 struct alignas(256) RankBlock {
-  Signal arrived;   // the last piece of a collective whose data this rank has put into its slot
-  Call calls[2];    // of the pieces with even and odd numbers; written before `arrived`
+  Signal arrived;   // the last piece of a collective that this rank has put into its slot
+  Call calls[2];    // of even and odd pieces; written before `arrived`
   alignas(128) std::atomic<uint64_t> collectives;  // finished calls
-  std::atomic<uint64_t> steps;                     // steps the rank itself reports
+  std::atomic<uint64_t> steps;                     // steps reported by the rank itself
   std::atomic<int64_t> last_ns;                    // CLOCK_MONOTONIC of the last of either
   std::atomic<int64_t> pid;
   std::atomic<uint64_t> start_ticks;               // of that process, in clock ticks since boot
@@ -71,7 +71,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 
 inline size_t page_up(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Where the parts lie, from the degree and the capacities alone.
+// The offsets of the parts, computed from the degree and the capacities.
 struct Parts {
   size_t blocks, mail_signals, mail, slots, total;
   Parts(size_t degree, size_t capacity, size_t mail_capacity) {

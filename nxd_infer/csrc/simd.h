@@ -18,12 +18,12 @@
 
 namespace nxd {
 
-// Plain C++, four lanes of float or double. The reference for what the members of all of them mean.
+// Plain C++, four lanes of float or double. Defines the meaning of the members of all vector types.
 template <typename T>
 struct Portable {
   using Scalar = T;
   static constexpr int width = 4;      // lanes
-  static constexpr int registers = 16; // vectors that a kernel may hope to keep in registers
+  static constexpr int registers = 16; // vectors that a kernel can probably keep in registers
   T lane[width];
 
   template <typename F>
@@ -56,23 +56,23 @@ struct Portable {
   static NXD_INLINE Portable fma(Portable a, Portable b, Portable c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }
-  // b where either is NaN, as the instruction has it
+  // b if either is NaN, like the instruction
   static NXD_INLINE Portable max(Portable a, Portable b) {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
-  // yes where a < b, else (NaN included) no
+  // yes if a < b, else (including NaN) no
   static NXD_INLINE Portable where_less(Portable a, Portable b, Portable yes, Portable no) {
     return each([&](int i) { return a.lane[i] < b.lane[i] ? yes.lane[i] : no.lane[i]; });
   }
-  // To the nearest whole number, |x| < 2^22.
+  // Rounds to the nearest integer, |x| < 2^22.
   static NXD_INLINE Portable round(Portable x) {
     const T large = 12582912;
     return each([&](int i) { return (x.lane[i] + large) - large; });
   }
-  // x * 2^n for whole numbers n in -126 .. 127; float only
+  // x * 2^n for integers n in -126 .. 127; float only
   static NXD_INLINE Portable scale(Portable x, Portable n) {
     return each([&](int i) {
-      const T bounded = n.lane[i] > -127 ? n.lane[i] : -127;  // the conversion of what is out of range is undefined
+      const T bounded = n.lane[i] > -127 ? n.lane[i] : -127;  // converting an out-of-range value is undefined
       const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(bounded) + 127) << 23;
       float power;
       std::memcpy(&power, &bits, 4);

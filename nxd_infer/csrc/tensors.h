@@ -11,8 +11,8 @@
 
 namespace nxd {
 
-// A tensor's handle, owned or borrowed for the length of a call. torch::stable::Tensor would do, but makes a block of
-// memory for each, and cannot borrow: a step of decoding hands some five hundred tensors to operators.
+// A tensor's handle, owned or borrowed for the duration of a call. torch::stable::Tensor would work, but allocates
+// memory for each handle and cannot borrow: a decode step passes about five hundred tensors to operators.
 class Tensor {
  public:
   explicit Tensor(AtenTensorHandle owned) : handle_(owned), owned_(true) {}
@@ -35,14 +35,14 @@ class Tensor {
 
   AtenTensorHandle get() const { return handle_; }
 
-  // The handle, for whoever deletes it from now on.
+  // Releases the handle to the caller, who must delete it.
   AtenTensorHandle release() {
     AtenTensorHandle handle = owned_ ? handle_ : share();
     owned_ = false;
     return handle;
   }
 
-  // One more handle to the same tensor, for whoever deletes it.
+  // Another handle to the same tensor, which the caller must delete.
   AtenTensorHandle share() const { return ask<AtenTensorHandle>(aoti_torch_new_tensor_handle); }
 
   int64_t dim() const { return ask<int64_t>(aoti_torch_get_dim); }
@@ -108,7 +108,7 @@ inline Tensor new_like(const Tensor& x, const std::vector<int64_t>& shape) {
   return empty_strided_cpu(shape, x.dtype());
 }
 
-// x itself when it is contiguous, else a contiguous copy.
+// x itself if it is contiguous, else a contiguous copy.
 inline Tensor contiguous(const Tensor& x) {
   if (x.is_contiguous()) {
     return x;

@@ -1,4 +1,4 @@
-// What every kernel over AMX tiles begins and ends with.
+// Setup and release of AMX tiles, for every kernel that uses them.
 #pragma once
 
 #include "cpu.h"
@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// The intrinsics read memory that they do not tell the compiler about: what is at `memory` is to be written by now.
+// The intrinsics read memory without telling the compiler: forces pending writes to `memory`.
 NXD_INLINE void settle(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
 
 // Eight tiles of 16 rows of 64 bytes, until tiles_end().
