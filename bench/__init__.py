@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m bench`` runs all of them, ``python -m bench NAME ...`` some. Figures, never assertions."""
+"""Benchmarks: ``python -m bench`` runs all, ``python -m bench NAME ...`` some. They only report figures."""

@@ -26,7 +26,7 @@ BENCHMARKS = (
     "plot",
 )
 ON_REQUEST = ("attacks", "against")
-"""Which run by name alone."""
+"""Benchmarks that run only by name."""
 
 
 def main() -> None:
@@ -34,16 +34,18 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all), {', '.join(ON_REQUEST)}"
     )
-    parser.add_argument("--quick", action="store_true", help="little work, few repetitions: the figures mean nothing")
-    parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s; an empty text for none")
+    parser.add_argument("--quick", action="store_true", help="little work, few repetitions: ignore the figures")
+    parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s; pass an empty string for none")
     parser.add_argument("--tp", default="1,2", help="degrees of this project, default: %(default)s")
     parser.add_argument("--repetitions", type=int, default=Options.repetitions, help="default: %(default)s")
-    parser.add_argument("--minutes", type=int, default=60, help="end everything after this time, default: %(default)s")
+    parser.add_argument("--minutes", type=int, default=60, help="stop after this many minutes, default: %(default)s")
     parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="of `sizes`, default: %(default)s")
-    parser.add_argument("--attacks", default="", help="of `attacks`, default: all")
-    parser.add_argument("--against", type=Path, metavar="PATH", help="the other checkout of `against`")
-    parser.add_argument("--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the others")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="models of `sizes`, default: %(default)s")
+    parser.add_argument("--attacks", default="", help="attacks of `attacks`, default: all")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="the other checkout for `against`")
+    parser.add_argument(
+        "--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the other models"
+    )
     given = parser.parse_args()
     if given.names[:1] == ["peers"]:
         from bench.peers.install import install
@@ -69,11 +71,13 @@ def main() -> None:
     options = Options(
         given.quick, peers, degrees, given.repetitions, given.model, sizes, attacks, given.against, given.folder
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # like Ctrl-C: ends everything that was started
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
     signal.alarm(given.minutes * 60)
     if not sys.stdout.isatty():
-        os.environ.setdefault("COLUMNS", "160")  # tables in a log need not be as narrow as a terminal
+        os.environ.setdefault("COLUMNS", "160")  # tables in a log can be wider than a terminal
     # Inherited by every process that is started: bytecode is kept, as an installed package's is, where it would be
     # compiled at every start of a server; and nobody gets more cores than the others.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

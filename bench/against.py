@@ -1,7 +1,7 @@
-"""Two checkouts of this project on the same work, interleaved: did a change cost speed?
+"""Compare two checkouts of this project on the same work, interleaved, to see whether a change cost speed.
 
 Each traces the model, serves it and runs its own side of ``bench.peers``; this one measures both. Every figure is a
-ratio of speeds, the work done here in a second over that done there, so that more is better.
+ratio of speeds, work per second here over there, so more is better.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ START_SECONDS = 120.0
 Sides = Mapping[str, Path]
 """Name -> checkout."""
 Rows = dict[str, dict[str, list[Turn]]]
-"""Row -> name -> work a second, one a round."""
+"""Row -> name -> work per second, one per round."""
 
 
 def run(options: Options) -> None:
     if options.against is None:
         raise SystemExit(
-            "`against` compares with another checkout: give --against PATH (`git worktree add PATH COMMIT` makes one)"
+            "`against` compares with another checkout: pass --against PATH (`git worktree add PATH COMMIT` creates one)"
         )
     sides = {"ours there": options.against.resolve(), "ours here": ROOT}
     model = bench_model(options)
@@ -53,7 +53,7 @@ def run(options: Options) -> None:
 
 
 def _in_process(options: Options, sides: Sides, paths: Mapping[str, Path], model: Path, tp: int) -> Rows:
-    """Decoding and prefill by each checkout's engine."""
+    """Measure decoding and prefill with each checkout's engine."""
     rows: Rows = {}
     new_tokens = 40 if options.quick else NEW_TOKENS
     field = Field({}, {})
@@ -83,7 +83,7 @@ def _in_process(options: Options, sides: Sides, paths: Mapping[str, Path], model
 
 
 def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: Path, tp: int) -> Rows:
-    """Each checkout's server: its start and a rank's death, alone on the machine, then clients of both in turn."""
+    """Measure each checkout's server: start and recovery, alone on the machine, then clients of both, alternating."""
     rows: Rows = {}
     field = Field({}, {})
     field.placement.look()
@@ -103,7 +103,7 @@ def _servers(options: Options, sides: Sides, paths: Mapping[str, Path], model: P
             return 1 / seconds
 
     rows["server, start to ready"] = _turns(field, sides, options.rounds, lambda name, _: start(name))
-    if tp > 1:  # at degree 1 the only rank's death is measured by its start
+    if tp > 1:  # at degree 1 a restart of the only rank equals a start
         rows["server, rank killed to ready again"] = _turns(field, sides, min(3, options.rounds), again)
     new_tokens = 40 if options.quick else NEW_TOKENS
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def _report(options: Options, rows: Rows) -> None:
         table.append((row, *(summary(each[name]).text(digits=2) for name in ("ours there", "ours here"))))
         verdicts.append(Verdict(row, summary(ratios), *LIMITS, note=note))
     report.write(
-        *("against", "Work a second, there and here", ("row", "there", "here"), table),
+        *("against", "Work per second, there and here", ("row", "there", "here"), table),
         {row: values(found) for row, found in rows.items()},
         verdicts=verdicts,
         settings={**options.settings(), "against": str(options.against)},

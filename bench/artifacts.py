@@ -1,4 +1,4 @@
-"""The traced model of the benchmarks, one artifact a degree, traced again when the sources have changed."""
+"""The traced model of the benchmarks, one artifact per degree, traced again when the sources change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def nxd_infer(
     sample: Callable[[int], None] | None = None,
     root: Path = ROOT,
 ) -> str:
-    """Run a command of the command line and return what it printed; a failure ends the benchmark with its text.
+    """Run an `nxd-infer` command and return its output; a failure ends the benchmark with that output.
 
-    ``sample`` is called with its process twenty times a second; ``root`` is the checkout whose command it is.
+    ``sample`` is called with its process twenty times per second; ``root`` is the checkout to run.
     """
     words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     log = home() / "logs" / f"command-{os.getpid()}.log"
@@ -47,7 +47,7 @@ def nxd_infer(
 
 
 def _status(group: Group, seconds: float) -> int | None:
-    """The exit status, or None when ``seconds`` were not enough."""
+    """Return the exit status, or None if the command still runs after ``seconds``."""
     try:
         return group.process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -55,7 +55,7 @@ def _status(group: Group, seconds: float) -> int | None:
 
 
 def sources_digest(root: Path = ROOT) -> str:
-    """Over everything that decides what a trace makes."""
+    """Return a digest of everything that affects the result of a trace."""
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in ("nxd_infer", "models"):
         for path in sorted((root / folder).rglob("*")):
@@ -72,8 +72,8 @@ def artifact(
     speculate: int = 0,
     root: Path = ROOT,
 ) -> Path:
-    """The model of ``options`` traced in bfloat16 at degree ``tp``, for every batch and prompt that is measured, by the
-    code of the checkout ``root``."""
+    """Return the model of ``options`` traced in bfloat16 at degree ``tp``, for all measured batches and prompts, by
+    the code of the checkout ``root``."""
     model = bench_model(options)
     arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, batches))]
     arguments += ["--prompt-buckets", ",".join(map(str, prompts)), "--max-len", 4096, "--dtype", "bfloat16"]

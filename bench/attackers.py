@@ -1,6 +1,6 @@
-"""What those do who mean a server no good: ``python -m bench.attackers NAME --port N --seconds S``, a process each.
+"""Attacks on a server: ``python -m bench.attackers NAME --port N --seconds S``, one process per attack.
 
-On the standard library alone. At its end an attacker prints what it sent, as one line of JSON (:class:`Tally`).
+Uses only the standard library. At the end an attacker prints what it sent as one line of JSON (:class:`Tally`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ANSWER_SECONDS = 60.0
 ABORTED_TOKENS = 40
 MIB = 2**20
 SPIN = "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
-"""Belongs into the chat template of the model that is attacked: its variable ``spin`` makes it a loop without end."""
+"""Part of the attacked model's chat template: the variable ``spin`` makes it loop endlessly."""
 
 
 @dataclass
 class Tally:
-    """What the attacker sent. The server counts each of it, or not, as its client may have left before."""
+    """What the attacker sent. The server may not count requests whose client left early."""
 
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by route."""
     answers: Counter[str] = field(default_factory=Counter)
-    """Those that were waited for, by status; ``cut`` where the server closed the connection."""
+    """Awaited requests by status; ``cut`` if the server closed the connection."""
     tokens: int = 0
-    """So many may have been generated, in as many ``choices``, of answers that nobody waited for."""
+    """Upper bounds of tokens and ``choices`` generated for answers that were not awaited."""
     choices: int = 0
 
 
@@ -62,12 +62,12 @@ class Target:
         return connection
 
     def send(self, path: str, body: bytes, *headers: str, length: int | None = None) -> socket.socket:
-        """Send a request and do not wait."""
+        """Send a request without waiting for the answer."""
         self.tally.sent[path] += 1
         return self.connect(head(path, len(body) if length is None else length, *headers) + body)
 
     def ask(self, path: str, body: bytes, *headers: str, length: int | None = None) -> int:
-        """Send a request and wait for its answer; its status, 0 where there is none."""
+        """Send a request, wait for its answer and return the status, 0 if there is none."""
         data = b""
         with (
             contextlib.suppress(OSError),
@@ -86,22 +86,22 @@ def head(path: str, length: int, *headers: str) -> bytes:
 
 
 def idle(target: Target) -> None:
-    """220 connections that say nothing; those that the server ends are opened again."""
+    """Hold 220 silent connections; reopen those that the server closes."""
     _hold(target, IDLE, lambda: target.connect(), b"")
 
 
 def slow_heads(target: Target) -> None:
-    """60 heads that come byte by byte."""
+    """Send 60 request heads byte by byte."""
     _hold(target, SLOW, lambda: target.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "), b"a")
 
 
 def slow_bodies(target: Target) -> None:
-    """60 bodies that come byte by byte."""
+    """Send 60 bodies byte by byte."""
     _hold(target, SLOW, lambda: target.send(COMPLETIONS, b'{"prompt": "', length=10**6), b"a")
 
 
 def stalled_bodies(target: Target) -> None:
-    """130 bodies of 2 MiB, all but their last byte: together as much as the server holds of all bodies."""
+    """Send 130 bodies of 2 MiB without their last byte: together the server's limit for all bodies."""
     body = b'{"prompt": "' + b"a" * (2 * MIB)
     _hold(target, STALLED, lambda: target.send(COMPLETIONS, body, length=len(body) + 1), b"")
 
@@ -129,11 +129,11 @@ def _hold(target: Target, count: int, opened: Callable[[], socket.socket], drop:
 
 
 def _again(path: str, make: Callable[[int], bytes]) -> Callable[[Target], None]:
-    """One body of almost the size that is taken, again and again."""
+    """Send one body of almost the maximum size, again and again."""
 
     def attack(target: Target) -> None:
         body = make(target.body_bytes - 200)
-        target.ask(path, body)  # once at least: to make it takes a while
+        target.ask(path, body)  # at least once: building it takes a while
         while not target.over:
             target.ask(path, body)
 
@@ -141,7 +141,7 @@ def _again(path: str, make: Callable[[int], bytes]) -> Callable[[Target], None]:
 
 
 def _many(before: bytes, value: bytes, after: bytes, most: int | None = None) -> Callable[[int], bytes]:
-    """As many of ``value`` as there is room for, or ``most``."""
+    """Repeat ``value`` as often as it fits, at most ``most`` times."""
 
     def make(size: int) -> bytes:
         count = (size - len(before) - len(after)) // (len(value) + 1)
@@ -166,7 +166,7 @@ VARIABLES = b'{"max_tokens": 1, "messages": [' + MESSAGE + b'], "chat_template_k
 
 
 def abandoned(target: Target) -> None:
-    """Six long texts to tokenise at a time, whose clients leave."""
+    """Ask to tokenise six long texts at a time, and leave."""
     body = json.dumps({"prompt": "while it runs. " * (min(6 * MIB, target.body_bytes - 200) // 15)}).encode()
     while not target.over:
         several = []
@@ -178,7 +178,7 @@ def abandoned(target: Target) -> None:
 
 
 def aborted(target: Target) -> None:
-    """Streams whose clients leave after their first bytes."""
+    """Open streams and leave after their first bytes."""
     body = {"prompt": "hello", "max_tokens": ABORTED_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
     while not target.over:
         target.tally.tokens += ABORTED_TOKENS
@@ -189,7 +189,7 @@ def aborted(target: Target) -> None:
 
 
 def keyless(target: Target) -> None:
-    """A body without an end for a route whose key the attacker does not have."""
+    """Send an endless body to a route without having its key."""
     block = b"a" * MIB
     while not target.over:
         with contextlib.suppress(OSError), target.send(WEIGHTS, b"", length=10**12) as connection:
@@ -198,11 +198,11 @@ def keyless(target: Target) -> None:
 
 
 def loops(target: Target) -> None:
-    """Conversations whose template never ends; half of the clients leave."""
+    """Send conversations whose template never ends; half of the clients leave."""
     body = json.dumps({"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"spin": 1}}).encode()
     while not target.over:
         several = []
-        target.tally.choices += 4  # where the template has no such loop
+        target.tally.choices += 4  # if the template has no such loop
         target.tally.tokens += 4
         with contextlib.suppress(OSError):
             several = [target.send(CHAT, body) for _ in range(4)]
@@ -212,7 +212,7 @@ def loops(target: Target) -> None:
 
 
 def swaps(target: Target) -> None:
-    """Weights change as often as running requests let them."""
+    """Swap weights as often as running requests allow."""
     number = 0
     while not target.over:
         number += 1
@@ -223,7 +223,7 @@ def swaps(target: Target) -> None:
 
 
 def deaths(target: Target) -> None:
-    """A rank is killed whenever the server is ready."""
+    """Kill a rank whenever the server is ready."""
     while not target.over:
         with contextlib.suppress(OSError, ValueError, IndexError), target.connect() as connection:
             target.tally.sent["/health"] += 1
@@ -237,13 +237,13 @@ def deaths(target: Target) -> None:
 
 
 def busy(target: Target) -> None:
-    """No attack: a process that works without a word to the server, as a measure of what sharing the cores costs."""
+    """No attack: a busy process that never contacts the server, to measure the cost of sharing the cores."""
     while not target.over:
         sum(range(10_000))
 
 
 def nothing(target: Target) -> None:
-    """No attack at all."""
+    """Do nothing."""
     time.sleep(max(0.0, target.until - time.monotonic()))
 
 
@@ -260,12 +260,12 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'""', b"]}", 5_000_000)),
     "text": _again(COMPLETIONS, _one_text(b"a")),
     "escapes": _again(COMPLETIONS, _one_text(b"\\u4e2d\\n")),
-    # As many as are parsed, by a server whose model takes 4,096 tokens:
+    # The most that is parsed, by a server whose model takes 4,096 tokens:
     "parsed ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**18)),
     "parsed lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**14 - 10)),
     "parsed stops": _again(COMPLETIONS, _many(b'{"prompt": "a", "stop": [', b'"ab"', b"]}", 2**18)),
     "parsed variables": _again(CHAT, _many(VARIABLES, b"12345", b"]}}", 2**18)),
-    # As many as come to those who look at them:
+    # The most that reaches validation:
     "wrong ids": _again(DETOKENIZE, _many(b'{"tokens": [', b"1.5", b"]}", 2**18)),
     "most ids": _again(COMPLETIONS, _many(b'{"prompt": [', b"12345", b"]}", 2**16)),
     "most lists": _again(COMPLETIONS, _many(b'{"prompt": [', b"[1]", b"]}", 2**10)),
@@ -291,8 +291,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--body-bytes", type=int, default=16 * MIB)
-    parser.add_argument("--admin", default="", help="the admin's key, for `swaps`")
-    parser.add_argument("--checkpoints", default="", help="what `swaps` loads, by turns")
+    parser.add_argument("--admin", default="", help="the admin key, for `swaps`")
+    parser.add_argument("--checkpoints", default="", help="what `swaps` loads, alternating")
     given = parser.parse_args()
     tally = Tally()
     checkpoints = tuple(filter(None, given.checkpoints.split(",")))

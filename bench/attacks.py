@@ -1,4 +1,4 @@
-"""A server under attack: how late ``/livez`` is, how long a running stream pauses, and what is left afterwards."""
+"""Measure a server under attack: latency of ``/livez``, pauses of a running stream, and leaked resources."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from nxd_infer.cli.demo.run import free_port, ready
 
 SECONDS, QUICK_SECONDS = 5.0, 1.0
 DESCRIPTORS = 256
-"""So many the server may open: fewer than idle connections would need."""
+"""The server's limit of open files: fewer than the idle connections would need."""
 BODY_BYTES = 16 * 2**20
-"""As for a model of long texts; this one's own limit is 2 MiB."""
+"""As for a long-context model; this model's own limit is 2 MiB."""
 TOKENS = 400
 ADMIN = "attacked"
 START_SECONDS, RECOVERY_SECONDS = 120.0, 60.0
@@ -46,7 +46,7 @@ def run(options: Options) -> None:
     title = f"Attacks on a server at tp {tp}, {seconds:g} s each"
     figures = {"tp": tp, "attacks": [_figures(reading) for reading in found]}
     report.write("attacks", title, COLUMNS, [reading.row() for reading in found], figures, settings=options.settings())
-    # What no attack does cannot be the server's to hold.
+    # What happens without any attack is not the server's fault.
     if wrong := [what for reading in found if reading.attack not in ("nothing", "busy") for what in reading.wrong()]:
         bounds = f"{1e3 * LIVEZ_SECONDS:.0f} ms for /livez, {GAP_STEPS:g} steps for a stream, {MEMORY:g} of the memory"
         print(f"At most {bounds}:", *wrong, sep="\n")
@@ -84,7 +84,7 @@ class Attacked(Group):
         self.wait(START_SECONDS)
 
     def wait(self, seconds: float) -> None:
-        """Until it is ready; SystemExit when it never is."""
+        """Wait until the server is ready; SystemExit on timeout."""
         end = time.monotonic() + seconds
         while not ready(self.port):
             if not self.alive() or time.monotonic() > end:
@@ -95,13 +95,13 @@ class Attacked(Group):
 
 
 def _artifact(options: Options, tp: int) -> Path:
-    """The artifact of the other benchmarks, with a chat template that can be asked never to end."""
+    """Return the artifact of the other benchmarks, with a chat template that can loop endlessly."""
     source = artifact(options, tp)
 
     def make(path: Path) -> None:
         shutil.copytree(source, path, copy_function=os.link)
         for name in ("tokenizer_config.json", "manifest.json"):
-            (path / name).unlink()  # the source's own file stays as it is
+            (path / name).unlink()  # do not change the source's file
         found = json.loads((source / "tokenizer_config.json").read_text())
         (path / "tokenizer_config.json").write_text(
             json.dumps({**found, "chat_template": found["chat_template"] + SPIN})

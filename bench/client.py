@@ -1,6 +1,6 @@
-"""A load client for OpenAI's completions route: many streams at once, on the standard library alone.
+"""A load client for OpenAI's completions route: many streams at once, with only the standard library.
 
-It shares its cores with the server, so it does as little as it can: one read, one scan for event ends, one clock.
+It shares its cores with the server, so it does as little as possible: one read, one scan for event ends, one clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stream:
-    """One streamed answer; moments are on ``time.perf_counter``'s clock."""
+    """One streamed answer; times are from ``time.perf_counter``."""
 
     sent: float
     times: list[float] = field(default_factory=list)
-    """When each chunk with text came."""
+    """Arrival time of each chunk with text."""
     tokens: int = 0
     """As the server counts them."""
     done: bool = False
@@ -26,19 +26,19 @@ class Stream:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one chunk and the next."""
+        """Seconds between consecutive chunks."""
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What some streams at once gave."""
+    """Results of simultaneous streams."""
 
     streams: list[Stream]
     seconds: float
     """From the first request to the last token."""
     client_seconds: float
-    """Processor time this client took from the server."""
+    """CPU time that this client took from the server."""
 
     @property
     def rate(self) -> float:
@@ -46,9 +46,9 @@ class Load:
 
 
 async def stream(port: int, prompt: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
-    """Ask for exactly ``max_tokens`` greedy tokens and note when each chunk comes.
+    """Request exactly ``max_tokens`` greedy tokens and record when each chunk arrives.
 
-    What goes wrong is in ``error``: a status, a broken stream, an answer that is cut short.
+    Failures are in ``error``: a status, a broken stream, a truncated answer.
     """
     result = into or Stream(0.0)
     body = json.dumps(
@@ -87,7 +87,7 @@ async def stream(port: int, prompt: Sequence[int], max_tokens: int, into: Stream
 
 
 async def _events(reader: asyncio.StreamReader, result: Stream) -> None:
-    """Read the chunked body; an event is never split by the sizes of chunks that lie between its lines."""
+    """Read the chunked body; chunk sizes between an event's lines never split the event."""
     pending = b""
     while not result.done and not result.error:
         size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
@@ -116,7 +116,7 @@ def _event(data: bytes, now: float, result: Stream) -> None:
 
 
 def load(port: int, prompts: Sequence[Sequence[int]], max_tokens: int, timeout: float = 300.0) -> Load:
-    """A client for every prompt, all at once. Raises SystemExit when any of them fails or the time is over."""
+    """Run one client per prompt, all at once. Raises SystemExit if one fails or the time is over."""
 
     async def everyone() -> list[Stream]:
         tasks = [stream(port, prompt, max_tokens) for prompt in prompts]
@@ -127,7 +127,7 @@ def load(port: int, prompts: Sequence[Sequence[int]], max_tokens: int, timeout: 
 
 
 def checked(streams: list[Stream], client_seconds: float) -> Load:
-    """The load that ``streams`` were. Raises SystemExit when one of them failed."""
+    """Return the load of ``streams``. Raises SystemExit if one of them failed."""
     for number, one in enumerate(streams):
         if one.error:
             raise SystemExit(f"stream {number} of {len(streams)}: {one.error}")

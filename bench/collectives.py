@@ -1,4 +1,4 @@
-"""Collectives between two ranks of this host: shared memory against gloo, in the same processes, interleaved."""
+"""Measure collectives between two ranks on one host: shared memory against gloo, in the same processes, interleaved."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _ratio(found: dict[str, list[float]]) -> str:
 
 
 def rank(rank: int, segment: int, folder: str, rounds: int) -> None:
-    """One rank: every operation and size over both transports, ``rounds`` times; the last rank writes the figures."""
+    """Run one rank: every operation and size over both transports, ``rounds`` times; the last writes the figures."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Small C programs that read the machine: compiled as graphs are, and kept by their content."""
+"""Small C programs that measure the machine: compiled like graphs, and cached by content."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLAGS = ("-x", "c", "-std=gnu11", "-O3", "-march=native", "-funroll-loops", "-pt
 
 
 def program(name: str) -> Path:
-    """The program made of ``bench/<name>.c``."""
+    """Return the program compiled from ``bench/<name>.c``."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise SystemExit("reading the machine needs the compiler that tracing needs: install g++, or set CXX")
+        raise SystemExit("measuring the machine needs the same compiler as tracing: install g++, or set CXX")
     source = Path(__file__).with_name(f"{name}.c")
     digest = hashlib.sha256(source.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[:12]
     path = home() / f"{name}-{digest}"
@@ -29,6 +29,6 @@ def program(name: str) -> Path:
 
 
 def output(name: str, *arguments: object, timeout: float = 120.0) -> str:
-    """What it prints. Raises CalledProcessError when it fails, TimeoutExpired after ``timeout`` seconds."""
+    """Return the program's output. Raises CalledProcessError on failure, TimeoutExpired after ``timeout`` seconds."""
     command = [str(program(name)), *map(str, arguments)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout).stdout

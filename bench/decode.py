@@ -1,4 +1,4 @@
-"""Decoding speed: this project at each degree and its peers on the same prompts, interleaved; step time by context."""
+"""Measure decoding speed of this project and its peers on the same prompts, interleaved; and step time by context."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PROMPT, NEW_TOKENS = 128, 64
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 STEPS = 16
 SHARES = 3
-"""Readings of the share a round."""
+"""Readings of the share per round."""
 HF_LIMITS = {1: (2.5, 3.5), 4: (3.5, 5.0), 16: (4.0, 6.0)}
 PEER_LIMITS = {1: (1.0, 1.1), 4: (1.3, 2.0), 16: (1.2, 1.6)}
 TP_LIMITS = (0.95, 1.05)
 BANDWIDTH_LIMITS = (0.80, 0.92)
 
 Rates = dict[int, dict[str, list[Turn]]]
-"""Batch, name -> tokens a second, one a round."""
+"""Batch, name -> tokens per second, one per round."""
 Firsts = dict[str, dict[tuple[int, int], list[int]]]
-"""Name -> batch and round -> first tokens of the rows; a turn that is repeated answers the same prompts."""
+"""Name -> batch and round -> first tokens of the rows; a repeated turn uses the same prompts."""
 Contexts = dict[str, dict[str, dict[str, list[Turn]]]]
-"""Name, batch, context -> seconds of a step, one a round."""
+"""Name, batch, context -> seconds of a step, one per round."""
 
 
 def run(options: Options) -> None:
@@ -104,14 +104,14 @@ def run(options: Options) -> None:
 
 
 def _agreement(firsts: Firsts, name: str) -> float:
-    """How often a peer's first token is Hugging Face's (or ours, without it): that all of them do the same work."""
+    """Return how often a peer's first token equals Hugging Face's (or ours), to check that all do the same work."""
     reference, mine = firsts.get("hf") or next(iter(firsts.values())), firsts.get(name, {})
     both = [pair for key in mine.keys() & reference.keys() for pair in zip(mine[key], reference[key], strict=True)]
     return sum(one == other for one, other in both) / max(1, len(both))
 
 
 def _contexts(options: Options, field: Field) -> Contexts:
-    """Seconds of a step, by degree, batch and context: each round takes the median of its steps."""
+    """Measure seconds of a step, by degree, batch and context: each round takes the median of its steps."""
     batches, wanted = ((4,), (128, 1024)) if options.quick else (BATCHES, CONTEXTS)
     cells = [(name, batch, context) for batch in batches for context in wanted for name in field.mine()]
 
@@ -131,12 +131,12 @@ def _contexts(options: Options, field: Field) -> Contexts:
 
 
 def _share(model: Path, name: str, shares: list[Turn]) -> list[Verdict]:
-    """Of the turns that kept their place; of all where none did."""
+    """Return the share over the turns that kept their placement, or over all if none did."""
     held = [turn for turn in shares if turn.held]
     used = held or shares
     pace = summary([turn.bandwidth for turn in used]).text(1e-9)
     note = (
-        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB a step; "
+        f"{name}; weights only, {bytes_per_step(model) / 1e6:.1f} MB per step; "
         f"{len(held)} of {len(shares)} turns held, with memory at {pace} GB/s"
     )
     measured = summary([turn.value * bytes_per_step(model) / turn.bandwidth for turn in used])
@@ -146,7 +146,7 @@ def _share(model: Path, name: str, shares: list[Turn]) -> list[Verdict]:
 def _against(
     title: str, rates: Rates, mine: Iterable[str], others: Iterable[str], limits: dict[int, tuple[float, float]]
 ) -> list[Verdict]:
-    """Our faster degree against the fastest of ``others``, batch by batch."""
+    """Compare our faster degree with the fastest of ``others``, batch by batch."""
     verdicts = []
     for batch, found in rates.items():
         best, other = fastest(mine, values(found)), fastest(others, values(found))
@@ -167,8 +167,8 @@ def _degrees(rates: Rates) -> list[Verdict]:
 
 
 def _growth(model: Path, contexts: Contexts) -> list[Verdict]:
-    """How step time grows from the shortest context to the longest, over how the bytes do that a step reads: weights
-    and live keys and values."""
+    """Return the growth of step time from the shortest to the longest context, relative to the growth of the bytes that
+    a step reads: weights and live keys and values."""
     verdicts = []
     for name, batches in contexts.items():
         low, high = min(map(int, batches["4"])), max(map(int, batches["4"]))

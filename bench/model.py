@@ -1,4 +1,4 @@
-"""The models that the benchmarks trace: seeded random Llamas with a tokenizer, written as Hugging Face does."""
+"""The models of the benchmarks: seeded random Llamas with a tokenizer, in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ COMMON: dict[str, int] = {
     "max_len": 4096,
     "seed": 1234,
 }
-"""254.3 M parameters; 443.1 MB are read in a decoding step (all but the embedding), 32 KiB of cache a token."""
+"""254.3 M parameters; a decode step reads 443.1 MB (all but the embedding), and 32 KiB of cache per token."""
 TINY = COMMON | {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
 
 
 def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:
-    """``path`` as ``make`` makes it, made again when ``key`` (what it is made of) is another than last time."""
+    """Return ``path`` as built by ``make``; rebuild it if ``key``, a digest of its inputs, has changed."""
     stamp = path.with_name(path.name + ".stamp")
     if not (path.exists() and stamp.is_file() and stamp.read_text() == key):
         stamp.unlink(missing_ok=True)
@@ -47,21 +47,21 @@ def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:
 
 
 def bench_model(options: Options) -> Path:
-    """The directory of the model that ``options`` names, written when it is not there yet."""
+    """Return the directory of the model that ``options`` names, after creating it if needed."""
     sizes = COMMON if options.model == "common" else TINY
     key = hashlib.sha256(Path(__file__).read_bytes() + repr(sizes).encode()).hexdigest()
     return stamped(home() / "models" / options.model, key, lambda path: write_llama(path, **sizes))
 
 
 def prompts(model: Path, batch: int, length: int, seed: int) -> list[list[int]]:
-    """``batch`` different prompts of ``length`` token ids; the same seed gives the same ones."""
+    """Return ``batch`` different prompts of ``length`` token ids, determined by the seed."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     generator = random.Random(f"{batch} {length} {seed}")
     return [[generator.randrange(3, vocab) for _ in range(length)] for _ in range(batch)]
 
 
 def bytes_per_step(model: Path) -> int:
-    """Bytes of weights that a decoding step reads: everything but the embedding's other rows."""
+    """Return the bytes of weights that a decode step reads: everything but the embedding's other rows."""
     with (model / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
@@ -69,14 +69,14 @@ def bytes_per_step(model: Path) -> int:
 
 
 def cache_bytes_per_token(model: Path) -> int:
-    """Bytes of keys and values that one position holds, over all layers."""
+    """Return the bytes of keys and values per position, over all layers."""
     config = json.loads((model / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
 def texts(vocab: int) -> list[str]:
-    """What a tokenizer of ``vocab`` tokens is trained on: Python's standard library has enough words for any."""
+    """Return texts to train a tokenizer of ``vocab`` tokens: Python's standard library has enough words."""
     if vocab <= 8192:
         return documents()
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
@@ -94,7 +94,7 @@ def write_llama(
     max_len: int = 1024,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, model.safetensors (bfloat16) and the tokenizer; returns ``directory``."""
+    """Write config.json, model.safetensors (bfloat16) and the tokenizer; return ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory, texts(vocab), vocab)
     head_dim = hidden // heads
@@ -146,5 +146,5 @@ def write_llama(
         WeightSpec.of(name, torch.empty(shape, dtype=torch.bfloat16, device="meta")) for name, shape in shapes.items()
     ]
     with (directory / "model.safetensors").open("wb") as file:
-        write_safetensors(file, specs, tensor, {"format": "pt"})  # no more than one tensor is in memory
+        write_safetensors(file, specs, tensor, {"format": "pt"})  # at most one tensor in memory
     return directory

@@ -1,4 +1,4 @@
-"""What a run of the benchmarks may vary, and where it keeps what it can make again."""
+"""The options of a benchmark run, and the location of its rebuildable files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nxd_infer.util.cache_dir import cache_dir
 PEERS = ("hf", "hf_static", "llama_cpp", "openvino", "vllm")
 """Every peer, in the order of the tables."""
 SIZES = ("254M", "1.1B", "3.0B")
-"""Models of the benchmark ``sizes``, by their parameters."""
+"""Models of the benchmark ``sizes``, by number of parameters."""
 THREADS = 2
-"""In total, for everyone: one rank of two threads, two ranks of one, two threads of a peer."""
+"""Threads in total, for everyone: one rank with two, two ranks with one, a peer with two."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Options:
     """The command line, or its defaults."""
 
     quick: bool = False
-    """Few repetitions of little work: does everything run? Its figures mean nothing."""
+    """Few repetitions of little work, to check that everything runs; ignore the figures."""
     peers: tuple[str, ...] = PEERS
     degrees: tuple[int, ...] = (1, 2)
     repetitions: int = 5
@@ -30,7 +30,7 @@ class Options:
 
     sizes: tuple[str, ...] = SIZES
     attacks: tuple[str, ...] = ()
-    """Those of ``attacks``; none for all of them."""
+    """Which ``attacks`` to run; empty for all."""
     against: Path | None = None
     """The other checkout of ``against``."""
     folder: Path | None = None
@@ -42,12 +42,12 @@ class Options:
         return 2 if self.quick else self.repetitions
 
     def settings(self) -> dict[str, object]:
-        """What the figures depend on, for the record."""
+        """Return what the figures depend on, for the record."""
         return {"quick": self.quick, "repetitions": self.rounds, "model": self.model, "threads": THREADS}
 
 
 def home() -> Path:
-    """``$NXD_INFER_BENCH``, else ``bench`` in the package's cache: models, artifacts, the peers' environments."""
+    """Return ``$NXD_INFER_BENCH``, else ``bench`` in the package's cache: models, artifacts, peers' environments."""
     chosen = os.environ.get("NXD_INFER_BENCH")
     path = Path(chosen).expanduser().absolute() if chosen else cache_dir("bench")
     path.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Where a host has put this machine's two cores: measurements are compared where it was the same place.
+"""The placement of this virtual machine's two cores: only measurements with the same placement are compared.
 
-A virtual machine's cores are moved between the processor's. Side by side, under one cache, they share one link to
-memory and a word goes from one to the other in some 45 ns; apart, they have a link each, so up to twice the bandwidth,
-and the word takes some 220 ns. That halves what reads memory and speeds up what synchronises much, so a ratio of two
-turns in different places says nothing. On a machine whose cores stay where they are, nothing here ever waits.
+A host migrates a virtual machine's cores. Near each other, under one cache, they share one link to memory, and a word
+takes about 45 ns from one to the other; apart, each has its own link, so up to twice the bandwidth, and the word takes
+about 220 ns. Near cores halve the speed of memory-bound code and speed up frequent synchronisation, so a ratio of turns
+with different placements means nothing. If cores do not migrate, nothing here ever waits.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from bench.stream import read_bandwidth
 T = TypeVar("T")
 
 SAME = 2.0
-"""Hops of one place lie within this factor of each other."""
+"""Hops of one placement are within this factor of each other."""
 PATIENCE = 600.0
-"""Seconds that a benchmark waits, and repeats turns, in all; the last repetition is finished."""
+"""Total seconds that a benchmark spends on waiting and on repeating turns; the last repetition is finished."""
 TRIES = 4
-"""Of one turn."""
+"""Repetitions of one turn."""
 PAUSE = 0.2
 
 
 def read_hop() -> float:
-    """Nanoseconds a written word takes from one core to the other; 0 where there is one core only, infinite where the
-    two hardly ever run at once."""
+    """Return the nanoseconds that a word takes from one core to the other; 0 with a single core, infinite if the two
+    hardly ever run at once."""
     try:
         return float(output("hop", timeout=10.0))
     except subprocess.TimeoutExpired:
@@ -45,7 +45,7 @@ def read_hop() -> float:
 
 @dataclass
 class Placement:
-    """Holds turns to the place in which memory is fastest, of those that were seen."""
+    """Keeps turns to the placement with the fastest memory among those seen."""
 
     seen: list[tuple[float, float]] = field(default_factory=list)
     """Bandwidth and hop, one reading after the other."""
@@ -54,28 +54,28 @@ class Placement:
     patience: float = PATIENCE
 
     def look(self, count: int = 3) -> None:
-        """Read the place ``count`` times; the bandwidth counts where the place stayed meanwhile."""
+        """Read the placement ``count`` times; a bandwidth counts if the placement did not change meanwhile."""
         for _ in range(count):
             before, bandwidth, after = self.hop(), self.bandwidth(), self.hop()
             if _same(before, after):
                 self.seen.append((bandwidth, after))
 
     def wanted(self) -> float | None:
-        """The hop of the place with the most bandwidth; None before anything was seen."""
+        """The hop of the placement with the most bandwidth; None before the first reading."""
         if not self.seen:
             return None
         best = sorted(self.seen, reverse=True)[: (len(self.seen) + 3) // 4]
         return summary([hop for _, hop in best]).median
 
     def here(self) -> bool:
-        """Whether the cores are there now; no where nothing was seen that they could be compared with."""
+        """Return whether the cores have that placement now; False before the first reading."""
         wanted = self.wanted()
         return wanted is not None and _same(self.hop(), wanted)
 
     def held(self, work: Callable[[], T]) -> tuple[T, bool]:
-        """``work()``, begun and ended in the wanted place; again, while there is patience, if the cores moved.
+        """Run ``work()`` within the wanted placement; repeat it, within the limits, if the cores moved.
 
-        Returns the last result and whether the place was held.
+        Returns the last result and whether the placement was kept.
         """
         tries = 0
         while True:
@@ -87,7 +87,7 @@ class Placement:
             self.patience -= time.monotonic() - begin
 
     def _wait(self) -> bool:
-        """Until the cores are there or patience is at its end; whether they are."""
+        """Wait until the cores have the placement or the time is over; return whether they have it."""
         begin = time.monotonic()
         if not self.seen:
             return False

@@ -1,7 +1,7 @@
 """The Llama of the training benchmark in plain PyTorch: what DTensor, FSDP2, DDP and one process train.
 
-It computes what ``nxd_models.llama`` does, under the same names, out of ``nn.Linear`` and ``nn.Embedding``: those are
-what PyTorch's own tensor parallelism can split. Shapes: B rows, S positions, E hidden size, H heads, D head dimension.
+It computes the same as ``nxd_models.llama``, with the same names, using ``nn.Linear`` and ``nn.Embedding``, which
+PyTorch's tensor parallelism can split. Shapes: B rows, S positions, E hidden size, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over as many heads as the projections give: all of them, or a rank's."""
+    """Causal attention over the heads of the projections: all of them, or a rank's."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """``forward(input_ids [B, S])`` is the mean loss of the next tokens."""
+    """``forward(input_ids [B, S])`` returns the mean loss of the next tokens."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Plots for the documentation, from the last records: tokens a second by batch, time of a step by context, and what
-grows with the bytes of a model."""
+"""Plots for the documentation, from the last records: tokens per second by batch, step time by context, and figures
+that grow with the bytes of a model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def draw(path: Path, title: str, subtitle: str, x: str, y: str, lines: Lines) ->
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    # Equal figures make equal files, and text stays text.
+    # Equal figures give equal files, and text stays text.
     with matplotlib.rc_context({"svg.hashsalt": "bench", "svg.fonttype": "none", "font.size": 10}):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
         for name, points in lines.items():

@@ -1,4 +1,4 @@
-"""Prefill: tokens a second until one prompt's first token, this project and its peers, interleaved."""
+"""Measure prefill: tokens per second until a prompt's first token, this project and its peers, interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a benchmark: a group each, stopped while others are measured, and ended with everything they started."""
+"""Processes of a benchmark: one group each, stopped while others are measured, and ended with all their children."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ END_SECONDS = 20.0
 
 
 class Group:
-    """A process with all that it starts. Leaving the ``with`` block ends them.
+    """A process with all its children. Leaving the ``with`` block ends them.
 
-    ``pause`` stops every one of them: threads that spin while they wait cost the others nothing then.
+    ``pause`` stops all of them, so that threads that spin while waiting cost the others nothing.
     """
 
     def __init__(
@@ -87,25 +87,25 @@ class Group:
             self.pause()
 
     def tail(self, lines: int = 15) -> str:
-        """The end of what it wrote."""
+        """Return the end of its output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
 
     def end(self) -> int | None:
-        """SIGTERM to the first process, then SIGKILL to its session and to what it had started, a session of its own or
-        not; the status of the first process."""
+        """Send SIGTERM to the first process, then SIGKILL to its session and to all its children, in any session;
+        return the status of the first process."""
         self.resume()
         started = []
         if self.alive():
             for pid in tree(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
-                    started.append(os.pidfd_open(pid))  # a number may be another process's by then
+                    started.append(os.pidfd_open(pid))  # a pid may belong to another process by then
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
         return self.kill(started)
 
     def kill(self, started: Sequence[int] = ()) -> int | None:
-        """SIGKILL to all of them, and to the processes of the descriptors ``started``, which are closed."""
+        """Send SIGKILL to all of them, and to the processes of the pidfds ``started``, which are closed."""
         self._signal(signal.SIGKILL)
         for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -120,7 +120,7 @@ class Group:
         return self.process.returncode
 
     def _signal(self, number: signal.Signals) -> None:
-        """To every process; what it has started may have a group of its own, and may have outlived its starter."""
+        """Signal every process; children may have their own group, and may have outlived their parent."""
         for process in tree(self.process.pid) if self.alive() else []:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, number)
@@ -135,14 +135,14 @@ class Group:
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
-    """This process's, in which Python finds the packages of the checkout ``root``."""
+    """Return this process's environment, with the packages of the checkout ``root`` on Python's path."""
     if root == ROOT:
         return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / part) for part in (".", "server", "models"))}
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -156,7 +156,7 @@ def tree(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes that a process and its children hold, shared pages divided among those who share them (PSS)."""
+    """Return the proportional set size (PSS) of a process and its children, in bytes."""
     total = 0
     for process in tree(pid):
         with contextlib.suppress(OSError):
@@ -166,15 +166,15 @@ def memory_of(pid: int) -> int:
 
 
 def memory_to_hold(pid: int) -> int:
-    """As :func:`memory_of`, without pages of files, which the system takes back when it needs them."""
+    """Return :func:`memory_of` without page cache, which the system reclaims when it needs memory."""
     return sum(held_memory(process) or 0 for process in tree(pid))
 
 
 class Peak:
-    """The most that a process and its children hold: called with the process again and again, while it runs.
+    """Peak memory of a process and its children; called with the process repeatedly while it runs.
 
-    Of two readings in a row the lower one counts: a child that has not begun its own program yet shares its parent's
-    memory, and is counted with it.
+    Of two consecutive readings the lower one counts: a child that has not yet called exec shares its parent's memory,
+    which would be counted twice.
     """
 
     def __init__(self) -> None:

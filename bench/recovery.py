@@ -1,4 +1,4 @@
-"""A rank of a server is lost while it answers: how long until the server is ready again."""
+"""Measure how long a server takes to be ready again after losing a rank under load."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nxd_infer.cli.demo.run import ready
 
 STREAMS, PROMPT = 4, 64
 DOWN_SECONDS, AGAIN_SECONDS = 60.0, 120.0
-"""How long a lost rank may go unnoticed, and a server may take until it is ready again."""
+"""Most seconds until a lost rank is noticed, and until a server is ready again."""
 
 
 async def again_after(loss: signal.Signals, server: Server, model: Path, number: int) -> float:
-    """Seconds from the signal ``loss`` to a rank, while it answers streams, until the server is ready again."""
+    """Return the seconds from the signal ``loss`` to a rank, under streams, until the server is ready again."""
     streams = [Stream(0.0) for _ in range(STREAMS)]
     tasks = [
         asyncio.create_task(stream(server.port, prompt, 256, into))
@@ -42,7 +42,7 @@ async def again_after(loss: signal.Signals, server: Server, model: Path, number:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The rank processes that a server has started."""
+    """Return the rank processes of a server."""
     found = []
     for process in tree(pid):
         with contextlib.suppress(OSError):

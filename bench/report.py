@@ -1,4 +1,4 @@
-"""How a benchmark reports: tables on the terminal, and the same figures as JSON under ``bench/results/``."""
+"""Reports of benchmarks: tables on the terminal, and the same figures as JSON under ``bench/results/``."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Record(BaseModel):
     machine: dict[str, str | int]
     settings: dict[str, Any]
     figures: dict[str, Any]
-    """Every single reading, so that a table or a plot can be made again."""
+    """Every reading, so that a table or a plot can be recreated."""
     verdicts: list[VerdictRecord]
     skipped: dict[str, str]
-    """Who did not take part, and why."""
+    """Participants that were left out, and why."""
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures were measured on."""
+    """Return a description of the machine."""
     flags = next((line for line in _cpuinfo() if line.startswith("flags")), "").split()
     return {
         "cpu": _processor(),
@@ -75,7 +75,7 @@ def machine() -> dict[str, str | int]:
 
 
 def _processor() -> str:
-    """``"AMD EPYC, family 25, model 17"``: to a virtual machine, quite different processors have one name."""
+    """Return for example ``"AMD EPYC, family 25, model 17"``: virtual machines see one name for all."""
     first = {}
     for line in _cpuinfo():
         key, _, value = (part.strip() for part in line.partition(":"))
@@ -101,7 +101,7 @@ def write(
     skipped: dict[str, str] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Record:
-    """Print ``rows``, what was skipped and the verdicts, and keep ``figures``; returns the record it wrote."""
+    """Print ``rows``, skipped peers and the verdicts, save ``figures``, and return the record."""
     table(title, columns, rows)
     for peer, reason in (skipped or {}).items():
         console.print(f"{peer} did not take part: {reason}", style="dim", markup=False)
@@ -124,18 +124,18 @@ def write(
 
 
 def place(name: str, quick: bool = False) -> Path:
-    """Where a record lies; a quick one, whose figures mean nothing, never takes the place of a real one."""
+    """Return the path of a record; a quick run never overwrites a real record."""
     return RESULTS / f"{name}{'-quick' if quick else ''}.json"
 
 
 def read(name: str, quick: bool = False) -> Record | None:
-    """The last record of a benchmark; None when there is none."""
+    """Return the last record of a benchmark, or None."""
     path = place(name, quick)
     return Record.model_validate_json(path.read_text()) if path.is_file() else None
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
-    """Print the rows of the project's table that were answered."""
+    """Print the rows of the project's table that were measured."""
     if not verdicts:
         return
     words = {"aim": "aim reached", "must": "reached", "short": "SHORT"}

@@ -1,4 +1,4 @@
-"""The server: start to ready, memory, streaming clients, what it costs over the engine in process, stalls."""
+"""Measure the server: start to ready, memory, streaming clients against the engine in process, stalls."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PROMPT, NEW_TOKENS = 128, 128
 LATE = 15
 """Prompts that arrive while a stream runs."""
 ALONE, TOGETHER = 32, 32
-"""Tokens of the running stream before the others arrive, and of each of the others."""
+"""Tokens of the running stream before the others arrive, and tokens of each of the others."""
 READY_SECONDS = 120.0
 STALL = ServerSettings.model_fields["stall_ratio"].default
-"""The engine in process reads prompts in pieces as the server does."""
+"""The engine in process uses chunked prefill like the server."""
 
 
 class Server(Group):
-    """``nxd-infer serve`` in a process group; ``seconds`` is what it took from its start until it was ready.
+    """``nxd-infer serve`` in a process group; ``seconds`` is the time from start to ready.
 
-    It finds no compiler: its PATH leads nowhere. ``root``: the checkout whose server it is.
+    It finds no compiler, because its PATH is empty. ``root``: the checkout of the server.
     """
 
     def __init__(self, directory: Path, root: Path = ROOT, arguments: Sequence[str] = ()):
@@ -54,7 +54,7 @@ class Server(Group):
         self.seconds = time.perf_counter() - begin
 
     def stop(self) -> None:
-        """End it; raises SystemExit unless it ends by itself and with status 0."""
+        """Stop the server; raises SystemExit unless it exits by itself with status 0."""
         status = self.end()
         if status != 0:
             raise SystemExit(f"the server ended with status {status}:\n{self.tail()}")
@@ -113,7 +113,7 @@ def run(options: Options) -> None:
 
 
 def _starts(options: Options, path: Path) -> tuple[list[float], list[int], list[int]]:
-    """Alone on the machine: nobody else maps the weights, so all of their memory is the server's."""
+    """Measure starts alone on the machine: no other process maps the weights, so the server owns all their memory."""
     seconds, idle, loaded = [], [], []
     model = bench_model(options)
     for number in range(min(3, options.rounds)):
@@ -138,7 +138,7 @@ def _level(found: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _stall(port: int, model: Path, number: int) -> dict[str, float]:
-    """The longest gap of a running stream from the moment others arrive until all of them have their first token."""
+    """Return the longest gap of a running stream from the arrival of others until all have their first token."""
     first, *others = prompts(model, 1 + LATE, PROMPT, 1000 + number)
 
     async def scene() -> list[Stream]:

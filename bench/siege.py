@@ -1,4 +1,4 @@
-"""One attack on a running server after the other, and what the others notice of it."""
+"""Run attacks on a server one after another, and measure their effect on other clients."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from nxd_infer.cli.demo.run import ready
 LIVEZ_SECONDS = 0.1
 GAP_STEPS = 5.0
 MEMORY = 1.02
-"""What must hold under each attack, and after it."""
+"""Limits that must hold during and after each attack."""
 BACK_SECONDS = 20.0
-"""How long what an attack took may take to be given back."""
+"""Seconds within which resources taken by an attack must be given back."""
 PATIENCE = 90.0
 DEATHS = "rank deaths"
 CUTS = (DEATHS, "swaps")
-"""Attacks that end streams, or have new ones wait."""
+"""Attacks that end streams, or make new ones wait."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds at one moment: itself and all that it started."""
+    """Resources held by a server and all its children at one moment."""
 
     memory: int
     descriptors: int
@@ -43,13 +43,13 @@ class Held:
         descriptors = threads = 0
         memory = memory_to_hold(pid)
         for process in tree(pid):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # it ended meanwhile
                 descriptors += len(os.listdir(f"/proc/{process}/fd"))
                 threads += len(os.listdir(f"/proc/{process}/task"))
         return cls(memory, descriptors, threads)
 
     def grown(self, now: Held) -> list[str]:
-        """What ``now`` holds more than it may after an attack that began at this."""
+        """Return the resources that ``now`` holds beyond the limits for an attack that started at this state."""
         pairs = (
             ("memory in MiB", self.memory / 2**20, now.memory / 2**20, self.memory * MEMORY / 2**20),
             ("descriptors", self.descriptors, now.descriptors, self.descriptors),
@@ -60,20 +60,20 @@ class Held:
 
 @dataclass
 class Reading:
-    """What one attack did to the others."""
+    """The effect of one attack on other clients."""
 
     attack: str
     livez: list[float]
     gaps: list[float]
     step: float
-    """Seconds of the stream's usual step, undisturbed."""
+    """Seconds of the stream's undisturbed step."""
     cut: int
     """Streams that were refused or cut."""
     tally: Mapping[str, Any]
     before: Held
     after: Held
     left: list[str] = field(default_factory=list)
-    """What had not come back."""
+    """Resources that were not given back."""
 
     @property
     def steps(self) -> float:
@@ -81,14 +81,14 @@ class Reading:
         return max(self.gaps, default=0.0) / self.step
 
     def wrong(self, gap_steps: float = GAP_STEPS, livez: float = LIVEZ_SECONDS) -> list[str]:
-        """What does not hold."""
+        """Return the violated limits."""
         found = list(self.left)
         if not self.livez:
             found.append("/livez was not answered")
         elif max(self.livez) > livez:
             found.append(f"/livez took {1e3 * max(self.livez):.0f} ms, at most {1e3 * livez:.0f}")
         if self.attack == DEATHS:
-            pass  # a stream of ranks that are gone ends, or waits for others
+            pass  # a stream of lost ranks ends, or waits for new ones
         elif not self.gaps:
             found.append("no stream was served")
         elif self.steps > gap_steps:
@@ -99,7 +99,7 @@ class Reading:
         return [f"{self.attack}: {what}" for what in found]
 
     def row(self) -> tuple[str, ...]:
-        """For a table."""
+        """Return the row for a table."""
         livez = sorted(self.livez)
         answers = " ".join(f"{status}:{count}" for status, count in sorted(self.tally["answers"].items()))
         return (
@@ -133,14 +133,14 @@ class _Watch:
         self.ask()
 
     def ask(self) -> dict[str, Any]:
-        """What it has seen since the last time."""
+        """Return what it has seen since the last call."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
     def end(self) -> dict[str, Any]:
-        """What it has seen since the last time until its end, with nothing that it sent left out."""
+        """Return everything that it has seen since the last call until its end."""
         try:
             return json.loads(self._process.communicate(timeout=PATIENCE)[0])
         finally:
@@ -161,7 +161,7 @@ class Siege:
         self._more = [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
         self._tokens = tokens
         self.tally = Tally()
-        """What those sent who watched."""
+        """What the watchers sent."""
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[tuple[_Watch, _Watch]]:
@@ -179,17 +179,17 @@ class Siege:
         self.tally.choices += seen["sent"] if route != "/livez" else 0
 
     def _held(self) -> Held:
-        """What the server holds with all the processes that it starts when they are first needed."""
+        """Return what the server holds once its on-demand processes are started."""
         target = Target(self.port, 0.0, 0, "", (), self.tally)
         target.ask(CHAT, json.dumps({"messages": HELLO, "max_tokens": 1}).encode())
         target.ask(TOKENIZE, json.dumps({"prompt": "hello " * 1000}).encode())
-        target.ask(COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())  # parsed aside, and refused
+        target.ask(COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())  # parsed aside, rejected
         self.tally.choices += 2
         self.tally.tokens += 2
         return Held.of(self.pid)
 
     def _ready(self) -> None:
-        """Until its ranks run again, where the attack ended them."""
+        """Wait until its ranks run again, if the attack ended them."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             self.tally.sent["/readyz"] += 1
@@ -198,9 +198,9 @@ class Siege:
             time.sleep(0.1)
 
     def attack(self, name: str, seconds: float, calm: float = 1.5) -> Reading:
-        """``calm`` seconds of peace, in which the stream's step is learnt, then the attack, then what is left of it.
+        """Measure the stream's step for ``calm`` seconds, then run the attack, then check what it leaves behind.
 
-        Blocks. Raises SystemExit when the attacker fails.
+        Blocks. Raises SystemExit if the attacker fails.
         """
         before = self._held()
         with self._watched() as (livez, stream):

@@ -1,4 +1,4 @@
-"""What grows with a model: start to ready, a rank's death to ready again, other trials, memory of tracing and serving.
+"""Measure what grows with a model: start to ready, recovery of a rank, other trials, memory of tracing and serving.
 
 Random Llamas in bfloat16, at degree 2, for the batches and prompts of BATCHES and PROMPTS. A server runs alone.
 """
@@ -33,10 +33,10 @@ SIZES: dict[str, dict[str, int]] = {
     "1.1B": COMMON | {"hidden": 2048, "layers": 22, "intermediate": 5632, "max_len": 2048},
     "3.0B": COMMON | {"hidden": 3072, "layers": 28, "heads": 24, "intermediate": 8192, "max_len": 2048},
 }
-"""A little more than 254, 1,130 and 3,015 million parameters."""
+"""Slightly more than 254, 1,130 and 3,015 million parameters."""
 DEGREE, BATCHES, PROMPTS = 2, "1,4,16", "128,512"
 LIMITS = {"3.0B": ((8.0, 4.0), (10.0, 5.0))}
-"""Seconds of a start and of a recovery: what they must be, and what they should be."""
+"""Seconds of a start and of a recovery: the requirement and the aim."""
 
 
 def run(options: Options) -> None:
@@ -48,7 +48,7 @@ def run(options: Options) -> None:
 
 
 def measure(options: Options, folder: Path, name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Every reading of one size. The model, its artifact and what tracing took are kept in ``folder``."""
+    """Measure one size. The model, its artifact and the figures of tracing are kept in ``folder``."""
     model = _model(folder, name, sizes)
     path = _artifact(options, folder, name, model)
     found: dict[str, Any] = {
@@ -70,7 +70,7 @@ def measure(options: Options, folder: Path, name: str, sizes: Mapping[str, int])
 
 
 def traced(options: Options, folder: Path, name: str) -> dict[str, Any]:
-    """What tracing one size took: ``seconds``, ``planned``, ``held`` and ``with_files``, the latter in bytes."""
+    """Return figures of tracing one size: ``seconds``, and ``planned``, ``held`` and ``with_files`` in bytes."""
     _artifact(options, folder, name, _model(folder, name, SIZES[name]))
     return _record(folder, name)
 
@@ -80,7 +80,7 @@ def _record(folder: Path, name: str) -> dict[str, Any]:
 
 
 def plan_verdict(name: str, trace: Mapping[str, Any]) -> Verdict:
-    """A plan has to be near what the machine needed."""
+    """Return the verdict on a plan, which must be close to what the machine needed."""
     off = abs(trace["planned"] / trace["held"] - 1)
     return Verdict(f"{name}, plan of tracing's memory, off by", summary([off]), 0.10, 0.05, "lower")
 
@@ -99,7 +99,7 @@ def _artifact(options: Options, folder: Path, name: str, model: Path) -> Path:
     def make(path: Path) -> None:
         peak = Peak()
         begin = time.perf_counter()
-        # The plan counts what compiles: no graph may come from the cache.
+        # The plan counts compilation: no graph may come from the cache.
         environment = {**os.environ, "COLUMNS": "200", "NXD_INFER_CACHE_LIMIT": "0"}
         text = nxd_infer(*arguments, "--out", path, env=environment, sample=peak)
         found = {
@@ -115,7 +115,7 @@ def _artifact(options: Options, folder: Path, name: str, model: Path) -> Path:
 
 
 def planned(text: str) -> int:
-    """The bytes of the peak that a trace's plan, in what it printed, announces."""
+    """Return the planned peak in bytes from a trace's output."""
     found = re.search(r"peak memory, tracing\s+about ([\d.]+) (MiB|GiB)", text)
     if found is None:
         raise SystemExit(f"the trace announced no peak of memory:\n{text}")
@@ -123,7 +123,7 @@ def planned(text: str) -> int:
 
 
 def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table and the record."""
+    """Write the table and the record."""
     rows, verdicts = [], []
     for name, found in figures.items():
         start, again = summary(found["start_seconds"]), summary(found["recovery_seconds"])
@@ -146,7 +146,7 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
     come = {name: found["trials"] for name, found in figures.items()}
     kinds = next(iter(come.values()))
     table(
-        "Come through under load, seconds",
+        "Survived under load, seconds",
         ("parameters", *kinds),
         [(name, *(f"{found[key]:.1f}" for key in kinds)) for name, found in come.items()],
     )

@@ -1,4 +1,4 @@
-"""Speculation: decoding with guesses over decoding without, where all guesses are right, some, and none."""
+"""Measure speculation: decoding with drafts over without, with all drafts right, some, and none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = {
     "eight tokens, as the model likes": SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(100, 108), 100.0)),
     "drawn, nothing repeats": SamplingParams(temperature=1, seed=1),
 }
-"""A random model's own text repeats itself or not as it happens; the bias, which both sides have, decides it."""
+"""Whether a random model's text repeats is chance; the bias, equal on both sides, determines it."""
 LIMITS = {"one token again and again": (1.2, 2.0), "drawn, nothing repeats": (0.95, 1.0)}
 
 
@@ -59,7 +59,7 @@ def run(options: Options) -> None:
 def _measure(
     options: Options, model: Path, plain: LLM, guessing: LLM, params: SamplingParams, batch: int
 ) -> dict[str, Any]:
-    """Tokens a second of both, round by round, the guesses of all rounds, and in which rounds the answers agree."""
+    """Return tokens per second of both by round, the drafts of all rounds, and the rounds with equal answers."""
     params = params.replace(max_tokens=32 if options.quick else NEW_TOKENS, ignore_eos=True)
     answers: dict[str, list[list[list[int]]]] = {"plain": [], "guessing": []}
 

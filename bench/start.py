@@ -1,4 +1,4 @@
-"""Time to import the library and to show help, each in a fresh process: median of several."""
+"""Measure the time to import the library and to show help, in fresh processes: median of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
 def run(options: Options) -> None:
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
-        for name, arguments in CASES.items():  # interleaved, so that a busy moment touches all of them
+        for name, arguments in CASES.items():  # interleaved, so that a busy moment affects all of them
             start = time.perf_counter()
             subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=120)
             times[name].append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Statistics of paired, interleaved runs: who goes when, medians with their spread, ratios, verdicts."""
+"""Statistics of paired, interleaved runs: order of turns, medians with their range, ratios, verdicts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Summary:
     count: int
 
     def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """``"12.1 (11.8-13.0)"``, each times ``scale``."""
+        """Return for example ``"12.1 (11.8-13.0)"``, each value times ``scale``."""
         middle, low, high = (f"{value * scale:.{digits}f}" for value in (self.median, self.low, self.high))
         return f"{middle} ({low}-{high})"
 
 
 def summary(values: Sequence[float]) -> Summary:
-    """Raises ValueError without values."""
+    """Summarise values. Raises ValueError without any."""
     if not values:
         raise ValueError("no readings to summarise")
     return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
 def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of each round: everyone once, and everyone first, second, ... in turn."""
+    """Return the order of each round: every name once, rotated by one each round."""
     return [[names[(place + number) % len(names)] for place in range(len(names))] for number in range(rounds)]
 
 
@@ -47,14 +47,14 @@ def interleaved(work: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Round by round; what disturbs one round disturbs both of its readings."""
+    """Return ratios round by round: a disturbance in a round affects both of its readings."""
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of someone: what was measured, the bandwidth read before and after, and whether the machine's cores
-    stayed in one place (see :mod:`bench.placement`)."""
+    """One turn: the measurement, the bandwidth before and after, and whether the core placement stayed the same
+    (see :mod:`bench.placement`)."""
 
     value: float
     before: float
@@ -67,7 +67,7 @@ class Turn:
 
 
 Turns = Mapping[str, Sequence[Turn]]
-"""By name, one a round."""
+"""By name, one per round."""
 
 
 def values(found: Turns) -> dict[str, list[float]]:
@@ -75,20 +75,20 @@ def values(found: Turns) -> dict[str, list[float]]:
 
 
 def bandwidth_of(found: Turns) -> Summary:
-    """What was read around all turns."""
+    """Summarise the bandwidth around all turns."""
     return summary([reading for turns in found.values() for turn in turns for reading in (turn.before, turn.after)])
 
 
 def record_of(found: Mapping[int, Turns]) -> dict[str, Any]:
-    """All of all turns, for the record."""
+    """Return all data of all turns, for the record."""
     return {
         str(key): {name: [asdict(turn) for turn in turns] for name, turns in one.items()} for key, one in found.items()
     }
 
 
 def held_ratios(ours: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[list[float], str]:
-    """The ratios of the rounds in which both sides kept the place, and how many they are, in words. All of them where
-    fewer than two did: those compare what is not alike, and the words say so."""
+    """Return the ratios of rounds in which both sides kept the placement, and a note with their number. With fewer than
+    two such rounds, return all ratios, which are not comparable; the note says so."""
     found = ratios([turn.value for turn in ours], [turn.value for turn in theirs])
     held = [ratio for ratio, one, other in zip(found, ours, theirs, strict=True) if one.held and other.held]
     words = f"{len(held)} of {len(found)} rounds held"
@@ -97,7 +97,7 @@ def held_ratios(ours: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[list[floa
 
 @dataclass(frozen=True)
 class Verdict:
-    """One row of the project's table: what was measured, against what it must and should be."""
+    """One row of the project's table: the measurement, the requirement and the aim."""
 
     row: str
     measured: Summary
@@ -109,7 +109,7 @@ class Verdict:
 
     @property
     def result(self) -> Literal["aim", "must", "short"]:
-        """Whether the median reaches the aim, what is needed, or neither."""
+        """Whether the median reaches the aim, only the requirement, or neither."""
         for name in ("aim", "must"):
             limit = getattr(self, name)
             reached = self.measured.median >= limit if self.better == "higher" else self.measured.median <= limit
@@ -119,7 +119,7 @@ class Verdict:
 
     @property
     def certain(self) -> bool:
-        """Whether every single round says the same about what is needed."""
+        """Whether all rounds are on the same side of the requirement."""
         limits = (self.measured.low, self.measured.high)
         reached = [value >= self.must if self.better == "higher" else value <= self.must for value in limits]
         return all(reached) or not any(reached)

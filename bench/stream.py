@@ -1,4 +1,4 @@
-"""The machine's read bandwidth, taken beside every figure that depends on it: it moves from minute to minute."""
+"""Measure the machine's read bandwidth, which changes from minute to minute, beside every figure that depends on it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from bench.options import THREADS, Options
 from bench.stats import summary
 
 MEBIBYTES, PASSES = 512, 8
-"""More than a step of decoding reads. Of 256 the third-level caches answer a part: 96 GB/s where 512 are read at 93,
-2048 at 90, and STREAM's classic loop, which writes between its passes, reads at 92."""
+"""More than a decode step reads. With 256, L3 caches serve a part: 96 GB/s, while 512 are read at 93, 2048 at 90, and
+STREAM's classic loop, which writes between its passes, reads at 92."""
 
 
 def read_bandwidth(threads: int = THREADS) -> float:
-    """Bytes a second that ``threads`` threads read together, the best of several passes over 512 MiB."""
+    """Return the bytes per second that ``threads`` threads read together, the best of several passes over 512 MiB."""
     return float(output("stream", threads, MEBIBYTES, PASSES)) * 1e9
 
 

@@ -1,4 +1,4 @@
-"""What a trace costs: graphs compiled at tp 1, 2, 4 and 8 and the second time, memory beside its plan, memory a bucket.
+"""Measure a trace: graphs compiled at tp 1, 2, 4 and 8 and in a second trace, memory against plan, memory per bucket.
 
 nxd-infer trace MODEL --tp N --batch-sizes 1,4,16 --prompt-buckets 128,512 --max-len 1024
 """
@@ -31,21 +31,21 @@ def run(options: Options) -> None:
         rows = []
         degrees = QUICK_DEGREES if options.quick else DEGREES
         for tp in degrees:
-            # A cache of its own: what one degree compiles must not help the next one.
+            # A separate cache: graphs compiled at one degree must not help the next.
             found = _trace(model, work / f"tp{tp}", tp, work / f"cache{tp}")
             figures[f"tp{tp}"] = found
             rows.append((f"tp {tp}", f"{found['graphs']}", f"{found['compiled']}", f"{found['seconds']:.1f} s"))
         again = _trace(model, work / "again", 1, work / "cache1")
         figures["again"] = again
         rows.append(("tp 1 again", f"{again['graphs']}", f"{again['compiled']}", f"{again['seconds']:.1f} s"))
-        # Not of the second time: what comes from the cache needs less than its plan.
+        # Not of the second trace: cached graphs need less than the plan.
         memory = {f"tp {tp}": figures[f"tp{tp}"] for tp in degrees}
-        # The largest batch and the longest prompt in both, so that caches and working memory are the same.
+        # The largest batch and the longest prompt in both, so that caches and working memory are equal.
         few = _trace(model, work / "fewer", 1, work / "cache1", batches="16", prompts="512")["graphs"]
         fewer, more = _resident(work / "fewer"), _resident(work / "tp1")
         further = (more - fewer) / (again["graphs"] - few)
         figures["resident"] = {"fewer buckets": fewer, "all buckets": more, "further bucket": further}
-    rows.append(("memory for a further bucket", "", "", f"{further / 2**20:.1f} MiB"))
+    rows.append(("memory for one more bucket", "", "", f"{further / 2**20:.1f} MiB"))
     if not options.quick:
         figures["sizes"] = {
             name: sizes.traced(options, options.folder or home() / "sizes", name) for name in options.sizes
@@ -59,7 +59,7 @@ def run(options: Options) -> None:
     ratio = figures[f"tp{high}"]["compiled"] / figures[f"tp{low}"]["compiled"]
     verdicts = [
         Verdict(f"graphs compiled at tp {high} over tp {low}", summary([ratio]), 1.0, 1.0, "lower"),
-        Verdict("MB for a further bucket", summary([further / 1e6]), 5.0, 5.0, "lower"),
+        Verdict("MB for one more bucket", summary([further / 1e6]), 5.0, 5.0, "lower"),
         *(sizes.plan_verdict(name, found) for name, found in memory.items()),
     ]
     report.write(
@@ -72,7 +72,7 @@ def run(options: Options) -> None:
 
 
 def _trace(model: Path, out: Path, tp: int, cache: Path, batches: str = BATCHES, prompts: str = PROMPTS) -> Any:
-    """Trace through the command line: graphs, how many of them were compiled now, seconds, memory and its plan."""
+    """Trace through the command line: return graphs, compiled graphs, seconds, memory and its plan."""
     start, peak = time.perf_counter(), Peak()
     text = nxd_infer(
         *("trace", model, "--tp", tp, "--out", out, "--batch-sizes", batches, "--prompt-buckets", prompts),
@@ -93,7 +93,7 @@ def _trace(model: Path, out: Path, tp: int, cache: Path, batches: str = BATCHES,
 
 
 def _resident(artifact: Path) -> int:
-    """Bytes that rank 0 holds after every graph has run once."""
+    """Return the bytes that rank 0 holds after every graph has run once."""
     from nxd_infer.trace import parallel_model_load
 
     with parallel_model_load(str(artifact), in_process=False) as model:

@@ -1,6 +1,6 @@
-"""Training: a step at tp 2 against DTensor and one process, ZeRO-1 against FSDP2 and DDP, saves, activation memory.
+"""Measure training: a step at tp 2 against DTensor and one process, ZeRO-1 against FSDP2 and DDP, saves, activations.
 
-Everyone trains the same Llama on the same batch with the same fused AdamW, in the same two processes of one thread.
+All train the same Llama on the same batch with the same fused AdamW, in the same two processes of one thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from bench.stats import Verdict, ratios, summary
 
 RANKS = 2
 TOKENS = 4 * 256
-"""Of a step, over all ranks."""
+"""Tokens of a step, over all ranks."""
 SECONDS = 600.0
 MEMORY_LENGTH = 512
 
 
 def run(options: Options) -> None:
-    program("stream")  # compiled before anything is measured
+    program("stream")  # compile before measuring
     figures = _ranks(options)
     figures["memory"] = {mode: _memory(mode, options) for mode in ("none", "full")}
     seconds, save, memory = figures["seconds"], figures["save"], figures["memory"]
@@ -36,7 +36,7 @@ def run(options: Options) -> None:
         (name, summary(found).text(1e3, 0), summary([TOKENS / value for value in found]).text(1, 0))
         for name, found in seconds.items()
     ]
-    rows += [(f"{name} save holds training up", summary(found).text(1e3, 0), "") for name, found in save.items()]
+    rows += [(f"{name} save blocks training", summary(found).text(1e3, 0), "") for name, found in save.items()]
     rows.append(("read bandwidth, GB/s", summary(figures["bandwidth"]).text(1e-9), ""))
     rows += [(f"activations, checkpointing {mode}, MiB", f"{memory[mode]['bytes'] / 2**20:.0f}", "") for mode in memory]
     report.write(
@@ -76,7 +76,7 @@ def _verdicts(figures: dict[str, Any]) -> list[Verdict]:
 
 
 def _ranks(options: Options) -> dict[str, Any]:
-    """What the two ranks measured."""
+    """Run the two ranks and return their figures."""
     with tempfile.TemporaryDirectory(prefix="train-", dir=home()) as folder, ExitStack() as stack:
         groups: list[Group] = []
         for rank in range(RANKS):
@@ -95,7 +95,7 @@ def _ranks(options: Options) -> dict[str, Any]:
 
 
 def _memory(mode: str, options: Options) -> dict[str, Any]:
-    """Bytes that a step with this activation checkpointing adds at its peak."""
+    """Return the peak bytes that a step adds with this activation checkpointing."""
     layers, hidden = (4, 256) if options.quick else (16, 1024)
     done = subprocess.run(
         [sys.executable, "-m", "bench.train_memory", mode, str(layers), str(hidden), str(MEMORY_LENGTH)],

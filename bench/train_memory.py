@@ -1,7 +1,7 @@
-"""Peak memory of activations in one training step of the benchmarks' Llama, in a process of its own.
+"""Measure the peak memory of activations in one training step of the benchmarks' Llama, in a separate process.
 
-``python -m bench.train_memory none|full LAYERS HIDDEN LENGTH`` prints one JSON object. Weights and gradients are there
-before the step, so what the peak of the resident set adds to them is activations and working memory. Start it with
+``python -m bench.train_memory none|full LAYERS HIDDEN LENGTH`` prints one JSON object. Weights and gradients exist
+before the step, so the peak of the resident set adds only activations and working memory. Start it with
 ``MALLOC_MMAP_THRESHOLD_=65536``, so that freed tensors go back to the kernel at once.
 """
 
@@ -20,7 +20,7 @@ from nxd_models.llama import CausalLM
 
 
 def status(field: str) -> int:
-    """Bytes: VmRSS is what is resident now, VmHWM the most since the last reset."""
+    """Return bytes: VmRSS is resident now, VmHWM the peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
@@ -43,7 +43,7 @@ def main(mode: str, layers: int, hidden: int, length: int) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param).fill_(0.0)
     ids = torch.randint(0, sizes.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    model.run_train(input_ids=ids[:, :8], labels=ids[:, :8])  # what libraries allocate once
+    model.run_train(input_ids=ids[:, :8], labels=ids[:, :8])  # one-time allocations of libraries
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     loss = model.run_train(input_ids=ids, labels=ids)

@@ -1,7 +1,7 @@
-"""One of the two ranks of the training benchmark: everybody's step on one model, one batch and one optimizer.
+"""One of the two ranks of the training benchmark: every participant's step on one model, batch and optimizer.
 
-``python -m bench.train_ranks RANK FOLDER ROUNDS QUICK SECONDS``. Everyone lives in the same two processes of one thread
-each and takes turns, so that what disturbs a round disturbs all of it; rank 0 writes ``FOLDER/figures.json``.
+``python -m bench.train_ranks RANK FOLDER ROUNDS QUICK SECONDS``. All share the same two processes of one thread each
+and take turns, so that a disturbance affects a whole round; rank 0 writes ``FOLDER/figures.json``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 NO_CLIPPING = {"grad_clipping": False}
 WARMUP = 2
 SAME = 1e-4
-"""Losses of the first steps may differ by this part."""
+"""Relative tolerance of the first steps' losses."""
 
 Step = Callable[[], float]
 
@@ -71,7 +71,7 @@ def decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
 
 @contextlib.contextmanager
 def within(context: ParallelContext | None) -> Iterator[None]:
-    """Degrees of this project's own trainer: tensor and data parallelism are measured in the same processes."""
+    """Use these degrees for this project's trainer: tensor and data parallelism run in the same processes."""
     set_default_context(context)
     try:
         yield
@@ -88,7 +88,7 @@ def context_of(tp: int, shared_memory: bool = True) -> ParallelContext:
 
 
 class Benchmark:
-    """The model, the batch and everybody who trains it."""
+    """The model, the batch and all participants."""
 
     def __init__(self, config: DecoderConfig, rank: int):
         self.config, self.rank = config, rank
@@ -108,16 +108,16 @@ class Benchmark:
     # --- the peers ------------------------------------------------------------------------------------
 
     def one_process(self) -> Step:
-        """Rank 0 alone, on its one thread, while the other rank sleeps."""
+        """Run rank 0 alone, on its one thread, while the other rank sleeps."""
         if self.rank:
             return lambda: 0.0
         return plain_step(self.plain(), self.batch)
 
     def dtensor(self) -> Step:
-        """PyTorch's own tensor parallelism, with the loss of split logits.
+        """PyTorch's tensor parallelism, with the loss on split logits.
 
-        Blocks are handed a DTensor, so that their first layers sum the gradient of their shared input once, as ours do;
-        the plan without that sums it once a layer.
+        Blocks get a DTensor, so that their first layers sum the gradient of their shared input once, like ours; without
+        that the plan sums it once per layer.
         """
         column, row, whole = ColwiseParallel, RowwiseParallel, dtensor.Replicate()
 
@@ -153,7 +153,7 @@ class Benchmark:
         return plain_step(DistributedDataParallel(self.plain(), gradient_as_bucket_view=True), self.part)
 
     def fsdp2(self) -> Step:
-        """Parameters are kept after the forward pass, as ZeRO-1 does; gradients and states are split."""
+        """Keep parameters after the forward pass, like ZeRO-1; gradients and states are split."""
         model = self.plain()
         for layer in model.model.layers:
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=False)
@@ -194,7 +194,7 @@ def plain_step(model: nn.Module, batch: Tensor) -> Step:
 
 
 def by_kind(model: nn.Module) -> list[list[nn.Parameter]]:
-    """DTensors and plain tensors apart: a fused optimizer takes no mixture."""
+    """Separate DTensors and plain tensors: a fused optimizer does not take both."""
     split = [p for p in model.parameters() if isinstance(p, dtensor.DTensor)]
     return [split, [p for p in model.parameters() if not isinstance(p, dtensor.DTensor)]]
 
@@ -203,7 +203,7 @@ def by_kind(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds from the moment all ranks are here until all have done it."""
+    """Return the seconds from a barrier until all ranks have finished the step."""
     dist.barrier()
     begin = time.perf_counter()
     step()
@@ -218,7 +218,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def warm_up(steps: dict[str, Step], rank: int) -> dict[str, list[float]]:
-    """The losses of everybody's first steps; they must agree, or not everybody does the same work."""
+    """Return every participant's first losses; they must agree, because all must do the same work."""
     losses: dict[str, list[float]] = {}
     for name, step in steps.items():
         found = [step() for _ in range(WARMUP)]
@@ -232,7 +232,7 @@ def warm_up(steps: dict[str, Step], rank: int) -> dict[str, list[float]]:
 
 
 def blocked(context: ParallelContext, folder: Path, model: NxDModel, optimizer: NxDOptimizer, wait: bool) -> float:
-    """Seconds for which a save holds the training up: those of the rank that is held up longest."""
+    """Return the seconds for which a save blocks training, on the slowest rank."""
     dist.barrier()
     with within(context):
         begin = time.perf_counter()
@@ -244,7 +244,7 @@ def blocked(context: ParallelContext, folder: Path, model: NxDModel, optimizer: 
 
 
 def state_share(optimizer: NxDOptimizer) -> dict[str, int]:
-    """Elements of optimizer state on the rank that holds most, of the whole model, and the padding that is allowed."""
+    """Return the largest optimizer state of a rank, that of the whole model, and the allowed padding, in elements."""
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
     most = torch.tensor(sum(tensor.numel() for tensor in states))
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -289,7 +289,7 @@ def measure(rank: int, folder: Path, rounds: int, quick: bool) -> dict[str, Any]
             "sync": lambda _: blocked(tensor, folder / "saved", plain_tp, plain_optimizer, wait=True),
             "async": lambda _: blocked(tensor, folder / "saved", plain_tp, plain_optimizer, wait=False),
         },
-        rounds + 1,  # the first of each makes the folders, and is left out
+        rounds + 1,  # the first of each creates the folders, and is dropped
     )
     return {
         "seconds": seconds,

@@ -1,5 +1,5 @@
-"""What a server of any size has to come through while it answers: a swap of all weights, a full disk, a stopped rank, a
-shard that is cut short. No answer may be lost but those of a lost rank, and every wait has its bound.
+"""Trials that a server of any size must survive under load: a swap of all weights, a full disk, a stopped rank, a
+truncated shard. Only answers of a lost rank may be lost, and every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ END_SECONDS = 120.0
 
 
 def trials(artifact: Path, model: Path) -> dict[str, float]:
-    """Seconds of each; raises SystemExit where one is not come through."""
+    """Return the seconds of each trial; raises SystemExit if one fails."""
     found = {}
     arguments = ("--admin-key", ADMIN_KEY, "--weights-root", str(model.parent))
     with Server(artifact, arguments=arguments) as server:
         found["swap"] = asyncio.run(_swap(server, model, 200))
         limits = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1000, limits[1]))  # as if the disk were full
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1000, limits[1]))  # simulates a full disk
         found["swap, full disk: refused"] = asyncio.run(_swap(server, model, 503))
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
         found["rank stopped to ready"] = asyncio.run(again_after(signal.SIGSTOP, server, model, 1))
@@ -43,7 +43,7 @@ def trials(artifact: Path, model: Path) -> dict[str, float]:
 
 
 async def _swap(server: Server, model: Path, status: int) -> float:
-    """All weights, while streams run: none of them may be cut."""
+    """Swap all weights while streams run: none of them may be cut."""
     begin = time.perf_counter()
     swapping = asyncio.create_task(asyncio.to_thread(_post_swap, server, model))
     streams: list[Stream] = []
@@ -71,7 +71,7 @@ def _post_swap(server: Server, model: Path) -> tuple[int, str, float]:
 
 
 def _cut_short(artifact: Path, model: Path) -> float:
-    """A shard is truncated and its rank killed: the server says which file, and ends."""
+    """Truncate a shard and kill its rank: the server must name the file and exit."""
     copy = artifact.with_name(f"{artifact.name}-cut")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(artifact, copy)

@@ -1,7 +1,7 @@
-"""Who looks how a server does while others attack it: ``python -m bench.watchers livez|stream --port N``.
+"""Watch a server while others attack it: ``python -m bench.watchers livez|stream --port N``.
 
-A process each, so that none waits for another; with a line on standard input it begins to keep what it sees, with
-the next one it prints that as a line of JSON, and so on; at the end of its input it prints the rest, and ends.
+One process per watcher, so that none waits for another. A line on standard input starts recording, the next one prints
+the record as a line of JSON, and so on; at the end of input it prints the rest and exits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PAUSE = 0.02
 @dataclass
 class Seen:
     seconds: list[float] = field(default_factory=list)
-    """What each look at ``/livez`` took, or the stream's gaps."""
+    """Latency of each ``/livez`` request, or the stream's gaps."""
     sent: int = 0
     """Requests."""
     cut: int = 0
-    """Those that were refused or cut."""
+    """Requests that were rejected or cut."""
     tokens: int = 0
-    """Of streams at most."""
+    """Upper bound, of streams."""
 
 
 class Watcher:
@@ -40,7 +40,7 @@ class Watcher:
         self._input = b""
 
     def told(self) -> None:
-        """Print what was seen since the last time, where that is asked for; SystemExit at the end of the input."""
+        """Print what was seen since the last time, if requested; SystemExit at the end of input."""
         while select.select([0], [], [], 0.0)[0]:
             data = os.read(0, 1000)
             for _ in range(data.count(b"\n") or not data):
@@ -50,7 +50,7 @@ class Watcher:
                 raise SystemExit
 
     def livez(self) -> None:
-        """A look every 20 ms, on a connection of its own, as a kubelet's."""
+        """Probe every 20 ms, each time on a new connection, like a kubelet."""
         while True:
             self.told()
             begun = time.perf_counter()
@@ -66,7 +66,7 @@ class Watcher:
             time.sleep(PAUSE)
 
     def streams(self, tokens: int) -> None:
-        """One stream after the other."""
+        """Read one stream after another."""
         body = {"prompt": "hello", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
@@ -86,7 +86,7 @@ class Watcher:
                 time.sleep(0.1)
 
     def _stream(self, connection: socket.socket) -> bool:
-        """Keep the gaps of one stream, whether or not it is complete."""
+        """Record the gaps of one stream, complete or not."""
         last, tail = None, b""
         while part := connection.recv(65536):
             now = time.perf_counter()
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each stream, default: %(default)s")
     given = parser.parse_args()
     with contextlib.suppress(PermissionError):
-        os.nice(-5)  # its own waiting for a core is not the server's
+        os.nice(-5)  # waiting for a core must not count against the server
     watcher = Watcher(given.port)
     with contextlib.suppress(KeyboardInterrupt):
         watcher.livez() if given.what == "livez" else watcher.streams(given.tokens)

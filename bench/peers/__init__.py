@@ -1,1 +1,1 @@
-"""Who is measured: this project and its peers, each in a process and an environment of its own."""
+"""The measured programs: this project and its peers, each in its own process and environment."""

@@ -1,4 +1,4 @@
-"""Our side of a peer: start its process, ask, and wait no longer than is allowed."""
+"""Our side of a peer: start its process, send requests, and wait with a timeout."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bench.processes import ROOT, Group
 
 
 class PeerError(Exception):
-    """A peer that cannot take part: absent, broken, dead or too slow. The text says which."""
+    """A peer that cannot take part: missing, broken, dead or too slow. The message says which."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of some prompts gave."""
+    """Result of one run of some prompts."""
 
     tokens: list[list[int]]
     times: list[list[float]]
-    """Seconds after the call at which each token of each row was known."""
+    """Time of each token of each row, in seconds after the call."""
 
     @property
     def first(self) -> float:
@@ -34,9 +34,9 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens a second while every row decodes: from the last row's first token to the first row's last.
+        """Tokens per second while every row decodes: from the last row's first token to the first row's last.
 
-        Raises PeerError when there is no such time, because the first row had ended before the last one began.
+        Raises PeerError if there is no such time, because the first row ended before the last one started.
         """
         begin, end = self.first, min(row[-1] for row in self.times)
         count = sum(begin < moment <= end for row in self.times for moment in row)
@@ -46,7 +46,7 @@ class Run:
 
 
 class Peer:
-    """A process that speaks the protocol, asleep except while it is asked."""
+    """A process that speaks the protocol; stopped except during a request."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None, cwd: Path = ROOT
@@ -68,11 +68,11 @@ class Peer:
         run = Run(**self.ask("run", timeout, prompts=prompts, new_tokens=new_tokens))
         for part in (run.tokens, run.times):
             if [len(row) for row in part] != [new_tokens] * len(prompts):
-                raise PeerError(f"{self.name} gave {[len(row) for row in part]} tokens, not {new_tokens} a row")
+                raise PeerError(f"{self.name} gave {[len(row) for row in part]} tokens, not {new_tokens} per row")
         return run
 
     def ask(self, operation: str, timeout: float, **arguments: Any) -> Any:
-        """One request and its answer. A peer that has died, or does not answer in time, is ended: PeerError."""
+        """Send a request and return the answer. A peer that is dead or too slow is ended: PeerError."""
         line = json.dumps({"op": operation, **arguments}) + "\n"
         if not self.group.alive():
             raise PeerError(f"{self.name} ended:\n{self.group.tail()}")
@@ -102,7 +102,7 @@ class Peer:
         return line
 
     def close(self) -> None:
-        """Let it go, and end whatever is left of it."""
+        """Ask the peer to quit, and end whatever is left of it."""
         self.group.resume()
         try:
             if self.group.alive():

@@ -39,7 +39,7 @@ class HuggingFace:
 
 
 class _Clock(transformers.StoppingCriteria):
-    """Asked after every token whether to stop: never, but it looks at the clock."""
+    """A stopping criterion that never stops but records the time after every token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

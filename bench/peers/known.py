@@ -1,4 +1,4 @@
-"""Everyone who can be measured, and how each is started."""
+"""All programs that can be measured, and how to start them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Known:
     start_timeout: float = 120.0
 
     def python(self) -> Path:
-        """The interpreter. Raises PeerError when its environment was not made."""
+        """Return the interpreter. Raises PeerError if the environment does not exist."""
         if self.environment is None:
             return Path(sys.executable)
         python = home() / "peers" / self.environment / "bin" / "python"
@@ -40,7 +40,7 @@ class Known:
 
 
 INSTALLED = "installed.json"
-"""In an environment whose installation succeeded."""
+"""Marks an environment whose installation succeeded."""
 
 KNOWN = {
     "hf": Known("hugging_face", arguments={"cache": "dynamic"}),
@@ -70,13 +70,13 @@ def ours(tp: int) -> str:
 
 
 def fastest(names: Iterable[str], rates: Mapping[str, list[float]]) -> str | None:
-    """Who has the highest median rate; None among nobody."""
+    """Return the name with the highest median rate, or None."""
     return max((name for name in names if name in rates), key=lambda name: summary(rates[name]).median, default=None)
 
 
 @dataclass
 class Field:
-    """Who takes part, by name, and who does not, with the reason."""
+    """Participants by name, and those left out, with the reason."""
 
     peers: dict[str, Peer]
     skipped: dict[str, str]
@@ -85,10 +85,10 @@ class Field:
     def rounds(
         self, measure: Callable[[Peer, int], float], count: int, warm: Callable[[Peer], object]
     ) -> dict[str, list[Turn]]:
-        """``measure(peer, round)`` of everyone, interleaved.
+        """Call ``measure(peer, round)`` for every participant, interleaved.
 
-        ``warm`` comes first for everyone: shapes seen for the first time cost more. A peer that fails is left out from
-        then on, and nothing of it is kept.
+        ``warm`` runs first for each: new shapes cost more. A peer that fails is left out from then on, and its results
+        are dropped.
         """
 
         def attempt(name: str, work: Callable[[Peer], Any]) -> Any:
@@ -109,7 +109,7 @@ class Field:
         return {name: turns for name, turns in interleaved(work, count).items() if name in self.peers}
 
     def turn(self, measure: Callable[[], float]) -> Turn:
-        """``measure()`` between two readings of the bandwidth, all in one place if it can be."""
+        """Call ``measure()`` between two readings of the bandwidth, all in one core placement if possible."""
 
         def read() -> tuple[float, float, float]:
             before, value = read_bandwidth(), measure()
@@ -123,7 +123,7 @@ class Field:
         return [name for name in self.peers if name.startswith("ours")]
 
     def drop(self, name: str, error: PeerError) -> None:
-        """Leave a peer out from now on. For this project itself the error is the benchmark's."""
+        """Leave a peer out from now on. If it is this project, the error ends the benchmark."""
         if name.startswith("ours"):
             raise SystemExit(f"{name}: {error}")
         self.skipped[name] = str(error).strip().splitlines()[0]
@@ -133,7 +133,7 @@ class Field:
 
 @contextlib.contextmanager
 def field_of(options: Options, **engine: Any) -> Iterator[Field]:
-    """This project at every degree, and the peers that are asked for and installed; ended with the block.
+    """Start this project at every degree, and the requested, installed peers; end them after the block.
 
     ``engine``: options of this project's engine.
     """

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface: one context, a sequence a row, bfloat16 weights."""
+"""llama.cpp through llama-cpp-python's low-level interface: one context, one sequence per row, bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from bench.peers.protocol import serve
 
 ROOM = 768
-"""Positions a sequence: the longest prompt and its answer."""
+"""Positions per sequence: the longest prompt and its answer."""
 PIECE = 512
 """Prompt tokens at once, which is llama.cpp's own default."""
 
@@ -45,7 +45,7 @@ class LlamaCpp:
         begin = time.perf_counter()
 
         def feed(part: list[tuple[int, int, int, bool]]) -> None:
-            """Entries of (row, position, token, whether its successor is wanted)."""
+            """Feed entries of (row, position, token, whether logits are needed)."""
             self._decode(context, part)
             for place, (row, _, _, wanted) in enumerate(part):
                 if wanted:
@@ -65,7 +65,7 @@ class LlamaCpp:
         return {"tokens": tokens, "times": times}
 
     def _context(self, rows: int) -> Any:
-        """Contexts are made for a number of sequences, and kept."""
+        """Return a context for a number of sequences, cached."""
         if rows not in self._contexts:
             params = llama_cpp.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch = rows * ROOM, PIECE, PIECE
@@ -105,7 +105,7 @@ OUTSIDE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "outp
 
 
 def write_gguf(model: Path, out: Path) -> None:
-    """The model as one GGUF file: bfloat16 matrices as they are, norms in float32, no tokenizer."""
+    """Write the model as one GGUF file: bfloat16 matrices unchanged, norms in float32, no tokenizer."""
     config = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     part = out.with_suffix(".part")
@@ -147,13 +147,13 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved_halves(bits: np.ndarray, heads: int) -> np.ndarray:
-    """Hugging Face rotates halves of a head, llama.cpp neighbouring pairs: the rows in the other order."""
+    """Reorder rows: Hugging Face rotates halves of a head, llama.cpp adjacent pairs."""
     rows, columns = bits.shape
     return bits.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def read_bfloat16(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a bfloat16 safetensors file as their bits; numpy has no such type."""
+    """Read a bfloat16 safetensors file as raw bits, because NumPy has no bfloat16."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -52,7 +52,7 @@ class OpenVino:
 
 
 def convert(model: Path, directory: Path) -> None:
-    """Write the model in OpenVINO's form, with optimum-intel."""
+    """Convert the model to OpenVINO's format with optimum-intel."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(model)]
     command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(directory)]
     subprocess.run(command, check=True, timeout=540, stdout=sys.stderr)

@@ -1,4 +1,4 @@
-"""This project's own engine, in the peer's process: what a user of ``nxd_server.LLM`` gets."""
+"""This project's engine in a peer process, as used through ``nxd_server.LLM``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_server.engine.events import ErrorEvent, Event, TokenEvent
 from nxd_server.engine.inputs import StepInputs
 
 TOUCH = 16
-"""Positions between two that are written so that no page of a cache is an untouched one of zeros."""
+"""Distance of written positions, so that no page of a cache is an untouched zero page."""
 
 
 class Ours:
@@ -37,9 +37,9 @@ class Ours:
         return {"tokens": [row.tokens for row in rows], "times": [[t - begin for t in row.times] for row in rows]}
 
     def steps(self, batch: int, context: int, count: int) -> dict[str, Any]:
-        """Seconds of each of ``count`` decoding steps of ``batch`` rows that hold ``context`` tokens already.
+        """Return the seconds of ``count`` decode steps of ``batch`` rows with ``context`` tokens each.
 
-        The caches were touched, not computed: a step reads as much whatever they hold.
+        The caches are filled, not computed: a step reads the same amount whatever they hold.
         """
         inputs = self._decode_inputs(batch)
         self._touch(batch, context)
@@ -73,7 +73,7 @@ class Ours:
 
 
 class _Row:
-    """Takes a request's events in the engine's thread."""
+    """Receives a request's events in the engine's thread."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -1,12 +1,12 @@
-"""The peer's side: one JSON object a line on standard input, one a line back. Standard library only.
+"""The peer's side: one JSON object per line on standard input, and one per line back. Standard library only.
 
     -> {"op": "start", ...}      {"ok": {"version": "...", ...}}
     -> {"op": "run", "prompts": [[1, 2], [3, 4]], "new_tokens": 8}
                                  {"ok": {"tokens": [[...], [...]], "times": [[...], [...]]}}
     -> {"op": "quit"}
 
-``times`` holds, for every row and every new token, the seconds from the call to the moment the token was known. A call
-that fails is answered {"error": "..."} and the peer goes on.
+``times`` has, for every row and every new token, the seconds from the call until the token was known. A failed call is
+answered with {"error": "..."}, and the peer continues.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 
 def serve(make: Callable[..., Any]) -> None:
-    """Answer until ``quit`` or the end of input. ``make(**arguments)`` gives the object whose methods are asked."""
-    # Libraries print to standard output as they please: they get standard error, and the answers their own descriptor.
+    """Answer requests until ``quit`` or end of input. ``make(**arguments)`` returns the object to call."""
+    # Libraries print to standard output: redirect that to standard error, and give answers their own descriptor.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     engine: Any = None

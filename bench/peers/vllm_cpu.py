@@ -33,7 +33,7 @@ class Vllm:
         for row, prompt in enumerate(prompts):
             self._requests += 1
             rows[str(self._requests)] = row
-            # vLLM gives requests names of its own and returns the one that was asked for
+            # vLLM renames requests and returns the requested name
             engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
