@@ -71,15 +71,13 @@ def main() -> None:
     options = Options(
         given.quick, peers, degrees, given.repetitions, given.model, sizes, attacks, given.against, given.folder
     )
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # like Ctrl-C: ends everything that was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # like Ctrl-C, ends all children
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"ended after {given.minutes} minutes (--minutes)"))
     signal.alarm(given.minutes * 60)
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", "160")  # tables in a log can be wider than a terminal
-    # Inherited by every process that is started: bytecode is kept, as an installed package's is, where it would be
-    # compiled at every start of a server; and nobody gets more cores than the others.
+    # Inherited by every child: bytecode is cached, as for an installed package, instead of compiled at every start of a
+    # server; and all participants get the same cores.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     for name in given.names or BENCHMARKS:

@@ -163,7 +163,7 @@ def _write(source: RunsSource, out: Path, dtype: str | None) -> Path:
 
     specs = [
         WeightSpec.of(name, torch.empty(source.shape(name), dtype=stored(name), device="meta"))
-        for name in source.keys()  # noqa: SIM118  (a source is no mapping)
+        for name in source.keys()  # noqa: SIM118  (a source is not a mapping)
     ]
     out.mkdir(parents=True, exist_ok=True)
     with bar() as progress:

@@ -250,8 +250,8 @@ struct Operands {
   }
 };
 
-// `layers` holds the weights and, when `biased`, a bias for each behind all of them: a compiled graph cannot hand over
-// a list that is empty. `check(weight)` returns the dtype that belongs to it; `extra` columns of each are no values.
+// `layers` has the weights, followed by a bias for each if `biased`: a compiled graph cannot pass an empty list.
+// `check(weight)` returns the dtype of x that it needs; `extra` columns of each weight are not values.
 template <typename Check>
 Operands operands(
     const char* what, const Tensor& x, const std::vector<Tensor>& layers, bool biased, int64_t extra,

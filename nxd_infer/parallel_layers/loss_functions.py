@@ -27,23 +27,23 @@ class _LogProbs(torch.autograd.Function):
         shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
         size = shifted.shape[-1]
         first = comm.axis_rank(context, "tp", target.device) * size
-        filling = None
+        padding = None
         if size * context.tp.degree > vocabulary:
-            filling = torch.arange(size, device=target.device) + first >= vocabulary
-            shifted = shifted.masked_fill(filling, float("-inf"))
+            padding = torch.arange(size, device=target.device) + first >= vocabulary
+            shifted = shifted.masked_fill(padding, float("-inf"))
         top = comm.all_reduce(shifted.amax(-1), context, "tp", "max")
         shifted = shifted - top.unsqueeze(-1)
         local = target - first
         own = (local >= 0) & (local < size)
         local = local.masked_fill(~own, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0)
-        total = (shifted if filling is None else shifted.masked_fill(filling, 0)).sum(-1)
+        total = (shifted if padding is None else shifted.masked_fill(padding, 0)).sum(-1)
         exps = shifted.exp_()
         sums = torch.stack([exps.sum(-1), picked, total])
         exp_sum, picked, total = comm.all_reduce(sums, context)
         log_sum = exp_sum.log()
         ctx.save_for_backward(exps, exp_sum, local, own)
-        ctx.dtype, ctx.vocabulary, ctx.filling = logits.dtype, vocabulary, filling
+        ctx.dtype, ctx.vocabulary, ctx.padding = logits.dtype, vocabulary, padding
         ctx.set_materialize_grads(False)
         return picked - log_sum, total / vocabulary - log_sum
 
@@ -56,8 +56,8 @@ class _LogProbs(torch.autograd.Function):
         if grads[1] is not None:  # only smoothing reads the mean
             grad += (for_mean / ctx.vocabulary).unsqueeze(-1)
         grad.scatter_add_(-1, local.unsqueeze(-1), (for_chosen * own).unsqueeze(-1))
-        if ctx.filling is not None:
-            grad.masked_fill_(ctx.filling, 0)
+        if ctx.padding is not None:
+            grad.masked_fill_(ctx.padding, 0)
         return grad.to(ctx.dtype), None, None, None
 
 
@@ -91,7 +91,7 @@ def parallel_cross_entropy(
             "labels must have all dimensions of the logits but the last"
         )
     if labels.is_floating_point():
-        raise ParallelConfigError(f"labels must be class indices (int64), got {labels.dtype}")
+        raise ParallelConfigError(f"labels must be class indices (int64), got {labels.dtype}: call labels.long()")
     counted = labels != ignore_index
     target = labels.masked_fill(~counted, 0)
     vocabulary = _vocabulary(parallel_logits, vocab_size, context)

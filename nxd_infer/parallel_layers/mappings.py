@@ -131,8 +131,8 @@ class _LogicalGradient(torch.autograd.Function):
             whole = grad.new_zeros((elements.size + 1, *grad.shape[1:]), dtype=reduction_dtype(grad, dtype))
             whole = whole.index_add(0, index, grad.to(whole.dtype))
             grad = comm.all_reduce(whole, context, axis).index_select(0, index).to(grad.dtype)
-        filling = (index == elements.size).reshape(-1, *[1] * (grad.dim() - 1))
-        return grad.masked_fill(filling, 0).movedim(0, dim), None, None, None, None, None
+        padding = (index == elements.size).reshape(-1, *[1] * (grad.dim() - 1))
+        return grad.masked_fill(padding, 0).movedim(0, dim), None, None, None, None, None
 
 
 def with_logical_gradient(

@@ -138,7 +138,7 @@ def parameters(model_dir: Path) -> int:
     from nxd_models.registry import weights
 
     source = weights(model_dir)
-    return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is no mapping)
+    return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
 
 
 def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
