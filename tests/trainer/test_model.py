@@ -105,7 +105,9 @@ def test_run_train_finds_the_loss(how: str):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("how", "message"), [("none", r"a tensor of shape \(2,\)"), ("text", "str has no loss .found NoneType")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("none", r"a tensor of shape \(2,\)"), ("text", "str has no loss .found NoneType")]
+)
 def test_a_model_without_loss(how: str, message: str):
     with pytest.raises(InputMismatchError, match=message):
         wrapped(Wrapping, how).run_train(torch.ones(2))
