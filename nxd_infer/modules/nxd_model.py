@@ -104,8 +104,8 @@ class NxDModel(ModelWrapper):
         if not isinstance(found, Tensor) or found.numel() != 1:
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise InputMismatchError(
-                f"the model's {type(output).__name__} has no loss (found {what}): pass labels, return the loss first, or "
-                "mark it with pipeline_config={'output_loss_value_spec': ...}"
+                f"the model's {type(output).__name__} has no loss (found {what}): pass labels, return the loss first "
+                "or mark it with pipeline_config={'output_loss_value_spec': ...}"
             )
         return found
 
