@@ -8,8 +8,8 @@ from typing import Any
 
 def run(artifact: Path, config: Path | None, **given: Any) -> int:
     """Serve until a signal ends it; returns the exit status."""
-    from nxd_server.config import load_settings
-    from nxd_server.run import serve
+    from nxd_server.app.run import serve
+    from nxd_server.settings import load_settings
 
     settings = load_settings(config, **{name: value for name, value in given.items() if value is not None})
     return serve(artifact, settings)

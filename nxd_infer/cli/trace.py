@@ -90,7 +90,7 @@ def run(
     from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
     from nxd_infer.checkpoint.source import weight_source
     from nxd_models import hf, tasks
-    from nxd_server.text.files import has_tokenizer
+    from nxd_server.text.tokenizer_files import has_tokenizer
 
     check_writable(out)
     plan = tasks.plan(

@@ -17,7 +17,7 @@ from torch import Tensor
 from nxd_infer.cli import accuracy
 from nxd_infer.cli.console import bar, console, table
 from nxd_infer.errors import ArtifactError
-from nxd_server.scores import probabilities, scores_of
+from nxd_server.engine.classifier_scores import probabilities, scores_of
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
 Tensors = dict[str, Tensor]

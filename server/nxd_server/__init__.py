@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxd_server.engine.params import SamplingParams
+    from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.llm import LLM, CompletionOutput, RequestOutput
 
 _HOMES = {
     "LLM": "nxd_server.llm",
     "CompletionOutput": "nxd_server.llm",
     "RequestOutput": "nxd_server.llm",
-    "SamplingParams": "nxd_server.engine.params",
+    "SamplingParams": "nxd_server.engine.sampling_params",
 }
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -1,6 +1,6 @@
 """``python -m nxd_server DIR --port 8000``: the server without the command line's other tools.
 
-Every setting of :class:`~nxd_server.config.ServerSettings` is an option of the same name.
+Every setting of :class:`~nxd_server.settings.ServerSettings` is an option of the same name.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nxd_server.config import ServerSettings, SettingsError
-from nxd_server.run import serve
+from nxd_server.app.run import serve
+from nxd_server.settings import ServerSettings, SettingsError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_server.engine import Engine, SamplingParams
-from nxd_server.engine.sequence import derive_seed
+from nxd_server.engine.core.sequence import derive_seed
 from nxd_server.errors import (
     EngineUnavailableError,
 )

@@ -215,7 +215,7 @@ def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
 
 
 def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
-    monkeypatch.setattr("nxd_server.engine.runner.OVERDUE_SECONDS", 0.05)
+    monkeypatch.setattr("nxd_server.engine.core.step_runner.OVERDUE_SECONDS", 0.05)
     model = ToyModel()
     engine = engines(model, idle_probe=None)
     gate = threading.Event()

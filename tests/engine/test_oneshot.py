@@ -19,7 +19,7 @@ from nxd_infer.errors import (
     RankFailedError,
 )
 from nxd_server.engine import OneShotEngine, TextEncoder
-from nxd_server.engine.batching import batches_rows
+from nxd_server.engine.oneshot_batching import batches_rows
 from nxd_server.errors import (
     DeadlineExceededError,
     EngineFailedError,

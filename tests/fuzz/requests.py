@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from nxd_server.errors import RequestError
-from nxd_server.http.errors import ApiError
+from nxd_server.http.error_responses import ApiError
 from nxd_server.http.predict import read_tensors, unpack
 from nxd_server.http.schemas import (
     AdapterBody,
@@ -28,7 +28,7 @@ from nxd_server.http.schemas import (
     token_lists,
 )
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json
-from nxd_server.text.chat import normalise_messages
+from nxd_server.text.chat_template import normalise_messages
 from nxd_server.text.strict_json import parse_json
 from tests.fuzz.target import Target
 

@@ -12,16 +12,16 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from nxd_server.config import ServerSettings
+from nxd_server.app.served_model import Served
 from nxd_server.errors import DeadlineExceededError
-from nxd_server.http.body import Bodies, ClientLeft, default_limit
-from nxd_server.http.embeddings import tokens_of
-from nxd_server.http.errors import ApiError
-from nxd_server.http.requests import encode_prompts, json_body
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.embeddings import tokens_of
+from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
+from nxd_server.http.request_context import encode_prompts, json_body
 from nxd_server.http.schemas import Body, SamplingBody
-from nxd_server.served import Served
-from nxd_server.text.bounds import ANY
-from nxd_server.text.lanes import BoundedJson, Lane
+from nxd_server.settings import ServerSettings
+from nxd_server.text.body_limits import ANY
+from nxd_server.text.text_process_jobs import BoundedJson, Lane
 from tests.http.http_servers import http_request, is_error, raw, toy_server
 from tests.processes import descendants
 

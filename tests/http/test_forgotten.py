@@ -9,10 +9,10 @@ import weakref
 import pytest
 
 from nxd_server.errors import RequestError
-from nxd_server.http.errors import ApiError
-from nxd_server.http.keys import Keys
+from nxd_server.http.api_keys import Keys
+from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
-from nxd_server.text.lanes import Lane
+from nxd_server.text.text_process_jobs import Lane
 
 pytestmark = pytest.mark.check
 

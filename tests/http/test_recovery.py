@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_infer.runtime.time_bounds import again
-from nxd_server.recovery import Recovery
+from nxd_server.app.recovery_timeout import Recovery
 
 GIB = 2**30
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from starlette.requests import Request
 
-from nxd_server.config import ServerSettings
 from nxd_server.errors import QueueFullError
-from nxd_server.http.errors import ApiError
+from nxd_server.http.error_responses import ApiError
 from nxd_server.http.predict import predict, read_tensors, unpack
 from nxd_server.http.schemas import PredictBody
 from nxd_server.http.tensors import tensor_from_json, tensors_from_safetensors, tensors_to_safetensors
-from nxd_server.text.lanes import Lane
+from nxd_server.settings import ServerSettings
+from nxd_server.text.text_process_jobs import Lane
 
 SHAPES = [[549755813888, 549755813888, 0], [0, 2**63], [0, 2**62], [2**64, 0], [0] * 100, [2**31, 2**31, 0], [-1, 0]]
 

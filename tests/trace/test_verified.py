@@ -19,8 +19,8 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank import rank
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_server.config import ServerSettings
-from nxd_server.service import Service
+from nxd_server.app.service import Service
+from nxd_server.settings import ServerSettings
 from tests.processes import wait_until
 from tests.trace import toy
 from tests.trace.rank_processes import X, pids_of, started

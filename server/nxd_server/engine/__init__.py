@@ -20,8 +20,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxd_server.engine.encoder import TextEncoder
-    from nxd_server.engine.engine import Engine
     from nxd_server.engine.events import (
         EngineHealth,
         EngineStats,
@@ -32,13 +30,15 @@ if TYPE_CHECKING:
         TokenEvent,
         Usage,
     )
-    from nxd_server.engine.oneshot import OneShotEngine
-    from nxd_server.engine.params import SamplingParams
+    from nxd_server.engine.generation_engine import Engine
+    from nxd_server.engine.oneshot_engine import OneShotEngine
     from nxd_server.engine.request import Ticket
+    from nxd_server.engine.sampling_params import SamplingParams
+    from nxd_server.engine.text_encoder import TextEncoder
 
 _HOMES = {
-    "TextEncoder": "encoder",
-    "Engine": "engine",
+    "TextEncoder": "text_encoder",
+    "Engine": "generation_engine",
     "Ticket": "request",
     "EngineHealth": "events",
     "EngineStats": "events",
@@ -48,8 +48,8 @@ _HOMES = {
     "Timings": "events",
     "TokenEvent": "events",
     "Usage": "events",
-    "OneShotEngine": "oneshot",
-    "SamplingParams": "params",
+    "OneShotEngine": "oneshot_engine",
+    "SamplingParams": "sampling_params",
 }
 
 __all__ = [

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import h11
 
 if TYPE_CHECKING:
-    from nxd_server.config import ServerSettings
-
-    from .protocol import JsonErrorProtocol
+    from nxd_server.http.h11_protocol import JsonErrorProtocol
+    from nxd_server.settings import ServerSettings
 
 KEPT_DESCRIPTORS = 64
 """For the health routes, files, ranks that are started again, and connections between their accept and their count."""

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nxd_server.engine.weights import WholeRequest
+from nxd_server.engine.weight_swap import WholeRequest
 from nxd_server.errors import forget_frames
-
-from .body import ClientLeft, DrainingReceive
-from .errors import REFUSAL, ApiError, as_api_error
-from .keys import OPEN_PATHS, Keys
-from .logs import log_access
+from nxd_server.http.api_keys import OPEN_PATHS, Keys
+from nxd_server.http.error_responses import REFUSAL, ApiError, as_api_error
+from nxd_server.http.ops.logs import log_access
+from nxd_server.http.request_body import ClientLeft, DrainingReceive
 
 if TYPE_CHECKING:
-    from .metrics import Metrics
+    from nxd_server.http.ops.metrics import Metrics
 
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .errors import bad_request, clip, encode, missing_field
-from .oneshot import wait_all
-from .requests import check_model, context_of, unless_left, whole_of
-from .schemas import PredictBody
+from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
+from nxd_server.http.oneshot_results import wait_all
+from nxd_server.http.request_context import check_model, context_of, unless_left, whole_of
+from nxd_server.http.schemas import PredictBody
 
 if TYPE_CHECKING:
     import torch
@@ -59,14 +59,14 @@ async def predict(request: Request, body: PredictBody) -> Response:
 
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs in a base64 safetensors file; ApiError 400 for others than those of ``specs``."""
-    from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
+    from nxd_server.http.tensors import tensors_from_safetensors  # torch, which a server that generates never loads
 
     return tensors_from_safetensors(text, "safetensors", functools.partial(_check_names, specs, "safetensors"))
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs as JSON; ApiError 400 for others than those of ``specs``."""
-    from .tensors import tensor_from_json
+    from nxd_server.http.tensors import tensor_from_json
 
     given = {name: value for name, value in inputs.items() if value is not None}
     _check_names(specs, "inputs", given.keys())
@@ -83,7 +83,7 @@ def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:
-    from .tensors import tensor_to_json, tensors_to_safetensors
+    from nxd_server.http.tensors import tensor_to_json, tensors_to_safetensors
 
     if as_file:
         return encode({"model": model, "safetensors": tensors_to_safetensors(outputs)})

@@ -5,7 +5,7 @@ A field falls in one of four kinds. *Acting* fields are declared on the model an
 acted on, so only the values that ask for nothing pass (``best_of`` 1, ``suffix`` null); another value is a 400 that
 names the field. Everything else is unknown: a 400 that names it. ``null`` always means "not given".
 
-Ranges are checked once, where they are used: :class:`~nxd_server.engine.params.SamplingParams` for sampling.
+Ranges are checked once, where they are used: :class:`~nxd_server.engine.sampling_params.SamplingParams` for sampling.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from nxd_server.engine.params import SamplingParams
-from nxd_server.text.bounds import MOST_BIASES
-
-from .errors import bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.text.body_limits import MOST_BIASES
 
 BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024

@@ -1,0 +1,299 @@
+"""One HTTP request's choices in the engine: submitted together, watched together, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive
+
+from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
+from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.errors import ended_early, not_finished
+from nxd_server.http.request_body import ClientLeft
+
+if TYPE_CHECKING:
+    from nxd_server.app.service import Service
+    from nxd_server.http.ops.metrics import Metrics
+
+DEADLINE_GRACE = 0.5
+"""The engine ends an overdue request itself; only when its thread is stuck does this side do it, a moment later."""
+_LEFT: Any = object()
+
+
+class Doorbell:
+    """Has a loop look into mailboxes: a step fills as many as it has rows, and mostly the loop is called once."""
+
+    _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell] = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = weakref.ref(loop)
+        self._rung: deque[Mailbox] = deque()
+        self._called = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> Doorbell:
+        return cls._of_loops.setdefault(loop, cls(loop))
+
+    def ring(self, mailbox: Mailbox) -> None:
+        """From any thread; never blocks, and is silent once the loop is gone."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():  # nobody is left to be told
+            self._rung.clear()
+            return
+        self._rung.append(mailbox)
+        if self._called:
+            return
+        self._called = True
+        try:
+            loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # it was closed just now
+            self._rung.clear()
+        except BaseException:  # the next one calls again
+            self._called = False
+            raise
+
+    def _answer(self) -> None:
+        self._called = False  # first: what is put from here on rings again
+        for _ in range(len(self._rung)):
+            self._rung.popleft().wake()
+
+
+class Mailbox:
+    """From the engine's thread to one coroutine, a wake-up for as many events as have come."""
+
+    def __init__(self) -> None:
+        self._bell = Doorbell.of(asyncio.get_running_loop())
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[bool] | None = None
+        self._due = 0.0
+        """When the present wait is over, on the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0  # not asked of the timer: uvloop's, when nearly due, is one that has no time
+
+    def put(self, item: Any) -> None:
+        """From any thread; never blocks, and is silent once the loop is gone."""
+        self._items.append(item)
+        self._bell.ring(self)
+
+    def get_nowait(self) -> Any | None:
+        return self._items.popleft() if self._items else None
+
+    async def get(self, wait: float) -> Any | None:
+        """The next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` would make a task a token.)"""
+        if not self._items and wait > 0:
+            loop = asyncio.get_running_loop()
+            self._due = loop.time() + wait
+            if self._timer is None or self._timer_due > self._due:  # else it will find that there is time left
+                self.close()
+                self._look_again(loop)
+            self._waiter = loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.get_nowait()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wake(self) -> None:
+        """In the loop: something was put."""
+        if self._items:  # a wake-up comes late when its item was taken together with an earlier one
+            self._end_wait()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:
+            self._look_again(loop)
+        else:
+            self._end_wait()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer_due = self._due
+        self._timer = loop.call_at(self._due, self._look)
+
+    def _end_wait(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+
+class Generation:
+    """An asynchronous context: entering submits every prompt, leaving cancels what has not finished.
+
+    Choices are numbered ``prompt * n + index``, as OpenAI numbers them.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        receive: Receive,
+        timeout: float,
+        request_id: str,
+        whole: WholeRequest,
+        adapter: str | None = None,
+    ):
+        self._service = service
+        self._metrics = metrics
+        self._prompts = prompts
+        self._params = params
+        self._receive = receive
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._request_id = request_id
+        self._whole = whole
+        self._adapter = adapter
+        self._mailbox: Mailbox | None = None
+        self._tickets: list[Any] = []
+        self._watcher: asyncio.Task[None] | None = None
+        self._last_token: dict[int, float] = {}
+        self.choices = len(prompts) * params.n
+        self.unfinished = self.choices
+        self.completion_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, however many choices were asked of it."""
+        return Usage(sum(len(prompt) for prompt in self._prompts), self.completion_tokens)
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the weights that answer; None before the first of the prompts has begun."""
+        return self._whole.version
+
+    async def __aenter__(self) -> Generation:
+        self._mailbox = mailbox = Mailbox()
+        try:
+            for place, prompt in enumerate(self._prompts):
+                self._tickets.append(
+                    self._service.submit(
+                        list(prompt),
+                        self._params,
+                        _handover(mailbox, place * self._params.n),
+                        timeout=self._timeout,
+                        request_id=self._request_id,
+                        adapter=self._adapter,
+                        whole=self._whole,
+                    )
+                )
+        except BaseException:  # all or nothing: a queue that had room for half of the prompts answers none
+            self._cancel()
+            raise
+        finally:
+            self._whole.close()
+        self._watcher = asyncio.create_task(self._watch(mailbox))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._box.close()
+        if self.unfinished:
+            self._cancel()
+
+    async def next(self, wait: float | None = None) -> tuple[int, TokenEvent | FinishEvent] | None:
+        """The next event with its choice's number; ``None`` after ``wait`` seconds without one.
+
+        Raises:
+            ClientLeft: the connection closed.
+            NxdError: a choice failed, or the deadline passed; the request as a whole has failed then.
+        """
+        left = self._deadline + DEADLINE_GRACE - time.monotonic()
+        patience = left if wait is None else min(wait, left)
+        item = await self._box.get(patience)
+        if item is not None:
+            return self._take(item)
+        if time.monotonic() - self._deadline >= DEADLINE_GRACE:
+            raise not_finished(self._timeout)
+        return None
+
+    def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
+        """An event that is already here, if any; raises as :meth:`next` does."""
+        item = self._box.get_nowait()
+        return None if item is None else self._take(item)
+
+    async def whole(self, token: Callable[[int, TokenEvent], None]) -> list[tuple[str, str]]:
+        """Text and finish reason of every choice once all have ended; raises as :meth:`next` does.
+
+        ``token(choice, event)`` sees every token of an answer, but not the one that stops it.
+        """
+        texts, reasons = [""] * self.choices, [""] * self.choices
+        async with self:
+            while self.unfinished:
+                item = await self.next()
+                if item is None:
+                    continue
+                choice, event = item
+                texts[choice] += event.text
+                if isinstance(event, FinishEvent):
+                    reasons[choice] = event.reason
+                elif not event.is_stop:
+                    token(choice, event)
+        return list(zip(texts, reasons, strict=True))
+
+    @property
+    def _box(self) -> Mailbox:
+        if self._mailbox is None:
+            raise RuntimeError("a Generation is used as `async with generation:`")
+        return self._mailbox
+
+    def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
+        if item is _LEFT:
+            raise self._gone()
+        base, event = item
+        choice = base + event.index
+        if isinstance(event, TokenEvent):
+            now = time.monotonic()
+            if choice in self._last_token:
+                self._metrics.inter_token.observe(now - self._last_token[choice])
+            self._last_token[choice] = now
+            return choice, event
+        self.unfinished -= 1
+        self._metrics.finished(event)
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if event.reason == "cancelled":  # not by this side: the server is going down
+            raise ended_early()
+        self.completion_tokens += event.usage.completion_tokens
+        return choice, event
+
+    def check_client(self) -> None:
+        """Raises ClientLeft when the connection has closed, though all of the answer may be here already."""
+        if self._watcher is not None and self._watcher.done():
+            raise self._gone()
+
+    async def _watch(self, mailbox: Mailbox) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        mailbox.put(_LEFT)
+
+    def _gone(self) -> ClientLeft:
+        self._metrics.disconnected()
+        return ClientLeft()
+
+    def _cancel(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+def _handover(mailbox: Mailbox, base: int) -> OnEvent:
+    """``on_event`` for the engine's thread."""
+    return lambda event: mailbox.put((base, event))
