@@ -229,7 +229,7 @@ def test_a_folder_of_any_number_of_files_is_not_read_to_its_end(root, monkeypatc
             yield entries()
 
     monkeypatch.setattr(os, "scandir", counted)
-    for module in (beneath, paths):
+    for module in (beneath, allowed_paths):
         monkeypatch.setattr(module, "MOST_ENTRIES", 3)
     with pytest.raises(RequestError, match="more than 3 files lie under"), opened_under(root, "step"):
         pass

@@ -11,7 +11,7 @@ from nxd_infer.runtime.time_bounds import again
 STARTS = 2
 
 
-class Recovery:
+class RecoveryTimeout:
     """The bound of a recovery, and how far one is.
 
     ``setting`` is ``recovery_timeout``; None derives the bound, once :meth:`took` has told what a start takes.

@@ -24,7 +24,7 @@ logger = logging.getLogger("nxd_server.service")
 ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
 
 
-class Served:
+class ServedModel:
     """One artifact, of which nothing but the directory may be known yet."""
 
     def __init__(self, artifact: Path, settings: ServerSettings):

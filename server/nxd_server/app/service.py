@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import NxdError, RankFailedError
-from nxd_server.app.recovery_timeout import Recovery
-from nxd_server.app.served_model import Served
+from nxd_server.app.recovery_timeout import RecoveryTimeout
+from nxd_server.app.served_model import ServedModel
 from nxd_server.app.start_model import make_model
 from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
 from nxd_server.settings import ServerSettings
@@ -43,7 +43,7 @@ WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
 
 
-class Service(Served):
+class Service(ServedModel):
     """One artifact, being served.
 
     Args:
@@ -63,7 +63,7 @@ class Service(Served):
         self.load_seconds: float | None = None
         self.failure: str | None = None
         """Why the service can never be ready again."""
-        self.recovery = Recovery(settings.recovery_timeout)
+        self.recovery = RecoveryTimeout(settings.recovery_timeout)
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._closing = False

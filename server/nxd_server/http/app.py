@@ -12,8 +12,10 @@ from starlette.requests import Request
 from nxd_infer.util.version import VERSION
 from nxd_server.http import sagemaker, tokenize
 from nxd_server.http.admin import load_adapters
+from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
 from nxd_server.http.admin.update_weights import weights
 from nxd_server.http.api_keys import Keys
+from nxd_server.http.body_schema import Body
 from nxd_server.http.connections import Connections
 from nxd_server.http.error_responses import CODES, TYPES, ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
@@ -21,24 +23,13 @@ from nxd_server.http.openai import models
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
+from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
 from nxd_server.http.ops import health
 from nxd_server.http.ops.metrics import Metrics
-from nxd_server.http.predict import predict
+from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Bodies
 from nxd_server.http.request_context import ENCODERS, Context, context_of, parse, require_admin
-from nxd_server.http.schemas import (
-    AdapterBody,
-    Body,
-    ChatBody,
-    ClassifyBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    PredictBody,
-    TokenizeBody,
-    WeightsBody,
-)
-from nxd_server.text.text_process_jobs import Lane
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -57,7 +48,9 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     metrics = Metrics(service)
     keys = Keys(settings.keys(), settings.admin())
-    prompts, tensors = (Lane(what, ENCODERS, settings.max_queued_requests) for what in ("prompts", "tensors"))
+    prompts, tensors = (
+        ConcurrencyLimit(what, ENCODERS, settings.max_queued_requests) for what in ("prompts", "tensors")
+    )
     app.state.context = Context(service, settings, metrics, keys, prompts, tensors, Bodies())
     app.state.in_flight = InFlight()
     app.state.connections = Connections(settings)
@@ -76,8 +69,8 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
     _post(app, "/v1/classify", ClassifyBody, classify)
     _post(app, "/v1/predict", PredictBody, predict)
-    _post(app, "/tokenize", TokenizeBody, tokenize.tokenize, ready=False)
-    _post(app, "/detokenize", DetokenizeBody, tokenize.detokenize, ready=False)
+    _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, ready=False)
+    _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, ready=False)
     app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
 
     _post(app, "/v1/weights", WeightsBody, weights, admin=True)

@@ -64,10 +64,6 @@ CODES = {
 }
 
 
-REFUSAL = "nxd.refusal"
-"""Where a request's scope keeps the ApiError that it was answered with, for its log line."""
-
-
 class ApiError(Exception):
     """A refusal on its way to the client.
 

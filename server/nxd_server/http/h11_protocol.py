@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nxd_server.http.connections import BODY_PIECE, Connections
 from nxd_server.http.error_responses import ApiError, encode
-from nxd_server.http.middleware import CROWDED
+from nxd_server.http.scope_keys import CROWDED
 
 MOST_HEAD_BYTES = 2**14
 MOST_TINY_CHUNKS = 4096

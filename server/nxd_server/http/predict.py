@@ -5,18 +5,33 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
 from nxd_server.http.oneshot_results import wait_all
 from nxd_server.http.request_context import check_model, context_of, unless_left, whole_of
-from nxd_server.http.schemas import PredictBody
 
 if TYPE_CHECKING:
     import torch
+
+
+class PredictBody(Body):
+    """``POST /v1/predict``."""
+
+    inputs: dict[str, Any] | None = Field(
+        None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
+    )
+    safetensors: str | None = Field(None, description="The inputs as one base64 safetensors file, instead.")
+    model: str | None = None
+    output_format: Literal["json", "safetensors"] | None = Field(
+        None, description="How the outputs come back; by default as the inputs came."
+    )
+    outputs: Listed[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
 
 
 async def predict(request: Request, body: PredictBody) -> Response:

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from nxd_server.engine.request import check_token_ids
 from nxd_server.engine.weight_swap import WholeRequest
 from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.http.body_schema import Body
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.http.middleware import WHOLE
 from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
-from nxd_server.http.schemas import Body
+from nxd_server.http.scope_keys import REQUEST_ID, WHOLE
 from nxd_server.text.body_limits import Bounds
-from nxd_server.text.text_process_jobs import Lane
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -48,8 +48,8 @@ class Context:
     settings: ServerSettings
     metrics: Metrics
     keys: Keys
-    encoders: Lane
-    tensors: Lane
+    encoders: ConcurrencyLimit
+    tensors: ConcurrencyLimit
     bodies: Bodies
 
 
@@ -58,7 +58,7 @@ def context_of(request: Request) -> Context:
 
 
 def request_id(request: Request) -> str:
-    return request.scope.get("nxd.request_id", "")
+    return request.scope.get(REQUEST_ID, "")
 
 
 def require_admin(request: Request) -> None:
@@ -154,7 +154,7 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
 async def in_thread(
     context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
 ) -> T:
-    """``work``, which tokenises so many ``characters``; as :meth:`~nxd_server.text.text_process_jobs.Lane.run`."""
+    """``work``, which tokenises so many ``characters``; as ``ConcurrencyLimit.run``."""
     try:
         return await context.encoders.run(work, cancel)
     finally:

@@ -10,9 +10,9 @@ from nxd_server.http.error_responses import bad_request
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
-from nxd_server.http.predict import predict
+from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
+from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_context import context_of, json_body
-from nxd_server.http.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PredictBody
 
 
 async def invocations(request: Request) -> Any:

@@ -8,13 +8,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nxd_server.engine.request import check_token_ids
+from nxd_server.http.body_schema import Body, Listed
 from nxd_server.http.error_responses import bad_request, encode
 from nxd_server.http.openai.chat import chat_text
 from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
-from nxd_server.http.schemas import DetokenizeBody, TokenizeBody
 from nxd_server.text.body_limits import MOST_IDS
 
 INLINE_TOKENS = 4096
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Listed[int]
 
 
 async def tokenize(request: Request, body: TokenizeBody) -> Response:

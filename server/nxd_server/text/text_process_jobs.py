@@ -1,66 +1,24 @@
-"""Ways for texts through the server: so many at once, so many that wait, and none whose client has left."""
+"""What is done with texts in a process that can be killed: templates, long texts, large bodies."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import marshal
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import BodyError, QueueFullError, RequestError
+from nxd_server.errors import BodyError, RequestError
 from nxd_server.text.body_limits import Bounds
 from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 from nxd_server.text.text_process import JobFailed, Setup, TextProcess
 from nxd_server.text.text_process_main import TEMPLATE_MEMORY, TEXT_MEMORY
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.threads import Workers
 
-T = TypeVar("T")
 MIB = 2**20
-
-
-class Lane:
-    """``width`` pieces of work at a time, each in a thread of its own; ``queue`` more may wait."""
-
-    def __init__(self, what: str, width: int, queue: int):
-        self._what = what
-        self._most = width + queue
-        self._turns = asyncio.Semaphore(width)
-        self._workers = Workers(width, "nxd-text")
-        self.inside = 0
-
-    async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
-        """``work()``. When this is cancelled, work that waits is dropped, and ``cancel`` ends work that runs.
-
-        Raises QueueFullError when there is no room to wait.
-        """
-        if self.inside >= self._most:
-            raise QueueFullError(f"{self.inside} {self._what} are being worked on or wait (max_queued_requests)")
-        self.inside += 1
-        try:
-            await self._turns.acquire()
-        except BaseException:
-            self.inside -= 1
-            raise
-        running = self._workers.run(work)
-        running.add_done_callback(self._ended)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if cancel is not None:
-                cancel()
-            raise
-
-    def _ended(self, work: asyncio.Future[Any]) -> None:
-        """The turn is over when the work is, and not when nobody waits for it any more."""
-        self.inside -= 1
-        self._turns.release()
-        if not work.cancelled():
-            work.exception()  # seen, whether somebody waits or not
 
 
 class BoundedTemplate:
@@ -72,7 +30,7 @@ class BoundedTemplate:
         setup = Setup({**header, "special_tokens": dict(sources.special_tokens)})
         self._process = TextProcess(lambda: setup)
         self._seconds = seconds
-        self._lane = Lane("conversations", 1, queue)
+        self._limit = ConcurrencyLimit("conversations", 1, queue)
 
     def check(self) -> None:
         """ModelConfigError for a template that cannot be used with any conversation; blocks."""
@@ -89,14 +47,14 @@ class BoundedTemplate:
         job = object()
         work = functools.partial(self._render, messages, variables, most, job)
         try:
-            return await self._lane.run(work, functools.partial(self._process.cancel, job))
+            return await self._limit.run(work, functools.partial(self._process.cancel, job))
         except JobFailed as error:
             raise RequestError("messages", f"the model's chat template was ended: {self._why(error)}") from None
 
     @property
     def inside(self) -> int:
         """How many are worked on or wait."""
-        return self._lane.inside
+        return self._limit.inside
 
     def stop(self) -> None:
         self._process.stop()
@@ -121,7 +79,7 @@ class BoundedTokenizer:
         self._tokenizer = tokenizer
         self._process = TextProcess(lambda: self._setup)
         self._seconds = seconds
-        self._lane = Lane("texts", 1, queue)
+        self._limit = ConcurrencyLimit("texts", 1, queue)
 
     @functools.cached_property
     def _setup(self) -> Setup:
@@ -154,7 +112,7 @@ class BoundedTokenizer:
     @property
     def inside(self) -> int:
         """How many are worked on or wait."""
-        return self._lane.inside
+        return self._limit.inside
 
     def stop(self) -> None:
         self._process.stop()
@@ -163,7 +121,7 @@ class BoundedTokenizer:
         job = object()
         work = functools.partial(self._process.run, header, blob, seconds=self._seconds, job=job)
         try:
-            return await self._lane.run(work, functools.partial(self._process.cancel, job))
+            return await self._limit.run(work, functools.partial(self._process.cancel, job))
         except JobFailed as error:
             why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"
             raise RequestError(field, f"it takes more than {why}; send less at once") from None
@@ -176,13 +134,13 @@ class BoundedJson:
         """``seconds`` for each body; ``queue`` bodies may wait."""
         self._process = TextProcess(lambda: Setup({"kind": "json"}))
         self._seconds = seconds
-        self._lane = Lane("large bodies", 1, queue)
+        self._limit = ConcurrencyLimit("large bodies", 1, queue)
 
     async def parse(self, data: bytes, bounds: Bounds) -> dict[str, Any]:
         """As :func:`~nxd_server.text.strict_json.parse_json`."""
         job = object()
         try:
-            return await self._lane.run(
+            return await self._limit.run(
                 functools.partial(self._parse, data, bounds, job), functools.partial(self._process.cancel, job)
             )
         except JobFailed as error:
@@ -192,7 +150,7 @@ class BoundedJson:
     @property
     def inside(self) -> int:
         """How many are worked on or wait."""
-        return self._lane.inside
+        return self._limit.inside
 
     def stop(self) -> None:
         self._process.stop()

@@ -8,9 +8,9 @@ from starlette.requests import Request
 
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.schemas import AdapterBody
 from nxd_server.http.admin.update_weights import unchanged
 from nxd_server.http.request_context import context_of, require_admin
-from nxd_server.http.schemas import AdapterBody
 from nxd_server.threads import in_thread
 
 

@@ -20,10 +20,10 @@ from nxd_infer.errors import (
     WeightSchemaError,
 )
 from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.schemas import WeightsBody
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.release_memory import trim_soon
 from nxd_server.http.request_context import context_of
-from nxd_server.http.schemas import WeightsBody
 from nxd_server.threads import in_thread
 
 logger = logging.getLogger("nxd_server.http")

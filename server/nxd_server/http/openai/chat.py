@@ -25,6 +25,7 @@ from nxd_server.http.openai.completions import check_choices
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import chat_logprob
+from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.request_context import (
     Context,
@@ -36,7 +37,6 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.http.schemas import ChatBody
 from nxd_server.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant")

@@ -16,6 +16,7 @@ from nxd_server.http.error_responses import bad_request, encode
 from nxd_server.http.openai.event_stream import EventStream
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.openai.logprobs import LegacyLogprobs
+from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.stream_usage import Tails, usage_object
 from nxd_server.http.request_context import (
     check_model,
@@ -26,7 +27,6 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.http.schemas import CompletionBody, token_lists
 from nxd_server.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

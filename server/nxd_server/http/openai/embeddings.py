@@ -16,6 +16,7 @@ from starlette.responses import Response
 from nxd_server.errors import QueueFullError, not_finished
 from nxd_server.http.error_responses import bad_request, encode
 from nxd_server.http.oneshot_results import wait_all
+from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
     INLINE_TEXT,
     THREAD_TEXT,
@@ -27,7 +28,6 @@ from nxd_server.http.request_context import (
     unless_left,
     whole_of,
 )
-from nxd_server.http.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.text.body_limits import MOST_INPUTS
 
 if TYPE_CHECKING:

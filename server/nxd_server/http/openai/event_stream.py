@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from nxd_infer.errors import NxdError
 from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
-from nxd_server.http.error_responses import REFUSAL, ApiError, as_api_error, encode, internal
+from nxd_server.http.error_responses import ApiError, as_api_error, encode, internal
 from nxd_server.http.openai.generation import Generation
 from nxd_server.http.request_body import ClientLeft
+from nxd_server.http.scope_keys import REFUSAL
 
 logger = logging.getLogger("nxd_server.http")
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from nxd_server.engine.events import Usage
-from nxd_server.http.schemas import StreamOptions
+from nxd_server.http.openai.schemas import StreamOptions
 
 PADDED_TO = 64
 """Padded chunks have a multiple of so many bytes: their sizes then tell little of the tokens in them."""

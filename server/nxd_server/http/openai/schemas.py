@@ -1,119 +1,32 @@
-"""What a request's body may hold, route by route, and how a body becomes a checked object.
-
-A field falls in one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
-*Harmless* ones (``user``, ``metadata``, ...) are about bookkeeping and pass with any value. *Neutral* ones are not
-acted on, so only the values that ask for nothing pass (``best_of`` 1, ``suffix`` null); another value is a 400 that
-names the field. Everything else is unknown: a 400 that names it. ``null`` always means "not given".
-
-Ranges are checked once, where they are used: :class:`~nxd_server.engine.sampling_params.SamplingParams` for sampling.
-"""
+"""What the bodies of OpenAI's routes may hold. A field's range is checked once, by the engine's SamplingParams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field
 
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
+from nxd_server.http.error_responses import bad_request, clip
 from nxd_server.text.body_limits import MOST_BIASES
 
-BodyT = TypeVar("BodyT", bound="Body")
 MOST_STOP_TOKENS = 1024
 """They are looked through at every token, in the one thread that serves everybody."""
 MOST_VARIABLES = 64
 
-ItemT = TypeVar("ItemT")
-Listed = Annotated[list[ItemT], Field(fail_fast=True)]
-"""A list that ends with its first wrong element: an error for each takes seconds, and hundreds of megabytes."""
-
-
-class Body(BaseModel):
-    """Base of all request bodies: strict types, unknown fields refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
-
-    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier", "request_id"})
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
-    INSTEAD: ClassVar[dict[str, str]] = {}
-    """Names of other servers, and ours of the same thing."""
-
-    @classmethod
-    def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
-        """``data`` as this body.
-
-        Raises:
-            ApiError: 400, its ``param`` the path of the first field that is wrong.
-        """
-        given = {}
-        for name, value in data.items():
-            if value is None or name in cls.HARMLESS:
-                continue
-            if name in cls.NEUTRAL:
-                if not cls.NEUTRAL[name](value):
-                    instead = cls.INSTEAD.get(name)
-                    raise unsupported(name, f"use `{instead}`" if instead else "")
-                continue
-            if name not in cls.model_fields:
-                raise unknown_field(clip(name), cls.model_fields)
-            given[name] = value
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            path = field_path(first["loc"])
-            if first["type"] == "missing":
-                raise missing_field(path) from None
-            if first["type"] == "extra_forbidden":
-                raise unknown_field(path) from None
-            raise bad_request(f"`{path}`: {first['msg']}{_got(first)}", param=path) from None
-
-
-def _got(error: ErrorDetails) -> str:
-    """What stood where a number belongs, if it is short; elsewhere it may be half a prompt."""
-    value = error["input"]
-    if not error["type"].startswith(("int", "float", "bool")) or not isinstance(value, (int, float, str)):
-        return ""
-    return f", got {value!r}" if len(str(value)) <= 40 else ""
-
-
-def field_path(loc: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "role")`` -> ``messages[0].role``."""
-    path = ""
-    for part in loc:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return clip(path)
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    """Accepts exactly these values (``True`` is not 1 here)."""
-    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
-
-
-def _empty(value: Any) -> bool:
-    return value in ([], {}, "")
-
-
-def _equals(number: float) -> Callable[[Any], bool]:
-    return lambda value: value == number and not isinstance(value, bool)
-
-
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), _empty),
-    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), _empty),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), _is(True)),
-    **dict.fromkeys(("include_reasoning", "separate_reasoning"), _is(True)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), _is(False)),
-    **dict.fromkeys(("watermark", "no_stop_trim"), _is(False)),
-    **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), _equals(1)),
-    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _equals(0)),
-    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), _equals(0)),
-    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), _equals(0)),
+    **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
+    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), is_one_of(True)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), is_one_of(True)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
+    **dict.fromkeys(("watermark", "no_stop_trim"), is_one_of(False)),
+    **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), equals(0)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
+    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
 }
 """What clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that ask for nothing."""
 
@@ -139,18 +52,18 @@ class SamplingBody(Body):
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_prompt", "cache_salt"}
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **OTHER_SERVERS,
-        "store": _is(False),
-        "response_format": _is({"type": "text"}),
-        "service_tier": _is("auto", "default"),
-        "skip_special_tokens": _is(True),
-        "include_stop_str_in_output": _is(False),
-        "use_beam_search": _is(False),
-        "length_penalty": _equals(1),
-        "early_stopping": _is(False),
-        "guided_json": _empty,
-        "guided_regex": _empty,
-        "guided_choice": _empty,
-        "guided_grammar": _empty,
+        "store": is_one_of(False),
+        "response_format": is_one_of({"type": "text"}),
+        "service_tier": is_one_of("auto", "default"),
+        "skip_special_tokens": is_one_of(True),
+        "include_stop_str_in_output": is_one_of(False),
+        "use_beam_search": is_one_of(False),
+        "length_penalty": equals(1),
+        "early_stopping": is_one_of(False),
+        "guided_json": is_empty,
+        "guided_regex": is_empty,
+        "guided_choice": is_empty,
+        "guided_grammar": is_empty,
     }
     INSTEAD: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
@@ -213,7 +126,7 @@ def _token_id(text: str) -> int:
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": _is("")}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": is_one_of("")}
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     best_of: int | None = Field(None, description="Only the value of n: the best of more is not chosen here.")
@@ -233,24 +146,24 @@ class ChatBody(SamplingBody):
     }
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **SamplingBody.NEUTRAL,
-        "audio": _empty,
-        "modalities": _is(["text"]),
-        "tools": _empty,
-        "tool_choice": _is("none", "auto"),
-        "functions": _empty,
-        "function_call": _is("none", "auto"),
-        "prediction": _empty,
-        "moderation": _empty,
-        "reasoning_effort": _is("none"),
-        "verbosity": _is("medium"),
+        "audio": is_empty,
+        "modalities": is_one_of(["text"]),
+        "tools": is_empty,
+        "tool_choice": is_one_of("none", "auto"),
+        "functions": is_empty,
+        "function_call": is_one_of("none", "auto"),
+        "prediction": is_empty,
+        "moderation": is_empty,
+        "reasoning_effort": is_one_of("none"),
+        "verbosity": is_one_of("medium"),
         "web_search_options": lambda value: False,
-        "continue_final_message": _is(False),
-        "add_generation_prompt": _is(True),
+        "continue_final_message": is_one_of(False),
+        "add_generation_prompt": is_one_of(True),
         "chat_template": lambda value: False,
-        "documents": _empty,
-        "echo": _is(False),
-        "add_special_tokens": _is(False),
-        "best_of": _equals(1),
+        "documents": is_empty,
+        "echo": is_one_of(False),
+        "add_special_tokens": is_one_of(False),
+        "best_of": equals(1),
     }
 
     messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
@@ -268,7 +181,7 @@ _TRUNCATE = "Cut a longer text to as many tokens; -1: to what the model takes."
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"priority": _equals(0), "add_special_tokens": _is(True)}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"priority": equals(0), "add_special_tokens": is_one_of(True)}
 
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     model: str | None = None
@@ -288,54 +201,6 @@ class ClassifyBody(Body):
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
     truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
-
-
-class PredictBody(Body):
-    """``POST /v1/predict``."""
-
-    inputs: dict[str, Any] | None = Field(
-        None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
-    )
-    safetensors: str | None = Field(None, description="The inputs as one base64 safetensors file, instead.")
-    model: str | None = None
-    output_format: Literal["json", "safetensors"] | None = Field(
-        None, description="How the outputs come back; by default as the inputs came."
-    )
-    outputs: Listed[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
-
-
-class AdapterBody(Body):
-    """``POST /v1/adapters``."""
-
-    name: str = Field(..., description="What requests give as `model`.")
-    path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
-
-
-class WeightsBody(Body):
-    """``POST /v1/weights``."""
-
-    path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
-    tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
-    timeout: float | None = Field(
-        None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
-    )
-
-
-class TokenizeBody(Body):
-    """``POST /tokenize``: a text, or a conversation through the chat template."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Listed[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(Body):
-    """``POST /detokenize``."""
-
-    model: str | None = None
-    tokens: Listed[int]
 
 
 def token_lists(value: Any, field: str) -> list[str | list[int]]:
