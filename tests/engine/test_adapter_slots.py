@@ -218,7 +218,7 @@ def test_a_load_is_no_step_of_the_engine(llm, expected, adapters, held):
 
 def test_steps_begun_ahead_are_over_before_a_load_begins(llm, adapters, held, monkeypatch):
     """Else the load would wait for them with its own limits, and the engine would seem to hang in one."""
-    monkeypatch.setattr(llm.engine._flights, "_depth", 2)
+    monkeypatch.setattr(llm.engine._batcher._steps, "depth", 2)
     begun, go = held
     streaming = threading.Event()
 

@@ -12,7 +12,7 @@ import torch
 
 from nxd_infer.errors import ModelClosedError, RankDiedError, RankFailedError, RankStartError, RankTimeoutError
 from nxd_server.engine import OneShotEngine
-from nxd_server.engine.rank_restarts import Restarts
+from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.errors import EngineFailedError, GenerationError, forget_frames, ranks_failed, summary
 from nxd_server.http.error_responses import as_api_error
 from tests.engine.toy_oneshot import ToyOneShot, expected
@@ -67,7 +67,7 @@ def engines():
     yield make
     for engine in made:
         engine.close()
-        assert engine._inside == engine._untold == 0
+        assert engine.parts.queue.inside == engine.parts.queue.untold == 0
 
 
 def request(first):
@@ -284,7 +284,7 @@ def test_errors_that_are_each_others_cause_and_context_are_let_go():
 
 
 def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take():
-    restarts, seen = Restarts(limit=3, window=600.0), []
+    restarts, seen = RankRestarts(limit=3, window=600.0), []
 
     def start():
         seen.append((restarts.seconds, restarts.stage))
@@ -310,7 +310,7 @@ def test_a_recovery_is_bounded_as_a_whole_and_its_last_start_is_what_starts_take
     ],
 )
 def test_a_start_that_another_one_would_not_help_is_the_last(error, why):
-    restarts = Restarts(limit=3, window=600.0)
+    restarts = RankRestarts(limit=3, window=600.0)
 
     def start():
         raise error

@@ -20,7 +20,7 @@ from nxd_infer.modules.lora.peft import read_config
 from nxd_infer.util import beneath, open_beneath
 from nxd_infer.util.beneath import opened_beneath, require_unchanged
 from nxd_server.errors import ForbiddenPathError, RequestError
-from nxd_server.http.admin import update_weights
+from nxd_server.http.admin import allowed_paths, update_weights
 from nxd_server.http.admin.allowed_paths import opened_under
 from nxd_server.http.error_responses import ApiError
 from tests.flipping import flipping

@@ -8,7 +8,6 @@ reports that the process should end, because a supervisor above can do what it c
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import os
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nxd_infer.errors import NxdError, RankFailedError
 from nxd_server.app.recovery_timeout import RecoveryTimeout
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from nxd_infer.artifact.manifest import InputSpec, Manifest
+    from nxd_infer.runtime.model import TensorParallelModel
     from nxd_infer.runtime.rank_model import RankModel
+    from nxd_infer.runtime.ranks.health import RankHealth
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapter_slots import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
@@ -117,7 +118,7 @@ class Service(ServedModel):
             if worker.restarts.hopeless:
                 logger.warning("ranks that are lost will not be started again: %s", worker.restarts.hopeless)
 
-    def _open(self) -> Any:
+    def _open(self) -> RankModel:
         """Read the artifact and start its ranks; the model as the engine shall see it."""
         from nxd_infer.runtime.load import load_artifact
 
@@ -161,7 +162,7 @@ class Service(ServedModel):
         artifact.require_unchanged()  # the tokenizer and the template were read beside the verification
         return model
 
-    def _start_engine(self, model: Any) -> Engine | OneShotEngine:
+    def _start_engine(self, model: RankModel) -> Engine | OneShotEngine:
         settings = self.settings
         options: dict[str, Any] = {
             "max_queued_requests": settings.max_queued_requests,
@@ -179,7 +180,7 @@ class Service(ServedModel):
         else:
             from nxd_server.engine import OneShotEngine, TextEncoder
 
-            engine = self._oneshot = OneShotEngine(model, **options)
+            engine = self._oneshot = OneShotEngine(cast("TensorParallelModel", model), **options)
             if self._tokenizer is not None:
                 self._encoder = TextEncoder(self._oneshot, self._tokenizer)
         engine.start(on_progress=self._progress)
@@ -278,9 +279,8 @@ class Service(ServedModel):
         if not health.ready:
             return False, health.state if health.state != "ready" else "stalled", health.reason
         for rank in health.ranks:
-            if rank.get("state", "running") != "running" or not rank.get("alive", True):
-                state = rank.get("state", "ended")
-                return False, "stalled", f"not every rank is running: rank {rank.get('rank')} {state}"
+            if rank.state != "running" or not rank.alive:
+                return False, "stalled", f"not every rank is running: rank {rank.rank} {rank.state}"
         return True, "ready", ""
 
     @property
@@ -307,12 +307,12 @@ class Service(ServedModel):
         worker = self._worker
         return worker.health() if worker is not None else None
 
-    def ranks(self) -> list[dict[str, Any]]:
+    def ranks(self) -> list[RankHealth]:
         """Every rank's health, also while the engine is still being built."""
         if (health := self.health()) is not None:
             return health.ranks
         model = self._model
-        return [dataclasses.asdict(rank) for rank in model.health()] if model is not None else []
+        return model.health() if model is not None else []
 
     def _unavailable(self) -> EngineUnavailableError:
         _, state, reason = self.readiness()
@@ -372,7 +372,7 @@ class Service(ServedModel):
         return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
 
     def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
-        """Swap the weights between requests; the new version. The errors of :meth:`ModelWorker.update_weights`."""
+        """Swap the weights between requests; the new version. The errors of :meth:`EngineControls.update_weights`."""
         self.require_ready()
         worker = self._worker
         if worker is None:

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_infer.errors import AdapterError, WeightSchemaError
+from nxd_server.engine.core.model import Model
 from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -33,7 +33,7 @@ class Adapter:
 class Adapters:
     """The slots of one model. Its methods may be called from any thread."""
 
-    def __init__(self, model: Any, put: Callable[[int, str | os.PathLike[str], float], None]):
+    def __init__(self, model: Model, put: Callable[[int, str | os.PathLike[str], float], None]):
         """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
         self._put = put
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))

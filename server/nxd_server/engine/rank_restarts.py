@@ -12,7 +12,7 @@ from nxd_server.errors import forget_frames, log_failure, summary
 log = logging.getLogger("nxd_server.engine")
 
 
-class Restarts:
+class RankRestarts:
     """At most ``limit`` restarts within ``window`` seconds; some are excused and do not count.
 
     A recovery begins with a restart and ends with ranks that are ready, or with the engine: ranks that are lost once

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from nxd_infer.errors import NxdError, RankError
+from nxd_infer.errors import CollectiveError, ModelClosedError, NxdError, RankError
 from nxd_infer.runtime.ranks.arena import InputBlock
+from nxd_server.engine.core.model import Model, PendingStep, Tensors
 from nxd_server.engine.core.step_costs import StepCosts
 
+FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
+"""Errors after which the ranks, and every state in them, are lost."""
 WARM_SECONDS = 0.05
 """A graph that takes longer is run once at the start, which waits for all of them."""
 OVERDUE_FACTOR = 20.0
@@ -21,26 +24,26 @@ OVERDUE_SECONDS = 5.0
 FIRST_SECONDS = 30.0
 """A graph that never ran may take so long, whatever it is estimated to cost: it touches memory for the first time."""
 
-Tensors = Mapping[str, Any]
-"""Torch's or NumPy's, as the model takes them."""
-
 
 @dataclass(slots=True)
-class Running:
+class StepInFlight:
     """A step on behalf of requests that the ranks have, or (``pending`` is None) that runs when it is waited for."""
 
     bucket: str
     inputs: Tensors
-    pending: Any
+    pending: PendingStep | None
+    work: Any
+    """Whatever whoever began it wants to know at its end."""
 
 
 class StepRunner:
     """Runs the buckets of ``model`` and remembers what happened."""
 
-    def __init__(self, model: Any, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model: Model, clock: Callable[[], float] = time.monotonic):
         self.model = model
         self._clock = clock
-        self._running: deque[Running] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
+        """Steps that were begun and not finished, in order."""
         self.worked = False
         """Whether a step for requests has succeeded since the ranks were started."""
         self._started: float | None = None
@@ -76,37 +79,36 @@ class StepRunner:
 
     def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
         """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
-        return self.finish(self.begin(bucket, inputs), useful, padding)
+        self.begin(bucket, inputs)
+        return self.finish(useful, padding)
 
-    def begin(self, bucket: str, inputs: Tensors) -> Running:
+    def begin(self, bucket: str, inputs: Tensors, work: Any = None) -> None:
         """Hand a step to the ranks, where they take it at once (an InputBlock), behind those that they have.
 
         ``inputs`` are within their limits. They may be changed then; otherwise they are read at :meth:`finish`.
         """
         block = isinstance(inputs, InputBlock)
         pending = self.model.begin_bucket(bucket, inputs, checked=True) if block else None
-        running = Running(bucket, inputs, pending)
-        self._running.append(running)
-        if len(self._running) == 1:
+        self.in_flight.append(StepInFlight(bucket, inputs, pending, work))
+        if len(self.in_flight) == 1:
             self._bucket, self._started = bucket, self._clock()
-        return running
 
-    def finish(self, running: Running, useful: int, padding: int) -> tuple[dict[str, Any], float]:
-        """As :meth:`execute`, of the step that was begun first. The outputs hold until the next one is begun."""
-        assert self._running[0] is running, "steps are finished in the order in which they were begun"
+    def finish(self, useful: int, padding: int) -> tuple[dict[str, Any], float]:
+        """As :meth:`execute`, of the first step in flight. The outputs hold until the next one is begun."""
+        step = self.in_flight[0]
         try:
-            if running.pending is None:
-                outputs, seconds = self.timed(running.bucket, running.inputs)
+            if step.pending is None:
+                outputs, seconds = self.timed(step.bucket, step.inputs)
             else:
-                outputs, seconds = running.pending.result(copy=False), running.pending.seconds
+                outputs, seconds = step.pending.result(copy=False), step.pending.seconds
         finally:
-            self._running.popleft()
+            self.in_flight.popleft()
             self._started = None
         self._last = self._clock()
-        if self._running:
-            self._bucket, self._started = self._running[0].bucket, self._last
+        if self.in_flight:
+            self._bucket, self._started = self.in_flight[0].bucket, self._last
         self.worked = True
-        bucket = running.bucket
+        bucket = step.bucket
         self.bucket_steps[bucket] += 1
         self.bucket_seconds[bucket] += seconds
         self.useful_tokens[bucket] += useful
@@ -115,7 +117,7 @@ class StepRunner:
 
     def forget(self) -> None:
         """The ranks are gone, and what they were given with them."""
-        self._running.clear()
+        self.in_flight.clear()
         self._started = None
 
     def measure(self, bucket: str, inputs: Tensors) -> float:
@@ -131,13 +133,13 @@ class StepRunner:
 
     def check_alive(self) -> None:
         """Raises what ended the ranks, or RankError for one whose process is gone."""
-        for rank in self.ranks():
-            if not rank.get("alive", True):
+        for rank in self.model.health():
+            if not rank.alive:
                 # Asked for after the ranks: the first end is told before the others are ended for it.
-                first = getattr(self.model, "failure", None)
+                first = self.model.failure
                 if isinstance(first, NxdError):
                     raise first
-                raise RankError(f"rank {rank.get('rank')} is not running any more", rank.get("rank")) from first
+                raise RankError(f"rank {rank.rank} is not running any more", rank.rank) from first
 
     # --- any thread -------------------------------------------------------------------------------------
 
@@ -160,7 +162,3 @@ class StepRunner:
         if running is None or running <= limit:
             return ""
         return f"a step of {bucket} has been running for {running:.1f} s (limit {limit:.1f} s)"
-
-    def ranks(self) -> list[dict]:
-        """One dictionary a rank: what the model knows of its process."""
-        return [dict(rank) if isinstance(rank, Mapping) else asdict(rank) for rank in self.model.health()]

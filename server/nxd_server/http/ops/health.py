@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nxd_infer.runtime.ranks.health import RankHealth
 from nxd_infer.util.machine import torch_version
 from nxd_infer.util.version import VERSION
 from nxd_server.http.error_responses import ApiError, encode
@@ -93,5 +94,5 @@ async def health(request: Request) -> Response:
     return _verdict(context, extra)
 
 
-def _rank(rank: dict[str, Any]) -> dict[str, Any]:
-    return {name: rank.get(name) for name in ("rank", "pid", "alive", "state", "steps", "last_step_age")}
+def _rank(rank: RankHealth) -> dict[str, Any]:
+    return {name: getattr(rank, name) for name in ("rank", "pid", "alive", "state", "steps", "last_step_age")}

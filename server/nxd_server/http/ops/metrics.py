@@ -134,13 +134,12 @@ class _ServiceCollector(Collector):
         steps = CounterMetricFamily("nxd_rank_steps", "Steps a rank completed.", labels=["rank"])
         age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a rank last moved.", labels=["rank"])
         alive = GaugeMetricFamily("nxd_rank_alive", "1 while the rank's process lives.", labels=["rank"])
-        for place, rank in enumerate(self._service.ranks()):
-            label = [str(rank.get("rank", place))]
-            alive.add_metric(label, float(bool(rank.get("alive", False))))
-            if rank.get("steps") is not None:
-                steps.add_metric(label, float(rank["steps"]))
-            if rank.get("last_step_age") is not None:
-                age.add_metric(label, float(rank["last_step_age"]))
+        for rank in self._service.ranks():
+            label = [str(rank.rank)]
+            alive.add_metric(label, float(rank.alive))
+            steps.add_metric(label, float(rank.steps))
+            if rank.last_step_age is not None:
+                age.add_metric(label, rank.last_step_age)
         yield from (steps, age, alive)
 
     def _buckets(self, stats: EngineStats) -> Iterator[Metric]:

@@ -7,21 +7,19 @@ the next step all the same, and what that gives for it is ignored.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from nxd_server.engine.core.model import Model
 from nxd_server.engine.core.scheduler import UNKNOWN, Row, Step
 from nxd_server.engine.core.step_inputs import StepInputs, tokens_input
 from nxd_server.engine.core.step_outputs import StepOutputs
-from nxd_server.engine.core.step_runner import Running, StepRunner
-from nxd_server.engine.engine_thread import FATAL
+from nxd_server.engine.core.step_runner import FATAL, StepRunner
 from nxd_server.engine.request import Choice
 
 log = logging.getLogger("nxd_server.engine")
 
 
-def steps_may_follow(model: Any) -> bool:
+def steps_may_follow(model: Model) -> bool:
     """Whether a step is begun while the one before it runs.
 
     The model must take arrays, in processes, and its graphs a token that is not known yet, in steps of one token. And
@@ -31,13 +29,13 @@ def steps_may_follow(model: Any) -> bool:
     tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
     unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
     single = min(spec.shape[1] for spec in tokens) == 1
-    free = model.manifest.tp_degree == 1 or getattr(model, "spare_cores", 0) > 0
-    return bool(getattr(model, "arrays", False) and unknown and single and free)
+    free = model.manifest.tp_degree == 1 or model.spare_cores > 0
+    return model.arrays and unknown and single and free
 
 
-class Flights:
-    """Launches and lands steps, in order. ``refuse(choice, error)`` ends a choice that cannot be served; what ends the
-    ranks (FATAL) is raised."""
+class GenerationSteps:
+    """Begins and finishes the scheduler's steps, in order. ``refuse(choice, error)`` ends a choice that cannot be
+    served; what ends the ranks (FATAL) is raised."""
 
     def __init__(
         self,
@@ -46,19 +44,21 @@ class Flights:
         depth: int,
         refuse: Callable[[Choice, Exception], None],
     ):
-        self._steps, self._inputs, self._depth, self._refuse = steps, inputs, depth, refuse
-        self._flights: deque[tuple[Step[Choice], Running]] = deque()
+        """``depth``: how many the ranks may have at a time."""
+        self._steps, self.inputs, self._refuse = steps, inputs, refuse
+        self._in_flight = steps.in_flight
+        self.depth = depth
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def full(self) -> bool:
-        return len(self._flights) >= self._depth
+        return len(self._in_flight) >= self.depth
 
-    def launch(self, step: Step[Choice]) -> Step[Choice] | None:
+    def begin(self, step: Step[Choice]) -> Step[Choice] | None:
         """Hand ``step`` to the ranks; what they got of it, if anything."""
-        inputs = self._inputs[step.graph.name]
+        inputs = self.inputs[step.graph.name]
         rows: list[Row[Choice]] = []
         for row in step.rows:
             try:
@@ -75,31 +75,26 @@ class Flights:
         if len(rows) < len(step.rows):
             step = Step(step.kind, step.graph, tuple(rows))
         try:
-            running = self._steps.begin(step.graph.name, inputs.tensors)
+            self._steps.begin(step.graph.name, inputs.tensors, step)
         except FATAL:
             raise
         except Exception as error:
             self._refuse_all(step, error)
             return None
-        self._flights.append((step, running))
         return step
 
-    def land(self) -> tuple[Step[Choice], StepOutputs, float] | None:
-        """Wait for the step that was launched first: it, what it gave, and its seconds; None when it was refused."""
-        step, running = self._flights.popleft()
+    def finish(self) -> tuple[Step[Choice], StepOutputs, float] | None:
+        """Wait for the step that was begun first: it, what it gave, and its seconds; None when it was refused."""
+        step: Step[Choice] = self._in_flight[0].work
         useful = sum(row.length for row in step.rows if not row.sequence.ended)
         try:
-            outputs, seconds = self._steps.finish(running, useful, step.graph.batch * step.graph.length - useful)
+            outputs, seconds = self._steps.finish(useful, step.graph.batch * step.graph.length - useful)
         except FATAL:
             raise
         except Exception as error:
             self._refuse_all(step, error)
             return None
         return step, StepOutputs(outputs, step.graph.batch), seconds
-
-    def forget(self) -> None:
-        """The ranks are gone, and the steps with them."""
-        self._flights.clear()
 
     def _refuse_all(self, step: Step[Choice], error: Exception) -> None:
         """The graph refused these rows; the ranks and the other requests live on."""
