@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +18,19 @@ from nxd_infer.errors import NxdError
 
 
 class Commands(typer.core.TyperGroup):
-    """Says that Ctrl-C was the end, and which value an option cannot have: typer does neither."""
+    """Says that Ctrl-C was the end, and which value an option cannot have: typer does neither.
+
+    ``serve`` gets an option for each of the server's settings when it is called: `nxd-infer --help` does not wait for
+    their import.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "serve" and command is not None:
+            from nxd_infer.cli.serve import command as make_serve
+
+            command = make_serve(name, inspect.cleandoc(command.help or ""), command.epilog or "")
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -218,65 +231,14 @@ def recompile(
     run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
 
 
-@app.command(epilog="Example:  NXD_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
-def serve(
-    artifact: ArtifactDir,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one. Default: 8000.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Key that requests must carry; repeat for several. Also NXD_API_KEYS."),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(help="Key of the routes that change what is served; without it they are closed. NXD_ADMIN_KEY."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(help="LoRA adapter to begin with, as NAME=PATH; repeat for several.")
-    ] = None,
-    weights_root: Annotated[
-        Path | None,
-        typer.Option(help="Directory of what the admin's routes may load; without it they load nothing."),
-    ] = None,
-    speculate: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens to guess ahead, of an artifact traced with --speculate. Default: 0, off."),
-    ] = None,
-    max_queued_requests: Annotated[
-        int | None,
-        typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
-    ] = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="Name to answer to. Default: the name in the artifact."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="JSON or YAML file with any of the server's settings."),
-    ] = None,
-    no_kernel: NoKernel = False,
-) -> None:
-    """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics."""
-    from nxd_infer.cli.serve import run
+@app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
+def serve() -> None:
+    """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics.
 
-    raise typer.Exit(
-        run(
-            artifact,
-            config,
-            host=host,
-            port=port,
-            api_keys=api_key,
-            admin_key=admin_key,
-            weights_root=weights_root,
-            lora=lora,
-            speculate=speculate,
-            max_queued_requests=max_queued_requests,
-            served_model_name=served_model_name,
-            allow_kernel=False if no_kernel else None,  # else as the environment or the file says
-        )
-    )
+    Every option is also a variable (--max-choices: NXD_INFER_MAX_CHOICES) and a line of --config (max_choices); an
+    option comes before a variable, and that before the file.
+    """
+    raise NotImplementedError("Commands.resolve_command puts the command with its options in place of this one")
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact --prompt "The with statement" --max-tokens 64')

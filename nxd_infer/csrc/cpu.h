@@ -8,12 +8,12 @@ namespace nxd {
 // amx_bf16 adds the tiles, with the kernel's permission to use them.
 enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
 
-// The best level of this machine, or a lower one that the environment variable NXD_CPU_LEVEL names (portable, avx2,
+// The best level of this machine, or a lower one that the variable NXD_INFER_CPU_LEVEL names (portable, avx2,
 // avx512, avx512_bf16, amx_bf16), which is how tests reach every kernel. Read at the first call.
 Cpu cpu();
 
 // Whether kernels ask for all that they read soon, as most processors need, or for little: Zen 4 reads ahead well by
-// itself, and worse where somebody asks. The environment variable NXD_CPU_ASKS (0, 1) decides instead where it is set.
+// itself, and worse where somebody asks. The variable NXD_INFER_CPU_ASKS (0, 1) decides instead where it is set.
 // Same results; attention heeds it where few rows of bfloat16 are multiplied in pairs.
 bool asks();
 

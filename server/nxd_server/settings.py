@@ -1,15 +1,15 @@
-"""Every setting of the server in one model: command-line arguments, then ``NXD_*`` variables, then a file.
+"""Every setting of the server in one model: command-line arguments, then ``NXD_INFER_*`` variables, then a file.
 
 A later source never overrides an earlier one: what was typed wins over the environment, the environment over the
-file, the file over the defaults below. Secrets are :class:`~pydantic.SecretStr`, so neither ``repr`` nor a log line
-nor a validation error ever shows one.
+file, the file over the defaults below. A new setting is written here alone: ``serve`` makes its options of these
+(``settings_options``), and a test holds the table in ``docs/deployment.md`` to them. Secrets are
+:class:`~pydantic.SecretStr`, so neither ``repr`` nor a log line nor a validation error ever shows one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,142 +22,198 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from nxd_infer.errors import NxdError
 from nxd_infer.util.suggest import did_you_mean
+from nxd_server.environment import PREFIX, SINGLE_KEY, refuse_old_names
+from nxd_server.errors import SettingsError
+from nxd_server.settings_file import read_settings, read_text
 
-ENV_PREFIX = "NXD_"
-SINGLE_KEY = ENV_PREFIX + "API_KEY"
-"""The name a person with one key would try; ignoring it would leave the server open."""
+
+def _setting(default: Any = ..., *, group: str, option: str | None = None, **field: Any) -> Any:
+    """A field in a group of the command line's help; ``option``: its name there, where that is not the field's."""
+    return Field(default, json_schema_extra={"group": group, "option": option}, **field)
 
 
-class SettingsError(NxdError, ValueError):
-    """A setting that cannot be used; names the setting, never the value of a secret."""
+ADDRESS = "Address and name"
+KEYS = "Keys"
+GENERATION = "Generation"
+WEIGHTS = "Weights and adapters"
+REQUESTS = "Limits of requests"
+CONNECTIONS = "Connections"
+LIFE = "Ranks, start and end"
+ARTIFACT = "What is served"
+LOG = "Log"
 
 
 class ServerSettings(BaseSettings):
     """The settings of ``nxd-infer serve``; build one with :meth:`resolve`."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, extra="forbid", hide_input_in_errors=True, frozen=True, allow_inf_nan=False
+        env_prefix=PREFIX, extra="forbid", hide_input_in_errors=True, frozen=True, allow_inf_nan=False
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
-    served_model_name: str | None = Field(
-        None, min_length=1, description="Name under /v1/models; by default the one in the artifact."
+    host: str = _setting("127.0.0.1", group=ADDRESS, min_length=1, description="Address to listen on.")
+    port: int = _setting(
+        8000, group=ADDRESS, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it."
+    )
+    served_model_name: str | None = _setting(
+        None, group=ADDRESS, min_length=1, description="Name under /v1/models; by default the one in the artifact."
     )
 
-    api_keys: Annotated[list[SecretStr], NoDecode] = Field(
-        default_factory=list, description="Keys that open the server; a list, or text with commas between them."
+    api_keys: Annotated[list[SecretStr], NoDecode] = _setting(
+        default_factory=list,
+        group=KEYS,
+        option="--api-key",
+        description="Keys that open the server; a list, or text with commas between them.",
     )
-    api_keys_file: Path | None = Field(None, description="File with one key a line, for secrets mounted by a host.")
-
-    admin_key: SecretStr | None = Field(
-        None, description="Key of the routes that change what is served; without it they are closed."
-    )
-
-    lora: Annotated[list[str], NoDecode] = Field(
-        default_factory=list, description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas."
+    api_keys_file: Path | None = _setting(
+        None, group=KEYS, description="File with one key a line, for secrets mounted by a host."
     )
 
-    generation_defaults: bool = Field(
+    admin_key: SecretStr | None = _setting(
+        None, group=KEYS, description="Key of the routes that change what is served; without it they are closed."
+    )
+
+    lora: Annotated[list[str], NoDecode] = _setting(
+        default_factory=list,
+        group=WEIGHTS,
+        description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas.",
+    )
+
+    generation_defaults: bool = _setting(
         True,
+        group=GENERATION,
         description="Sample as the model's `generation_config.json` says where a request does not; the tokens that end "
         "a text are the file's either way.",
     )
-    speculate: int = Field(
-        0, ge=0, description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for."
+    speculate: int = _setting(
+        0,
+        group=GENERATION,
+        ge=0,
+        description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for.",
     )
-    stall_ratio: float = Field(
+    stall_ratio: float = _setting(
         4.0,
+        group=GENERATION,
         ge=1,
         description="Times as long as the fastest decode step that a stream may wait for its next token while prompts "
         "are read; more answers prompts sooner.",
     )
 
-    weights_root: Path | None = Field(
-        None, description="Directory of what requests may load; without it they may load nothing."
+    weights_root: Path | None = _setting(
+        None, group=WEIGHTS, description="Directory of what requests may load; without it they may load nothing."
     )
-    weights_drain_timeout: float = Field(
+    weights_drain_timeout: float = _setting(
         60.0,
+        group=WEIGHTS,
         gt=0,
         le=86400,
         description="Seconds running requests may take to finish before a swap of weights is given up.",
     )
 
-    max_queued_requests: int = Field(
-        128, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
+    max_queued_requests: int = _setting(
+        128, group=REQUESTS, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
     )
-    max_choices: int = Field(64, ge=1, description="Prompts times n of one request.")
-    max_body_bytes: int | None = Field(
+    max_choices: int = _setting(64, group=REQUESTS, ge=1, description="Prompts times n of one request.")
+    max_body_bytes: int | None = _setting(
         None,
+        group=REQUESTS,
         ge=1024,
         description="Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the "
         "model's length can be, from 2 to 16 MiB.",
     )
-    request_timeout: float = Field(600.0, gt=0, description="Seconds a request may take in all; then 504.")
-    render_timeout: float = Field(
-        5.0, gt=0, le=3600, description="Seconds the model's chat template may take for one conversation."
+    request_timeout: float = _setting(
+        600.0, group=REQUESTS, gt=0, description="Seconds a request may take in all; then 504."
     )
-    keep_alive_interval: float = Field(
-        10.0, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
+    render_timeout: float = _setting(
+        5.0,
+        group=REQUESTS,
+        gt=0,
+        le=3600,
+        description="Seconds the model's chat template may take for one conversation.",
     )
-    connection_timeout: int = Field(
+    keep_alive_interval: float = _setting(
+        10.0, group=CONNECTIONS, gt=0, description="Seconds of silence on a stream before a comment line keeps it open."
+    )
+    connection_timeout: int = _setting(
         75,
+        group=CONNECTIONS,
         ge=1,
         description="Seconds a connection is kept for the next request, or for a client that reads nothing or sends "
         "nothing more of a body.",
     )
-    header_timeout: float = Field(
+    header_timeout: float = _setting(
         10.0,
+        group=CONNECTIONS,
         gt=0,
         le=3600,
         description="Seconds until the head of a request must be here, from its first byte or, on a "
         "new connection, from the start.",
     )
-    max_connections: int | None = Field(
-        None, ge=16, description="Connections at once; by default as many as the limit of open files leaves room for."
+    max_connections: int | None = _setting(
+        None,
+        group=CONNECTIONS,
+        ge=16,
+        description="Connections at once; by default as many as the limit of open files leaves room for.",
     )
-    max_connections_per_address: int | None = Field(
-        None, ge=1, description="Connections at once from one address; by default as many as there are."
+    max_connections_per_address: int | None = _setting(
+        None,
+        group=CONNECTIONS,
+        ge=1,
+        description="Connections at once from one address; by default as many as there are.",
     )
 
-    drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds running requests may take to finish after SIGTERM before they are cut."
+    drain_timeout: float = _setting(
+        30.0,
+        group=LIFE,
+        ge=0,
+        description="Seconds running requests may take to finish after SIGTERM before they are cut.",
     )
-    call_timeout: float = Field(
+    call_timeout: float = _setting(
         10.0,
+        group=LIFE,
         gt=0,
         description="Seconds one step may take before its rank counts as stuck; ten times what its graph's "
         "last steps have taken, where that is more, up to what a first start may take.",
     )
-    start_timeout: float | None = Field(
+    start_timeout: float | None = _setting(
         None,
+        group=LIFE,
         gt=0,
         description="Seconds the ranks may take to load the artifact; by default 300, and one more for every 100 MB. "
         "Also to load again, or to take new weights; by default six times what the start took, and one more for every "
         "100 MB; at least 30.",
     )
-    recovery_timeout: float | None = Field(
+    recovery_timeout: float | None = _setting(
         None,
+        group=LIFE,
         ge=0,
         description="Seconds lost ranks may take to be ready again; then the server exits. By default twice what "
         "loading again may take: so ranks that hang meanwhile are started once more.",
     )
-    max_restarts: int = Field(3, ge=0, description="Restarts within ten minutes before the server gives up.")
-    threads_per_rank: int | None = Field(
-        None, ge=1, description="CPU threads a rank; by default the cores divided, or a container's share of them."
+    max_restarts: int = _setting(
+        3, group=LIFE, ge=0, description="Restarts within ten minutes before the server gives up."
+    )
+    threads_per_rank: int | None = _setting(
+        None,
+        group=LIFE,
+        ge=1,
+        description="CPU threads a rank; by default the cores divided, or a container's share of them.",
     )
 
-    allow_kernel: bool = Field(
-        True, description="Serve an artifact that chooses its buckets with code of its own (a bucket kernel)."
+    allow_kernel: bool = _setting(
+        True,
+        group=ARTIFACT,
+        option="--allow-kernel/--no-kernel",
+        description="Serve an artifact that chooses its buckets with code of its own (a bucket kernel).",
     )
-    expect_digest: str | None = Field(None, description="SHA-256 the artifact's manifest must have.")
-    log_format: Literal["text", "json"] = Field("text", description="One line or one JSON object a log record.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level that is logged: `debug`, `info`, `warning` or `error`."
+    expect_digest: str | None = _setting(None, group=ARTIFACT, description="SHA-256 the artifact's manifest must have.")
+    log_format: Literal["text", "json"] = _setting(
+        "text", group=LOG, description="One line or one JSON object a log record."
     )
-    access_log: bool = Field(True, description="Log every request but those to the health routes.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", group=LOG, description="Least level that is logged: `debug`, `info`, `warning` or `error`."
+    )
+    access_log: bool = _setting(True, group=LOG, description="Log every request but those to the health routes.")
 
     @field_validator("api_keys", mode="before")
     @classmethod
@@ -226,13 +282,16 @@ class ServerSettings(BaseSettings):
         """Settings from ``arguments`` (``None`` = not given), the environment, then ``config_file`` (JSON or YAML).
 
         Raises:
-            SettingsError: an unreadable file, an unknown name, or a value out of range; says which and why.
+            SettingsError: an unreadable file, an unknown name, a variable of an old name, or a value out of range;
+                says which and why.
         """
+        refuse_old_names(os.environ, cls.model_fields)
         given = {name: value for name, value in arguments.items() if value is not None and value != []}
         environment = {name.upper(): value for name, value in os.environ.items()}  # as pydantic-settings reads it
-        if "api_keys" not in given and not environment.get(ENV_PREFIX + "API_KEYS") and environment.get(SINGLE_KEY):
-            given["api_keys"] = [environment[SINGLE_KEY]]
-        data = _read_file(Path(config_file)) if config_file is not None else {}
+        single = environment.get(PREFIX + SINGLE_KEY)
+        if "api_keys" not in given and not environment.get(PREFIX + "API_KEYS") and single:
+            given["api_keys"] = [single]
+        data = read_settings(Path(config_file)) if config_file is not None else {}
 
         class _Settings(cls):
             @classmethod
@@ -255,7 +314,7 @@ class ServerSettings(BaseSettings):
         """
         keys = [key.get_secret_value().strip().encode() for key in self.api_keys]
         if self.api_keys_file is not None:
-            lines = _read_text(self.api_keys_file, "api_keys_file").splitlines()
+            lines = read_text(self.api_keys_file, "api_keys_file").splitlines()
             found = [line.strip().encode() for line in lines if line.strip()]
             if not found:
                 raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key: one a line is expected")
@@ -270,62 +329,6 @@ class ServerSettings(BaseSettings):
 
 
 load_settings = ServerSettings.resolve
-
-
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each ``NXD_*`` variable that is no setting: one letter less in NXD_API_KEYS leaves a server open.
-
-    Values are never shown.
-    """
-    known = {ENV_PREFIX + name.upper() for name in ServerSettings.model_fields} | {SINGLE_KEY}
-    theirs = ("INFER_", "CPU_LEVEL", "CPU_ASKS", "ARTIFACT")  # the package's, the container's
-    others = tuple(ENV_PREFIX + name for name in theirs)
-    lines = []
-    for name in sorted(environment):
-        read_as = name.upper()  # pydantic-settings takes any case of letters
-        if read_as.startswith(ENV_PREFIX) and not read_as.startswith(others) and read_as not in known:
-            lines.append(f"{name} is not a setting of the server{did_you_mean(read_as, known)}")
-    return lines
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise SettingsError(f"{what} {str(path)!r} cannot be read: {why}") from None
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    text = _read_text(path, "the configuration file")
-    try:
-        if path.suffix == ".json":
-            data = json.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            data = _load_yaml(text)
-        else:
-            raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
-    except ValueError as error:
-        if isinstance(error, SettingsError):
-            raise
-        # The parser's message may quote the line with a key in it; only the place is safe to show.
-        place = getattr(error, "lineno", None)
-        where = f" (line {place})" if place else ""
-        raise SettingsError(f"the configuration file {str(path)!r} is not valid{where}") from None
-    if not isinstance(data, dict):
-        raise SettingsError(f"the configuration file {str(path)!r} must hold a mapping of setting names to values")
-    return {str(name).replace("-", "_"): value for name, value in data.items()}
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise SettingsError("a YAML configuration file needs PyYAML (pip install pyyaml), or write JSON") from None
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError("not YAML") from error
 
 
 def _explain(error: ValidationError) -> str:

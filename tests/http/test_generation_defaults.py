@@ -62,7 +62,7 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
         assert silent[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids
     asked = ("generate", artifact, "--prompt", ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
     assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked).out)["text"] == expected
-    monkeypatch.setenv("NXD_GENERATION_DEFAULTS", "false")
+    monkeypatch.setenv("NXD_INFER_GENERATION_DEFAULTS", "false")
     with real_server(artifact) as server:
         assert text(server) == neutral
         (card,) = server.get("/v1/models").json()["data"]

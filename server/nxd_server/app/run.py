@@ -27,8 +27,10 @@ from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
 from nxd_server.app.service import Service
+from nxd_server.environment import unknown_variables
+from nxd_server.errors import SettingsError
 from nxd_server.http.ops import logs
-from nxd_server.settings import ServerSettings, SettingsError, unknown_variables
+from nxd_server.settings import ServerSettings
 from nxd_server.threads import in_thread
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     Logs instead of raising: a setting or an artifact that cannot be used, or a port in use, is status 1 and one line.
     """
     logs.configure(settings.log_format, settings.log_level)
-    for line in unknown_variables(os.environ):
+    for line in unknown_variables(os.environ, ServerSettings.model_fields):
         logger.warning("%s", line)
     try:
         artifact_digest(artifact)

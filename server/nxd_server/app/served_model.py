@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.errors import GenerateOnlyError, RequestError
-from nxd_server.settings import ServerSettings, SettingsError
+from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
+from nxd_server.settings import ServerSettings
 from nxd_server.text.body_limits import Bounds, body_bounds
 
 if TYPE_CHECKING:
