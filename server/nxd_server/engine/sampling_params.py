@@ -1,9 +1,15 @@
-"""How one request wants its tokens chosen, checked before anything is queued."""
+"""How one request wants its tokens chosen, checked before anything is queued.
+
+A number that the graphs' sampler takes is written here alone, as a field of :class:`SamplingParams` made by
+``_sampler``: its check, its field in a request's body (``http.openai.schemas``) and its input of a step
+(``core.step_inputs``) are made of that. The graphs must have an input of its name (``nxd_models``).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nxd_server.errors import RequestError
@@ -17,6 +23,43 @@ MAX_N = 128
 
 
 @dataclass(frozen=True)
+class SamplerField:
+    """A number that the graphs' sampler takes for every row."""
+
+    off: float
+    """With it the sampler does nothing of this kind: rows without a request hold it, and graphs may lack the input."""
+    low: float
+    high: float | None
+    whole: bool
+    own: bool
+    """Where a request does not say, the model's ``generation_config.json`` may."""
+    counts: bool
+    """What it does hangs on the tokens before: guesses cannot be verified with it."""
+    says: str
+    """For the documentation of a request's field."""
+
+    def checked(self, name: str, value: Any) -> float:
+        """``value`` as a number; RequestError naming the field when it is none, or outside the limits."""
+        if self.whole:
+            return _whole(name, value, int(self.low), None if self.high is None else int(self.high))
+        return _number(name, value, self.low, math.inf if self.high is None else self.high)
+
+
+def _sampler(
+    default: float,
+    *,
+    off: float,
+    low: float,
+    high: float | None,
+    whole: bool = False,
+    own: bool = True,
+    counts: bool = False,
+    says: str = "",
+) -> Any:
+    return field(default=default, metadata={"sampler": SamplerField(off, low, high, whole, own, counts, says)})
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; names and meaning as in OpenAI's API and vLLM.
 
@@ -25,12 +68,12 @@ class SamplingParams:
 
     max_tokens: int | None = 16
     """Tokens to generate at most; None means up to the model's maximum length. More than fits is refused."""
-    temperature: float = 1.0
+    temperature: float = _sampler(1.0, off=0.0, low=0.0, high=2.0, says="0 is greedy; up to 2.")
     """0 is greedy; 0 to 2."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float = _sampler(1.0, off=1.0, low=0.0, high=1.0)
+    top_k: int = _sampler(0, off=0, low=-1, high=None, whole=True, says="0 or -1: off.")
     """0 (or -1) means off."""
-    min_p: float = 0.0
+    min_p: float = _sampler(0.0, off=0.0, low=0.0, high=1.0)
     seed: int | None = None
     """None draws a random one. The same seed gives the same tokens whatever else is in the batch."""
     stop: list[str] = field(default_factory=list)
@@ -39,9 +82,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     """None: none; 0: of the chosen token; k: of the k likeliest too."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float = _sampler(0.0, off=0.0, low=-2.0, high=2.0, own=False, counts=True)
+    frequency_penalty: float = _sampler(0.0, off=0.0, low=-2.0, high=2.0, own=False, counts=True)
+    repetition_penalty: float = _sampler(1.0, off=1.0, low=0.01, high=10.0, counts=True)
     min_tokens: int = 0
     """No end of sequence, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
@@ -51,19 +94,14 @@ class SamplingParams:
         put = object.__setattr__
         if self.max_tokens is not None:
             put(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, None))
-        put(self, "temperature", _number("temperature", self.temperature, 0.0, 2.0))
-        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0))
-        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        put(self, "top_k", max(0, _whole("top_k", self.top_k, -1, None)))
+        for name, sampler in SAMPLER_FIELDS.items():
+            put(self, name, sampler.checked(name, getattr(self, name)))
         put(self, "n", _whole("n", self.n, 1, MAX_N))
         put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
         if self.seed is not None:
             put(self, "seed", _whole("seed", self.seed, -(2**63), 2**63 - 1))
         if self.logprobs is not None:
             put(self, "logprobs", _whole("logprobs", self.logprobs, 0, None))
-        put(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        put(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos", f"must be true or false, got {self.ignore_eos!r}")
         put(self, "stop", _stop_strings(self.stop))
@@ -74,6 +112,7 @@ class SamplingParams:
         # Graphs compute in float32, where a subnormal divisor makes infinities: use the limit's own meaning instead.
         if self.temperature < GREEDY_BELOW:
             put(self, "temperature", 0.0)
+        put(self, "top_k", max(0, self.top_k))
         put(self, "top_p", max(self.top_p, SMALLEST_TOP_P))
         if self.min_p < 1e-30:
             put(self, "min_p", 0.0)
@@ -82,14 +121,20 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
+    @functools.cached_property
     def penalised(self) -> bool:
-        """Whether any of the three penalties acts."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        """Whether anything acts that hangs on the tokens before."""
+        return any(field.counts and getattr(self, name) != field.off for name, field in SAMPLER_FIELDS.items())
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed, checked again."""
         return replace(self, **changes)
+
+
+SAMPLER_FIELDS: dict[str, SamplerField] = {
+    one.name: one.metadata["sampler"] for one in fields(SamplingParams) if "sampler" in one.metadata
+}
+"""By the name of the parameter, of the field of a request's body and of the graphs' input."""
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> int:

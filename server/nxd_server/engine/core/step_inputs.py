@@ -15,22 +15,16 @@ from nxd_infer.artifact.manifest import BucketSpec, InputSpec
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.ranks.arena import InputBlock
 from nxd_server.engine.core.scheduler import Row
-from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.sampling_params import SAMPLER_FIELDS, SamplingParams
 from nxd_server.errors import RequestError
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
 SAMPLER_DEFAULTS: dict[str, float] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
+    **{name: field.off for name, field in SAMPLER_FIELDS.items()},
     "seed": 0,
     "allowed": -1,
     "bias_ids": 0,
     "bias_values": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "prompt_length": -1,
     "adapter": 0,
 }
@@ -79,19 +73,11 @@ def sampler_of(
     params: SamplingParams, seed: int, inputs: set[str], vocab_size: int, bias_slots: int, eos: Rows[int]
 ) -> Sampler:
     """The sampler inputs of a choice, for graphs that take ``inputs``; RequestError when they lack what it needs."""
-    values = {
-        "temperature": params.temperature,
-        "top_k": min(params.top_k, vocab_size),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "seed": seed,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
-    }
+    values: dict[str, float] = {name: getattr(params, name) for name in SAMPLER_FIELDS}
     for name, value in values.items():
-        if name != "seed" and name not in inputs and value != SAMPLER_DEFAULTS[name]:
+        if name not in inputs and value != SAMPLER_DEFAULTS[name]:
             raise RequestError(name, _absent(name, name))
+    values |= {"seed": seed, "top_k": min(params.top_k, vocab_size)}
     if not params.greedy and "seed" not in inputs:
         raise RequestError("temperature", _absent("seed", "sampling"))
     if params.logit_bias and not {"bias_ids", "bias_values"} <= inputs:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.sampling_params import SAMPLER_FIELDS, SamplingParams
 from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
 from nxd_server.http.error_responses import bad_request, clip
 from nxd_server.text.body_limits import MOST_BIASES
@@ -41,11 +41,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="Pad every chunk, so that sizes tell little.")
 
 
-_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OWN = "Default: the model's own"
+def _sampler_fields() -> dict[str, Any]:
+    """The sampler's numbers as fields of a body: their limits are the engine's to check."""
+    made: dict[str, Any] = {}
+    for name, field in SAMPLER_FIELDS.items():
+        kind, default = int if field.whole else float, SamplingParams.__dataclass_fields__[name].default
+        if field.own:
+            says = f"{field.says} Default: the model's own, else {default:g}.".strip()
+            made[name] = (kind | None, Field(None, description=says))
+        else:
+            made[name] = (kind, Field(default, description=field.says or None))
+    return made
 
 
-class SamplingBody(Body):
+class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields())):
     """What completions and chat share."""
 
     # Whether, and with whom, a prompt's cache may be shared: requests share none here.
@@ -74,17 +83,10 @@ class SamplingBody(Body):
     n: int = Field(1, description="Choices a prompt.")
     max_tokens: int | None = Field(None, description="Tokens to generate at most.")
     min_tokens: int = Field(0, description="No end before this many tokens.")
-    temperature: float | None = Field(None, description=f"0 is greedy; up to 2. {_OWN}, else 1.")
-    top_p: float | None = Field(None, description=f"{_OWN}, else 1.")
-    top_k: int | None = Field(None, description=f"0 or -1: off. {_OWN}, else 0.")
-    min_p: float | None = Field(None, description=f"{_OWN}, else 0.")
     seed: int | None = Field(None, description="The same seed gives the same answer.")
     stop: str | Listed[str] | None = Field(None, description="Up to 16 strings that end the text.")
     stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = Field(None, description=f"{_OWN}, else 1.")
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
     )
@@ -100,7 +102,7 @@ class SamplingBody(Body):
     def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's parameters, ``defaults`` where the body says nothing; raises its RequestError for a value out of
         range."""
-        given = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
@@ -109,8 +111,6 @@ class SamplingBody(Body):
             stop_token_ids=self.stop_token_ids,
             n=self.n,
             logprobs=logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
