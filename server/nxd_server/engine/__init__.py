@@ -1,5 +1,6 @@
-"""The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP. What runs next and how a step runs is in
-``core``; the engines, their thread and what they can beside it lie here.
+"""The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
+
+What runs next and how a step runs is in ``core``; the engines, their thread and what they can beside it lie here.
 
     engine = Engine(model, tokenizer=None, max_queued_requests=256, ...)   # decoders: metadata task "generate"
     engine.start()                      # runs every graph once, measures it, then takes requests
