@@ -7,10 +7,9 @@ A number that the graphs' sampler takes is written here alone, as a field of :cl
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nxd_server.errors import RequestError
 
@@ -90,6 +89,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)
 
+    _penalised: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         put = object.__setattr__
         if self.max_tokens is not None:
@@ -116,15 +117,17 @@ class SamplingParams:
         put(self, "top_p", max(self.top_p, SMALLEST_TOP_P))
         if self.min_p < 1e-30:
             put(self, "min_p", 0.0)
+        counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.counts)
+        put(self, "_penalised", any(getattr(self, name) != off for name, off in counting))  # asked for at every step
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @functools.cached_property
+    @property
     def penalised(self) -> bool:
         """Whether anything acts that hangs on the tokens before."""
-        return any(field.counts and getattr(self, name) != field.off for name, field in SAMPLER_FIELDS.items())
+        return self._penalised
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed, checked again."""
