@@ -1,7 +1,7 @@
 """The Llama of the training benchmark in plain PyTorch: what DTensor, FSDP2, DDP and one process train.
 
-It computes what ``nxd_models.llama`` does, under the same names, out of ``nn.Linear`` and ``nn.Embedding``: those are
-what PyTorch's own tensor parallelism can split. Shapes: B rows, S positions, E hidden size, H heads, D head dimension.
+It computes what ``nxd_models.llama.model`` does, under the same names, out of ``nn.Linear`` and ``nn.Embedding``, which
+PyTorch's own tensor parallelism can split. Shapes: B rows, S positions, E hidden size, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_models.blocks import rotate
-from nxd_models.config import DecoderConfig
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.layers import rotate
 
 
 class RMSNorm(nn.Module):

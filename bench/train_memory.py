@@ -15,8 +15,8 @@ import torch
 
 import nxd_infer as nxd
 from bench.model import COMMON
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.llama.model import CausalLM
 
 
 def status(field: str) -> int:

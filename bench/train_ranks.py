@@ -40,8 +40,8 @@ from nxd_infer.context import ParallelContext, default_context, set_default_cont
 from nxd_infer.layout import shard_state_dict
 from nxd_infer.parallel_state import initialize_model_parallel
 from nxd_infer.trainer import NxDModel, NxDOptimizer
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.llama.model import CausalLM
 
 DEGREE = 2
 SIZES: dict[str, Any] = {

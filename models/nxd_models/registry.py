@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.config import DecoderConfig, EncoderConfig, Fields, parse_config, read_json
-from nxd_models.hf import HuggingFaceSource, load
-from nxd_models.hf import weights as _weights
+from nxd_models.hf.config import DecoderConfig, EncoderConfig, Fields, parse_config, read_json
+from nxd_models.hf.weights import HuggingFaceSource, load
+from nxd_models.hf.weights import weights as _weights
 
 TASKS = ("generate", "embed", "classify")
 DTYPES = {
@@ -86,7 +86,9 @@ def build(
         dtype: of the parameters; default: what the checkpoint says.
         options: ``pooling`` and ``normalize`` for "embed".
     """
-    from nxd_models import bert, llama, sentence
+    from nxd_models.bert import model as bert
+    from nxd_models.hf import sentence_transformers as sentence
+    from nxd_models.llama import model as llama
 
     spec = load_config(model)
     task = spec.task(task)
@@ -102,7 +104,7 @@ def build(
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """The weights of a model directory, streamed by slices; see :mod:`nxd_models.hf`."""
+    """The weights of a model directory, streamed by slices; see :mod:`nxd_models.hf.weights`."""
     return _weights(model_dir)
 
 

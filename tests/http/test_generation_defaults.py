@@ -7,7 +7,8 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import generation_config, tasks
+from nxd_models.hf import generation_config
+from nxd_models.serving import tasks
 from nxd_server import LLM, SamplingParams
 from tests.e2e.command import nxd_infer_here
 from tests.http.http_artifacts import real_server, trace_tiny

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import hf, registry, tasks
-from nxd_models.generation import DecoderStep, generate_eager, step_inputs
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_models.serving.decoder_step import DecoderStep, generate_eager, step_inputs
 from tests.models.helpers import prompts_of
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 

@@ -14,8 +14,8 @@ from nxd_infer.parallel_layers.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.llama.model import CausalLM
 
 CONFIG = DecoderConfig(
     model_type="llama",

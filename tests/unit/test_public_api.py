@@ -40,7 +40,7 @@ MODULES = (
     "nxd_server",
     "nxd_server.engine",
     "nxd_models.registry",
-    "nxd_models.tasks",
+    "nxd_models.serving.tasks",
 )
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import hf, registry
-from nxd_models.generation import DecoderStep, generate_eager
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving.decoder_step import DecoderStep, generate_eager
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference
 from tests.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
 

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import registry, tasks
-from nxd_models.config import DecoderConfig, EncoderConfig, RopeConfig, parse_config
-from nxd_models.sentence import pooling_options
+from nxd_models import registry
+from nxd_models.hf.config import DecoderConfig, EncoderConfig, RopeConfig, parse_config
+from nxd_models.hf.sentence_transformers import pooling_options
+from nxd_models.serving import tasks
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nxd_models import hf, registry
-from nxd_models.generation import DecoderStep, generate_eager
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving.decoder_step import DecoderStep, generate_eager
 from tests.models.helpers import prompts_of, relative_difference
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB_SIZE, write_tiny

@@ -25,8 +25,8 @@ from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.blocks import ACTIVATIONS, RMSNorm, Rotary, normal_init, rotate, zero_biases
-from nxd_models.config import DecoderConfig
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.layers import ACTIVATIONS, RMSNorm, Rotary, normal_init, rotate, zero_biases
 
 SEQUENCE = 1
 """The dimension of the sequence in hidden states [B, S, E]."""

@@ -17,10 +17,10 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
 from nxd_infer.modules.lora import AdapterRows
 from nxd_infer.ops import remember_tokens
-from nxd_models.adapters import AdapterSlots
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM, LayerCache
-from nxd_models.sampling import allowed_words, sample
+from nxd_models.hf.config import DecoderConfig
+from nxd_models.llama.model import CausalLM, LayerCache
+from nxd_models.serving.adapter_slots import AdapterSlots
+from nxd_models.serving.sampling import allowed_words, sample
 
 BIAS_SLOTS = 300
 """Biased tokens a row may have; the OpenAI API allows this many."""
@@ -61,7 +61,7 @@ class DecoderStep(CausalLM):
     over by the next step before anything reads them. Their counts are not taken back, so a row that guesses must have
     no penalties until its slot begins anew; ``prompt_length`` must be given.
 
-    Parameters have the names of :class:`~nxd_models.llama.CausalLM`.
+    Parameters have the names of :class:`~nxd_models.llama.model.CausalLM`.
     """
 
     token_counts: Tensor

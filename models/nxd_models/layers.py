@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nxd_infer.parallel_layers.base import real_cpu_tensors
 from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
-from nxd_models.config import RopeConfig
+from nxd_models.hf.config import RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -17,9 +17,9 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from nxd_models.blocks import ACTIVATIONS, normal_init, zero_biases
-from nxd_models.config import EncoderConfig
-from nxd_models.sentence import pool, pooling_modes
+from nxd_models.hf.config import EncoderConfig
+from nxd_models.hf.sentence_transformers import pool, pooling_modes
+from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
 
 
 class Embeddings(nn.Module):
@@ -194,7 +194,7 @@ class Encoder(nn.Module):
 class SentenceEncoder(Encoder):
     """One vector a text: an encoder, pooling over its tokens, and scaling to length 1 where ``normalize``.
 
-    ``pooling``: one of :data:`nxd_models.sentence.POOLINGS`, or several joined by ``+``.
+    ``pooling``: one of :data:`nxd_models.hf.sentence_transformers.POOLINGS`, or several joined by ``+``.
     """
 
     def __init__(

@@ -23,12 +23,16 @@ from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout.sources import Weights
-from nxd_models import bert, generation_config, hf, registry, sentence
-from nxd_models.adapters import RANK as LORA_RANK
-from nxd_models.adapters import AdapterSlots
-from nxd_models.config import DecoderConfig, EncoderConfig
-from nxd_models.generation import BIAS_SLOTS, MAX_DRAFT_TOKENS, DecoderStep, step_inputs
-from nxd_models.sampling import TOP_LOGPROBS
+from nxd_models import registry
+from nxd_models.bert import model as bert
+from nxd_models.hf import generation_config
+from nxd_models.hf import sentence_transformers as sentence
+from nxd_models.hf import weights as hf
+from nxd_models.hf.config import DecoderConfig, EncoderConfig
+from nxd_models.serving.adapter_slots import RANK as LORA_RANK
+from nxd_models.serving.adapter_slots import AdapterSlots
+from nxd_models.serving.decoder_step import BIAS_SLOTS, MAX_DRAFT_TOKENS, DecoderStep, step_inputs
+from nxd_models.serving.sampling import TOP_LOGPROBS
 
 BATCH_SIZES = (1, 4)
 LENGTH_BUCKETS = (128,)

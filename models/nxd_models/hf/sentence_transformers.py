@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.config import Fields, parse_json, read_json
+from nxd_models.hf.config import Fields, parse_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")

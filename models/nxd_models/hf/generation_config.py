@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxd_models.config import DecoderConfig, Fields, eos_token_ids, read_json
+from nxd_models.hf.config import DecoderConfig, Fields, eos_token_ids, read_json
 
 _RANGES = {"temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 10)}
 """What a request may ask for, too."""
