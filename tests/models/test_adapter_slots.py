@@ -17,7 +17,7 @@ from nxd_infer.trace import parallel_model_load, parallel_model_save, parallel_m
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
-from nxd_models.serving.decoder_step import generate_eager
+from nxd_models.serving.eager_generation import generate_eager
 from tests.adapter_files import ALL, PREFIX, merge, write_adapter
 from tests.models.helpers import (
     assert_greedy,

@@ -11,34 +11,25 @@ an encoder: ``b<B>_s<S>`` for every pair.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout.sources import Weights
 from nxd_models import registry
-from nxd_models.bert import model as bert
-from nxd_models.hf import generation_config
 from nxd_models.hf import sentence_transformers as sentence
-from nxd_models.hf import weights as hf
-from nxd_models.hf.config import DecoderConfig, EncoderConfig
 from nxd_models.serving.adapter_slots import RANK as LORA_RANK
 from nxd_models.serving.adapter_slots import AdapterSlots
-from nxd_models.serving.decoder_step import BIAS_SLOTS, MAX_DRAFT_TOKENS, DecoderStep, step_inputs
-from nxd_models.serving.sampling import TOP_LOGPROBS
+from nxd_models.serving.decoder_step import BIAS_SLOTS, MAX_DRAFT_TOKENS
+from nxd_models.serving.plan_encode import plan_encode
+from nxd_models.serving.plan_generate import plan_generate
+from nxd_models.serving.task_plan import TaskPlan
 
 BATCH_SIZES = (1, 4)
 LENGTH_BUCKETS = (128,)
-PROMPT_ROWS = 16
-"""Tokens of prompts that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
-
 SERVING_FILES = (
     "config.json",
     "generation_config.json",
@@ -56,47 +47,6 @@ SERVING_FILES = (
 
 FURTHER_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates for other uses, copied too."""
-
-
-@dataclass
-class Buckets:
-    """A ``bucket_config``: a name and the same ``func_kwargs`` for each bucket, and the smallest that fits at a call.
-
-    It has the attributes of ``nxd_infer.trace.BucketModelConfig``, which stands above the models: it is not imported.
-    """
-
-    func_kwargs: dict[str, Any]
-    names: list[str]
-    bucket_kernel: None = None
-
-
-@dataclass
-class TaskPlan:
-    """Everything that tracing a model directory for one task takes, except degree and backend."""
-
-    task: str
-    func: Callable[..., nn.Module]
-    """Module-level, so that a spawned process can import it."""
-    func_kwargs: dict[str, Any]
-    example_inputs: list[dict[str, Tensor]]
-    """One dictionary a bucket: input name -> example."""
-    bucket_names: list[str]
-    checkpoint_loader_callable: Callable[[], Any]
-    metadata: dict[str, Any]
-    files_to_copy: dict[str, Path] = field(default_factory=dict)
-    """Name in the artifact -> file."""
-
-    def trace_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``parallel_model_trace``."""
-        return {
-            "func": self.func,
-            "example_inputs": self.example_inputs,
-            "bucket_config": Buckets(self.func_kwargs, self.bucket_names),
-            "checkpoint_loader_callable": self.checkpoint_loader_callable,
-            "inline_weights_to_neff": False,
-            "metadata": self.metadata,
-            "extra_files": self.files_to_copy,
-        }
 
 
 def plan(
@@ -139,38 +89,36 @@ def plan(
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
-    spec = registry.load_config(model_dir)
-    task = spec.task(task)
+    directory = registry.load_config(model_dir)
+    task = directory.task(task)
     batches = _sizes("batch_sizes", batch_sizes)
     lengths = _sizes("length_buckets", length_buckets)
-    dtype = registry.DTYPES[spec.config.dtype] if dtype is None else dtype
+    dtype = getattr(torch, directory.config.dtype) if dtype is None else dtype
+    assert dtype is not None
     if isinstance(lora_slots, bool) or not isinstance(lora_slots, int) or lora_slots < 0:
         raise ModelConfigError(f"lora_slots = {lora_slots!r}: expected a whole number; 0 is none")
-    lora = AdapterSlots.of(lora_slots, lora_rank, lora_targets)
     if isinstance(speculate, bool) or not isinstance(speculate, int) or not 0 <= speculate <= MAX_DRAFT_TOKENS:
         raise ModelConfigError(
             f"speculate = {speculate!r}: expected a whole number from 0 (none) to {MAX_DRAFT_TOKENS}"
         )
     if task == "generate":
-        made = _generate(spec, batches, lengths, max_len, dtype, slots, bias_slots, lora, speculate)
+        lora = AdapterSlots.of(lora_slots, lora_rank, lora_targets or directory.spec.adapter_targets)
+        made = plan_generate(directory, batches, lengths, max_len, dtype, slots, bias_slots, lora, speculate, weights)
     elif speculate:
         raise ModelConfigError(f"speculate = {speculate}: the task {task!r} guesses no tokens, generate does")
-    elif lora is not None:
+    elif lora_slots:
         raise ModelConfigError(f"lora_slots = {lora_slots}: the task {task!r} has no slots for adapters, generate has")
     else:
         options: dict[str, Any] = {}
         if task == "embed":
-            options = {"pooling": "mean", "normalize": True, **sentence.pooling_options(spec.path)}
+            options = {"pooling": "mean", "normalize": True, **sentence.pooling_options(directory.path)}
             options |= {k: v for k, v in (("pooling", pooling), ("normalize", normalize)) if v is not None}
-        made = _encode(spec, task, batches, lengths, max_len, dtype, options)
-    if weights is not None:
-        made.checkpoint_loader_callable = functools.partial(named_weights, made.func, made.func_kwargs, weights)
-    made.metadata["model_name"] = model_name or spec.path.resolve().name
-    templates = sorted(f"{FURTHER_TEMPLATES}/{path.name}" for path in spec.path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
-    names = [*SERVING_FILES, *templates]
-    made.files_to_copy = {name: spec.path / name for name in names if (spec.path / name).is_file()}
-    if task != "generate":
-        made.files_to_copy |= {name: spec.path / name for name in sentence.files(spec.path)}
+        made = plan_encode(directory, task, batches, lengths, max_len, dtype, options, weights)
+    path = directory.path
+    made.metadata["model_name"] = model_name or path.resolve().name
+    templates = sorted(f"{FURTHER_TEMPLATES}/{file.name}" for file in path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
+    names = [*SERVING_FILES, *templates, *([] if task == "generate" else sentence.files(path))]
+    made.files_to_copy = {name: path / name for name in names if (path / name).is_file()}
     return made
 
 
@@ -179,169 +127,3 @@ def _sizes(name: str, values: Sequence[int]) -> list[int]:
     if not found or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in found):
         raise ModelConfigError(f"{name} = {list(values)!r}: expected at least one whole number of at least 1")
     return found
-
-
-def _generate(
-    spec: registry.ModelSpec,
-    batches: list[int],
-    lengths: list[int],
-    max_len: int | None,
-    dtype: torch.dtype,
-    slots: int | None,
-    bias_slots: int,
-    lora: AdapterSlots | None,
-    speculate: int,
-) -> TaskPlan:
-    config = spec.config
-    if not isinstance(config, DecoderConfig):
-        raise ModelConfigError(f"{spec.path}: model_type = {config.model_type!r} is no decoder")
-    max_len = min(config.max_length, 4096) if max_len is None else max_len
-    config.check_length(max_len)
-    slots = max(batches) if slots is None else slots
-    if slots < max(batches):
-        raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
-    lengths = sorted({min(length, max_len) for length in lengths})
-    if speculate and (speculate + 1 in lengths or speculate >= max_len):
-        raise ModelConfigError(
-            f"speculate = {speculate}: a step of {speculate + 1} tokens verifies guesses, so no prompt bucket may have "
-            f"that length, nor max_len = {max_len} be less; choose another one of them"
-        )
-    shapes = {f"decode_b{b}": (b, 1) for b in batches}
-    if slots > 1:
-        shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
-    shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
-    shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
-    kwargs: dict[str, Any] = {"model_dir": str(spec.path), "dtype": dtype, "slots": slots, "max_len": max_len}
-    kwargs |= {"bias_slots": bias_slots, "draft_tokens": speculate} | ({} if lora is None else {"adapters": lora})
-    bos, eos = generation_config.special_tokens(spec.path, config)
-    return TaskPlan(
-        task="generate",
-        func=decoder_step,
-        func_kwargs=kwargs,
-        example_inputs=[
-            step_inputs(config.vocab_size, b, s, slots, bias_slots, adapter=lora is not None)
-            for b, s in shapes.values()
-        ],
-        bucket_names=list(shapes),
-        checkpoint_loader_callable=functools.partial(named_weights, decoder_step, kwargs),
-        metadata={
-            "task": "generate",
-            "model_type": config.model_type,
-            "vocab_size": config.vocab_size,
-            "max_len": max_len,
-            "slots": slots,
-            "rows_share_slots": True,
-            "prompt_buckets": lengths,
-            "batch_sizes": batches,
-            "dtype": str(dtype).removeprefix("torch."),
-            "eos_token_ids": eos,
-            "sampling_defaults": generation_config.sampling_defaults(spec.path),
-            "bos_token_id": bos,
-            "top_logprobs": TOP_LOGPROBS,
-            "bias_slots": bias_slots,
-            **({} if lora is None else {"lora": lora.metadata()}),
-            **({"speculate": speculate} if speculate else {}),
-        },
-    )
-
-
-def _encode(
-    spec: registry.ModelSpec,
-    task: str,
-    batches: list[int],
-    lengths: list[int],
-    max_len: int | None,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-) -> TaskPlan:
-    config = spec.config
-    if not isinstance(config, EncoderConfig):
-        raise ModelConfigError(f"{spec.path}: model_type = {config.model_type!r} is no encoder")
-    limit, why = config.max_length, f"max_position_embeddings = {config.max_position} of this {config.model_type} model"
-    text = sentence.longest_text(spec.path)
-    if text is not None and text < limit:
-        limit, why = text, f"max_seq_length = {text}, which sentence-transformers wrote beside the model"
-    if max_len is not None and max_len > limit:
-        raise ModelConfigError(f"max_len = {max_len} is beyond {why}; use at most {limit}")
-    longest = min(max(lengths) if max_len is None else max_len, limit)
-    lengths = sorted({min(length, longest) for length in lengths} | ({longest} if max_len is not None else set()))
-    shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
-    kwargs = {"model_dir": str(spec.path), "task": task, "dtype": dtype, **options}
-    metadata: dict[str, Any] = {
-        "task": task,
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "max_len": lengths[-1],
-        "batch_sizes": batches,
-        "length_buckets": lengths,
-        "dtype": str(dtype).removeprefix("torch."),
-        "pad_token_id": config.pad_token_id,
-    }
-    if task == "embed":
-        dimensions = config.hidden_size * len(sentence.pooling_modes(options["pooling"]))
-        metadata |= {"dimensions": dimensions, **options, **sentence.prompts(spec.path)}
-    else:
-        metadata |= {"labels": list(config.labels), "scores": config.scores}
-    return TaskPlan(
-        task=task,
-        func=encoder_step,
-        func_kwargs=kwargs,
-        example_inputs=[_encoder_inputs(b, s) for b, s in shapes.values()],
-        bucket_names=list(shapes),
-        checkpoint_loader_callable=functools.partial(named_weights, encoder_step, kwargs),
-        metadata=metadata,
-    )
-
-
-def _encoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
-    return {
-        "input_ids": torch.zeros(batch, length, dtype=torch.int64),
-        "attention_mask": torch.ones(batch, length, dtype=torch.int64),
-        "token_type_ids": torch.zeros(batch, length, dtype=torch.int64),
-    }
-
-
-# --- functions that a trace calls, in whatever process -------------------------------------------------
-
-
-def decoder_step(
-    model_dir: str,
-    dtype: torch.dtype,
-    slots: int,
-    max_len: int,
-    bias_slots: int,
-    adapters: AdapterSlots | None = None,
-    draft_tokens: int = 0,
-) -> nn.Module:
-    """The step that is traced for generation, parallel over the current context; no weights are read."""
-    config = registry.load_config(model_dir).config
-    if not isinstance(config, DecoderConfig):
-        raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no decoder")
-    return DecoderStep(
-        config,
-        dtype,
-        slots=slots,
-        max_len=max_len,
-        bias_slots=bias_slots,
-        adapters=adapters,
-        draft_tokens=draft_tokens,
-    ).eval()
-
-
-def encoder_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """The step that is traced for "embed" or "classify", parallel over the current context; no weights are read."""
-    config = registry.load_config(model_dir).config
-    if not isinstance(config, EncoderConfig):
-        raise ModelConfigError(f"{model_dir}: model_type = {config.model_type!r} is no encoder")
-    if task == "embed":
-        return bert.EmbedStep(config, dtype, **options).eval()
-    return bert.classify_step(config, dtype).eval()
-
-
-def named_weights(
-    func: Callable[..., nn.Module], kwargs: dict[str, Any], weights: Weights | None = None
-) -> hf.NamedSource:
-    """``weights``, or those of ``kwargs["model_dir"]``, under the names that the module of ``func`` reads, checked."""
-    with torch.device("meta"):
-        module = func(**kwargs)
-    return hf.named_weights(module, hf.weights(kwargs["model_dir"]) if weights is None else weights)
