@@ -106,7 +106,7 @@ def _owners(model_type: Any) -> list[str]:
         return []
     found = ["nxd_infer itself"] if model_type in BUILT_IN else []
     found += ["a call of register()"] if model_type in _registered else []
-    return found + [_words(point) for point in _points() if point.name == model_type]
+    return found + sorted(_words(point) for point in _points() if point.name == model_type)
 
 
 def _words(point: EntryPoint) -> str:

@@ -74,6 +74,7 @@ class EncoderConfig:
     vocab_size: int
     hidden_size: int
     """Elements of a token's vector, and so of an embedding."""
+    num_layers: int
     max_position: int
     """Rows of the position table."""
     position_offset: int = 0
@@ -105,8 +106,8 @@ class Task:
     """How a family does one task."""
 
     module: Callable[..., nn.Module]
-    """``(config, dtype, **options)``: the plain module, parallel over the current context. "generate": gives logits,
-    and trains; "embed": takes the options ``pooling`` and ``normalize``."""
+    """``(config, dtype, **options)``: the plain module, parallel over the current context. "generate": from ids to
+    logits; "embed": takes the options ``pooling`` and ``normalize``."""
     step: Callable[..., nn.Module]
     """The module that is traced, with the same parameters: ``module`` under one of the mixins of ``serving``."""
     blocks: str

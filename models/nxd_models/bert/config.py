@@ -17,7 +17,6 @@ class BertConfig(EncoderConfig):
     """A bidirectional encoder of the BERT family."""
 
     intermediate_size: int
-    num_layers: int
     num_heads: int
     norm_eps: float = 1e-12
     activation: str = "gelu"

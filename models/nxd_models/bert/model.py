@@ -16,7 +16,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_models.bert.config import BertConfig
-from nxd_models.bert.plan import tensor_parallel_plan
+from nxd_models.bert.parallel_plan import tensor_parallel_plan
 from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
 
 

@@ -45,10 +45,15 @@ class StoredWeight:
         return found.T.contiguous() if self.transposed else found
 
 
+def matched(pattern: str, name: str, *, any_prefix: bool = False) -> tuple[str, ...] | None:
+    """What each ``*`` of the pattern is in ``name``: one part between dots; None where they differ."""
+    found = re.fullmatch(("(?:.*\\.)?" if any_prefix else "") + re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+    return found.groups() if found else None
+
+
 def stored_as(name: str, table: Mapping[str, StoredWeight]) -> tuple[str, StoredWeight] | None:
     """The checkpoint's name of our ``name``, and which part of it that is; None where the table has no such pattern."""
     for pattern, stored in table.items():
-        found = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
-        if found:
-            return stored.name.replace("*", "{}").format(*found.groups()), stored
+        if (parts := matched(pattern, name)) is not None:
+            return stored.name.replace("*", "{}").format(*parts), stored
     return None

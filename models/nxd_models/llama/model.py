@@ -2,8 +2,8 @@
 
 The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
 then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
-built in, at any degree, as ``plan.py`` says. Built sequence parallel (for training), hidden states between the parallel
-blocks are this rank's S / degree positions.
+built in, at any degree, as ``parallel_plan.py`` says. Built sequence parallel (for training), hidden states between the
+parallel blocks are this rank's S / degree positions.
 
 Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
 dimension, V vocabulary.
@@ -27,7 +27,7 @@ from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
 from nxd_models.layers import ACTIVATIONS, RMSNorm, normal_init, zero_biases
 from nxd_models.llama.config import LlamaConfig
-from nxd_models.llama.plan import tensor_parallel_plan
+from nxd_models.llama.parallel_plan import tensor_parallel_plan
 from nxd_models.rope import Rotary, rotate
 from nxd_models.serving.kv_cache import LayerCache
 

@@ -24,8 +24,8 @@ from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving.adapter_slots import RANK as LORA_RANK
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.decoder_step import BIAS_SLOTS, MAX_DRAFT_TOKENS
-from nxd_models.serving.plan_encode import plan_encode
-from nxd_models.serving.plan_generate import plan_generate
+from nxd_models.serving.encode_task import plan_encode
+from nxd_models.serving.generate_task import plan_generate
 from nxd_models.serving.task_plan import TaskPlan
 
 BATCH_SIZES = (1, 4)
