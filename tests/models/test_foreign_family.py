@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,21 @@ def test_the_command_line_traces_verifies_and_serves_it(even, tmp_path, monkeypa
         assert answer["model"] == "even"
     finally:
         server.kill()
+
+
+@pytest.mark.check
+def test_the_page_that_tells_how_shows_this_package():
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    shown = re.findall(r"^ *```(python|toml)\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
+    ours = (PACKAGE / "tiny_gpt2.py").read_text()
+    points = (PACKAGE / "tiny_gpt2-1.0.dist-info/entry_points.txt").read_text().split()
+    assert [kind for kind, _ in shown].count("python") >= 4
+    for kind, block in shown:
+        if kind == "python":
+            assert textwrap.dedent(block).strip() in ours, block
+        else:
+            assert f'[project.entry-points."{registry.GROUP}"]' in block
+            assert block.replace('"tiny', "tiny").replace('GPT2"', "GPT2").split()[-3:] == points[-3:]
 
 
 # --- what can go wrong ------------------------------------------------------------------------------------------
