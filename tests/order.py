@@ -7,7 +7,7 @@ others without work. A file that is missing here costs balance alone, and so doe
 from __future__ import annotations
 
 LONGEST = [
-    "models/test_traced_decoders",
+    "models/test_traced_llama",
     "trace/test_encoding",
     "engine/test_speculation",
     "models/test_adapter_slots",

@@ -89,7 +89,8 @@ def run(
     from nxd_infer import trace
     from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
     from nxd_infer.checkpoint.source import weight_source
-    from nxd_models import hf, tasks
+    from nxd_models.hf import weights as hf
+    from nxd_models.serving import tasks
     from nxd_server.text.tokenizer_files import has_tokenizer
 
     check_writable(out)

@@ -43,7 +43,7 @@ def parallel_model_trace(
     compiler_workdir: str | os.PathLike[str] | None = None,
     compiler_args: Any = None,
     inline_weights_to_neff: bool = True,
-    bucket_config: BucketModelConfig | None = None,
+    bucket_config: BucketModelConfig | Mapping[str, Any] | None = None,
     tp_degree: int = 1,
     max_parallel_compilations: int | None = None,
     *,
@@ -80,7 +80,8 @@ def parallel_model_trace(
             ``trace_report["ignored_compiler_args"]`` names them.
         inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They
             are stored once, beside the graphs, in both cases.
-        bucket_config: several shapes in one model. Needs ``inline_weights_to_neff=False``.
+        bucket_config: several shapes in one model, or a mapping of BucketModelConfig's arguments. Needs
+            ``inline_weights_to_neff=False``.
         tp_degree: number of ranks.
         max_parallel_compilations: at most this many ranks hold weights at a time, and at most this many graphs compile
             at a time. Below ``tp_degree``, ``func`` must not communicate. Default: all ranks at once.
@@ -132,7 +133,7 @@ def parallel_model_trace(
 def bucket_model_trace(
     func: Callable[..., Any],
     example_inputs: Sequence[Any],
-    bucket_config: BucketModelConfig,
+    bucket_config: BucketModelConfig | Mapping[str, Any],
     compiler_workdir: str | os.PathLike[str] | None = None,
     compiler_args: Any = None,
     **more: Any,

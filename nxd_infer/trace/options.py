@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,10 +108,13 @@ def check_arguments(
         check_degree(tp_degree)
     except ParallelConfigError as error:
         raise TraceConfigError(f"tp_degree: {error}") from None
+    if isinstance(bucket_config, Mapping):
+        bucket_config = _from_mapping(bucket_config)
     if bucket_config is not None and not isinstance(bucket_config, BucketModelConfig):
-        if not hasattr(bucket_config, "bucket_kernel"):
-            raise TraceConfigError(f"bucket_config must be a BucketModelConfig, got {type(bucket_config).__name__}")
-        bucket_config = _adopt(bucket_config)
+        raise TraceConfigError(
+            "bucket_config must be a BucketModelConfig or a mapping of its arguments, got "
+            f"{type(bucket_config).__name__}"
+        )
     if bucket_config is not None and inline_weights_to_neff:
         raise TraceConfigError(
             "bucket_config needs inline_weights_to_neff=False: the buckets share one copy of the weights; "
@@ -194,17 +197,11 @@ def _check_extra_name(name: str) -> None:
         raise TraceConfigError(f"extra_files: {name!r} is a name of the artifact's own; choose another")
 
 
-def _adopt(config: Any) -> BucketModelConfig:
-    """A configuration object of another package with the attributes of BucketModelConfig."""
-    return BucketModelConfig(
-        config.bucket_kernel,
-        shared_state_buffer=getattr(config, "shared_state_buffer", None),
-        shared_state_buffer_preprocessor=getattr(config, "shared_state_buffer_preprocessor", None),
-        func_kwargs=getattr(config, "func_kwargs", None),
-        bucket_kernel_constant_args=getattr(config, "bucket_kernel_constant_args", None),
-        names=getattr(config, "names", None),
-        metadata=getattr(config, "metadata", None),
-    )
+def _from_mapping(arguments: Mapping[str, Any]) -> BucketModelConfig:
+    try:
+        return BucketModelConfig(**arguments)
+    except TypeError as error:
+        raise TraceConfigError(f"bucket_config is no mapping of BucketModelConfig's arguments: {error}") from None
 
 
 def tracing_backend(name: str) -> backends.Backend:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_infer.errors import ArtifactVersionError, ModelConfigError
-from nxd_models.config import parse_config
+from nxd_models.registry import parse_config
 from nxd_server import LLM
 from nxd_server.engine import OneShotEngine, TextEncoder
 from nxd_server.engine.classifier_scores import scores_of

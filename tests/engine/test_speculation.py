@@ -7,7 +7,7 @@ import torch
 
 from nxd_infer.cli.trace import SAME_ROUNDING
 from nxd_infer.errors import ModelConfigError
-from nxd_models.generation import step_inputs
+from nxd_models.serving.decoder_step import step_inputs
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from tests.engine.real_artifacts import MAX_LEN, costs_of, trace_llama

@@ -22,7 +22,7 @@ def trace_tiny(family: str, task: str, directory: Path, *, tp: int = 2, model: d
     """Write a tiny model of ``family`` to ``directory/model``, of one layer (``model``: other options of write_tiny),
     and trace it to ``directory/artifact``."""
     from nxd_infer import trace
-    from nxd_models import tasks
+    from nxd_models.serving import tasks
 
     model_dir = tiny_models.write_tiny(family, directory / "model", **ONE_LAYER, **(model or {}))
     plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)

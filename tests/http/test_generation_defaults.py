@@ -7,7 +7,8 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import generation_config, tasks
+from nxd_models.hf.generation_config import GenerationConfig
+from nxd_models.serving import tasks
 from nxd_server import LLM, SamplingParams
 from tests.e2e.command import nxd_infer_here
 from tests.http.http_artifacts import real_server, trace_tiny
@@ -94,7 +95,7 @@ def test_what_a_file_says(tmp_path, fields, expected):
 def test_what_no_request_could_have_is_refused_by_name(tmp_path, fields):
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelConfigError, match=rf"generation_config\.json: {next(iter(fields))} = "):
-        generation_config.sampling_defaults(tmp_path)
+        GenerationConfig.of(tmp_path)
 
 
 def test_a_model_that_does_not_sample_is_greedy(expect):

@@ -33,7 +33,7 @@ MAX_PIECES = 32
 """A piece is never split into more than about so many smaller ones."""
 
 UNKNOWN = -1
-"""Fed in place of a token that the step before gives; the graph knows it (``nxd_models.generation``)."""
+"""Fed in place of a token that the step before gives; the graph knows it (``nxd_models.serving.decoder_step``)."""
 
 S = TypeVar("S", bound=Sequence)
 

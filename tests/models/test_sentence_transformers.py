@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import registry, sentence, tasks
+from nxd_models import registry
+from nxd_models.hf import sentence_transformers as sentence
+from nxd_models.serving import tasks
 from nxd_server.text.tokenizer import Tokenizer
 from tests.tiny_models import write_tiny
 

@@ -7,8 +7,10 @@ import torch
 
 from nxd_infer.errors import InputRangeError
 from nxd_infer.trace import parallel_model_trace
-from nxd_models import hf, tasks
-from nxd_models.generation import generate_eager, step_inputs
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, traced_run, without_mixed
 from tests.tiny_models import write_tiny
 

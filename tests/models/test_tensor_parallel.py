@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from nxd_models import hf, registry
-from nxd_models.generation import DecoderStep, generate_eager
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import prompts_of, relative_difference
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB_SIZE, write_tiny
@@ -34,7 +36,7 @@ def decode(path: str, prompts: list[list[int]]):
     ids = torch.tensor([prompt[:8] for prompt in prompts if len(prompt) >= 8])
     with torch.no_grad():
         logits = model(ids)
-    step = hf.load(DecoderStep(spec.config, slots=2, max_len=40), registry.weights(path))
+    step = hf.load(LlamaStep(spec.config, slots=2, max_len=40), registry.weights(path))
     greedy = generate_eager(step, prompts, 8, piece=7)
     drawn = generate_eager(
         step,

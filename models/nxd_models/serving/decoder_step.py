@@ -1,4 +1,4 @@
-"""One step of generation, with its cache and its sampler inside: what is traced, and a small driver that runs it.
+"""One step of generation, with its cache and its sampler inside: what is traced.
 
 The same step shape serves decode (S = 1), prefill, chunked prefill and the verification of drafts: B rows of S tokens,
 each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
@@ -7,20 +7,20 @@ each row at its own offset of its own slot. States stay with the step (with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.context import current_context
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
 from nxd_infer.modules.lora import AdapterRows
 from nxd_infer.ops import remember_tokens
-from nxd_models.adapters import AdapterSlots
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM, LayerCache
-from nxd_models.sampling import allowed_words, sample
+from nxd_models.serving.adapter_slots import AdapterSlots
+from nxd_models.serving.kv_cache import LayerCache, StateList
+from nxd_models.serving.sampling import allowed_words, sample
+from nxd_models.spec import DecoderConfig
 
 BIAS_SLOTS = 300
 """Biased tokens a row may have; the OpenAI API allows this many."""
@@ -28,24 +28,20 @@ MAX_DRAFT_TOKENS = 15
 """Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
 
 
-class StateList(nn.Module):
-    """One state a layer, as the buffers ``0``, ``1``, ...; no state dict holds them."""
-
-    def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype):
-        super().__init__()
-        for i in range(count):
-            self.register_buffer(str(i), torch.zeros(shape, dtype=dtype), persistent=False)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.get_buffer(str(index))
-
-
 def _input(role: str, default: float | None = None) -> dict[str, Any]:
     return {"role": role} if default is None else {"role": role, "default": default}
 
 
-class DecoderStep(CausalLM):
-    """A causal language model with ``slots`` caches of ``max_len`` positions, that reads tokens and gives the next one.
+class DecoderStep(nn.Module):
+    """Mixin over a causal language model: ``slots`` caches of ``max_len`` positions, tokens in, the next token out.
+
+        class LlamaStep(DecoderStep, CausalLM): ...
+
+    The model is built as ``CausalLM(config, dtype)``. It has ``hidden_states(ids [B, S], positions [B, S], caches)``,
+    which gives the final hidden states [B, S, E] (``caches`` is one :class:`LayerCache` a layer, whose key and value
+    heads are placed on the ranks by ``nxd_infer.layout.gqa_plan``), and ``logits(hidden)``, which gives logits of the
+    whole vocabulary on every rank. What it gives for the padding behind a row's ``length`` is ignored, but must be
+    computable: there positions may lie beyond the context. The step's parameters are the model's, under their names.
 
     Row b works on the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for rows that
     carry nothing): it feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the one that follows. A
@@ -60,9 +56,12 @@ class DecoderStep(CausalLM):
     would draw it. The guesses that equal it, from the first on, are right; keys and values of the others are written
     over by the next step before anything reads them. Their counts are not taken back, so a row that guesses must have
     no penalties until its slot begins anew; ``prompt_length`` must be given.
-
-    Parameters have the names of :class:`~nxd_models.llama.CausalLM`.
     """
+
+    # What the model has.
+    config: DecoderConfig
+    hidden_states: Callable[[Tensor, Tensor, Sequence[LayerCache]], Tensor]
+    logits: Callable[[Tensor], Tensor]
 
     token_counts: Tensor
     prompt_seen: Tensor
@@ -108,11 +107,8 @@ class DecoderStep(CausalLM):
         if slots < 1:
             raise ModelConfigError(f"slots = {slots}: at least one is needed")
         config.check_length(max_len)
-        if draft_tokens and config.rope.type == "dynamic" and max_len > config.rope.original_max_position:
-            raise ModelConfigError(
-                "dynamic rotary positions turn with the length of the context, guesses included, so they cannot be "
-                f"speculated with: trace with max_len = {config.rope.original_max_position} at most, or without"
-            )
+        if draft_tokens:
+            config.check_drafts(max_len)
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {
@@ -130,7 +126,7 @@ class DecoderStep(CausalLM):
             self.adapter_rows = adapters.add_to(self)
             self.nxd_inputs["adapter"] = adapters.input()
         layers = config.num_layers
-        kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree).kv_heads_per_rank
+        kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, current_context().tp.degree).kv_heads_per_rank
         shape = (slots + 1, kv_heads, max_len, config.head_dim)
         self.k_cache = StateList(layers, shape, dtype)
         self.v_cache = StateList(layers, shape, dtype)
@@ -146,7 +142,7 @@ class DecoderStep(CausalLM):
         caches = [f"{cache}.{i}" for i in layers for cache in ("k_cache", "v_cache")]
         return [*caches, "token_counts", "prompt_seen", "last_token"]
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         self,
         tokens: Tensor,
         start: Tensor,
@@ -197,7 +193,7 @@ class DecoderStep(CausalLM):
         ]
         end_B11 = (length - 1).clamp(min=0)[:, None, None]
         with self.adapter_rows.use(adapter):
-            hidden_BQE = self.model(ids, positions, None, caches)
+            hidden_BQE = self.hidden_states(ids, positions, caches)
             if not verifies:
                 hidden_BQE = hidden_BQE.gather(1, end_B11.expand(-1, 1, hidden_BQE.shape[-1]))
             logits_RV = self.logits(hidden_BQE).flatten(0, 1)
@@ -275,86 +271,3 @@ def step_inputs(
     if adapter:
         out["adapter"] = torch.zeros(batch, dtype=torch.int64)
     return out
-
-
-@dataclass
-class Generated:
-    """What :func:`generate_eager` made of one prompt."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
-    """The most probable tokens of each position with their log probabilities."""
-
-
-Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-@torch.no_grad()
-def generate_eager(
-    step: DecoderStep,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    eos_token_ids: Sequence[int] = (),
-    piece: int | None = None,
-    run: Run | None = None,
-    **sampling: Any,
-) -> list[Generated]:
-    """Generate for all prompts at once, one slot each: the plain reference of the engine.
-
-    Args:
-        step: gives the sizes, and runs when ``run`` is None.
-        prompts: at most ``step.slots`` lists of at least one token id.
-        eos_token_ids: a sequence ends after one of these, which is its last token.
-        piece: prefill at most so many tokens at a time; None is the whole prompt.
-        run: another way to run a step (a traced model's bucket, say), from named inputs to named outputs.
-        sampling: inputs of the step by name, a value for all or a list with one a prompt.
-    """
-    if len(prompts) > step.slots:
-        raise ModelConfigError(f"{len(prompts)} prompts do not fit the {step.slots} slots of this step")
-    for prompt in prompts:
-        if not 1 <= len(prompt) <= step.max_len:
-            raise ModelConfigError(f"a prompt must have 1 to {step.max_len} tokens, got {len(prompt)}")
-    run = run or (lambda inputs: step(**inputs))
-    results = [Generated() for _ in prompts]
-
-    def inputs_for(rows: Sequence[int], feed: Sequence[Sequence[int]], starts: Sequence[int]) -> dict[str, Tensor]:
-        sizes = (step.config.vocab_size, len(rows), len(feed[0]), step.slots, step.bias_slots)
-        inputs = step_inputs(*sizes, adapter=step.adapter_slots is not None)
-        inputs["tokens"][:] = torch.tensor(feed)
-        inputs["start"][:] = torch.tensor(starts)
-        inputs["length"][:] = len(feed[0])
-        inputs["block_table"][:, 0] = torch.tensor(rows)
-        inputs["prompt_length"][:] = torch.tensor([len(prompts[row]) for row in rows])
-        for name, value in sampling.items():
-            values = [value[row] for row in rows] if isinstance(value, list) else value
-            inputs[name][:] = torch.as_tensor(values, dtype=inputs[name].dtype)
-        return inputs
-
-    def take(row: int, outputs: dict[str, Tensor], at: int) -> None:
-        results[row].tokens.append(int(outputs["token"][at, 0]))
-        results[row].logprobs.append(float(outputs["logprob"][at, 0]))
-        ids, values = outputs["top_ids"][at, 0].tolist(), outputs["top_logprobs"][at, 0].tolist()
-        results[row].top.append({i: value for i, value in zip(ids, values, strict=True) if i >= 0})
-
-    for row, prompt in enumerate(prompts):
-        outputs: dict[str, Tensor] = {}
-        size = piece or len(prompt)
-        for at in range(0, len(prompt), size):
-            outputs = run(inputs_for([row], [list(prompt[at : at + size])], [at]))
-        if max_new_tokens > 0:
-            take(row, outputs, 0)
-
-    def runs_on(row: int) -> bool:
-        made = results[row].tokens
-        fits = len(prompts[row]) + len(made) <= step.max_len
-        return bool(made) and len(made) < max_new_tokens and made[-1] not in eos_token_ids and fits
-
-    while active := [row for row in range(len(prompts)) if runs_on(row)]:
-        feed = [[results[row].tokens[-1]] for row in active]
-        starts = [len(prompts[row]) + len(results[row].tokens) - 1 for row in active]
-        outputs = run(inputs_for(active, feed, starts))
-        for at, row in enumerate(active):
-            take(row, outputs, at)
-    return results

@@ -19,10 +19,13 @@ from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import restore_attributes, weight_layout
 from nxd_infer.layout.shard import check_weights, iter_shards
 from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
+from nxd_models.hf.stored import StoredWeight, stored_as
 
 PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
 """Prefixes that a checkpoint may have and a model not, or the other way round."""
 
+WHOLE = StoredWeight("")
+"""A tensor as it stands."""
 _OLD_NAMES = {".weight": ".gamma", ".bias": ".beta"}
 
 CONVERSION_HINT = (
@@ -67,30 +70,43 @@ class HuggingFaceSource:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._source.read(self._find(name), slices)
 
-    def view(self, names: Iterable[str]) -> NamedSource:
-        """The same weights with exactly ``names`` as keys; names that do not resolve are left out."""
-        return NamedSource(self, {name: found for name in names if (found := self.resolve(name)) is not None})
+    def view(self, names: Iterable[str], stored: Mapping[str, StoredWeight] | None = None) -> NamedSource:
+        """The same weights with exactly ``names`` as keys; names that do not resolve are left out.
+
+        ``stored``: what a checkpoint may hold otherwise than under these names.
+        """
+        found = {}
+        for name in names:
+            if (own := self.resolve(name)) is not None:
+                found[name] = (own, WHOLE)
+            elif (other := stored_as(name, stored or {})) is not None and self.resolve(other[0]) is not None:
+                found[name] = other
+        return NamedSource(self, found)
 
 
 class NamedSource:
     """The part of a checkpoint that a model reads, under the model's names."""
 
-    def __init__(self, source: HuggingFaceSource, table: Mapping[str, str]):
+    def __init__(self, source: HuggingFaceSource, table: Mapping[str, tuple[str, StoredWeight]]):
         self._source = source
-        self.table = dict(table)
-        """Our name -> the checkpoint's."""
+        self._table = dict(table)
 
     def keys(self) -> Iterable[str]:
-        return self.table.keys()
+        return self._table.keys()
+
+    def _find(self, name: str) -> tuple[str, StoredWeight]:
+        return self._table.get(name, (name, WHOLE))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
+        there, stored = self._find(name)
+        return stored.shape(self._source, there)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
+        return self._source.dtype(self._find(name)[0])
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._source.read(name, slices)
+        there, stored = self._find(name)
+        return stored.read(self._source, there, slices)
 
 
 def _spellings(name: str) -> Iterable[str]:
@@ -121,12 +137,15 @@ def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:
     """The logical weights that ``module`` reads, under its names, all checked for presence and shape.
 
+    A module of :mod:`nxd_models.registry` knows by ``nxd_stored`` what its family's checkpoints hold otherwise.
+
     Other tensors of the checkpoint (heads of other tasks, constants) are ignored. Raises WeightMismatchError listing
     what is missing or of another shape.
     """
     found = source if isinstance(source, HuggingFaceSource) else HuggingFaceSource(as_source(source))
     layouts = weight_layout(module)
-    named = found.view(logical for layout in layouts.values() for logical in layout.logical_names)
+    names = [logical for layout in layouts.values() for logical in layout.logical_names]
+    named = found.view(names, getattr(module, "nxd_stored", None))
     check_weights(layouts, named)
     return named
 

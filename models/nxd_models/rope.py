@@ -1,51 +1,82 @@
-"""What the families share: RMS norm, rotary positions, activations, initialisation."""
+"""Rotary position embedding and its scalings, as the Hugging Face documentation has them ("RoPE scaling").
+
+Both spellings in configuration files are read: ``rope_theta`` + ``rope_scaling`` (transformers 4) and
+``rope_parameters`` (transformers 5).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.errors import ModelConfigError
 from nxd_infer.parallel_layers.base import real_cpu_tensors
-from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
-from nxd_models.config import RopeConfig
+from nxd_models.hf.config_file import ConfigFile, Count, Positive
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "tanh": torch.tanh,
-}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 
 
-class RMSNorm(SequenceParallelWeights):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean taken in at least float32.
+@dataclass(frozen=True)
+class RopeConfig:
+    """``type`` is one of :data:`ROPE_TYPES`; the other fields as documented there."""
 
-    ``sequence_parallel``: the input is this rank's piece of the sequence.
-    """
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    """``llama3``: the context of the pre-training. ``dynamic``: the length up to which nothing is scaled."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, sequence_parallel: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
-        self.sequence_parallel_enabled = sequence_parallel
-        self._mark()
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+class _Scaling(ConfigFile):
+    """``rope_scaling`` or ``rope_parameters``."""
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``weight`` replaces the module's own, for a caller that routes its gradient."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight if weight is None else weight) * wide.to(x.dtype)
+    rope_theta: Positive | None = None
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Count | None = None
+
+
+class RopeFile(ConfigFile):
+    """The fields of ``config.json`` that say how positions turn."""
+
+    rope_theta: Positive = 10000.0
+    rope_scaling: Any = None
+    rope_parameters: Any = None
+    partial_rotary_factor: Any = None
+
+    def rope(self, max_position: int) -> RopeConfig:
+        """Raises ModelConfigError for a scaling that is not known. ``max_position`` is the model's context."""
+        name = "rope_parameters" if self.rope_parameters else "rope_scaling"
+        raw = self.rope_parameters or self.rope_scaling or {}
+        if not isinstance(raw, Mapping):
+            raise self.error(name, "expected an object")
+        kind = raw.get("rope_type", raw.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise self.error(name, f"the RoPE type {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
+        partial = raw.get("partial_rotary_factor", self.partial_rotary_factor)
+        if partial not in (None, 1, 1.0):
+            raise ModelConfigError(f"{self._origin}: partial_rotary_factor = {partial!r}: only 1.0 is supported")
+        scaling = _Scaling.read(raw, f"{self._origin}: {name}")
+        theta = scaling.rope_theta or self.rope_theta
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        if "factor" not in raw:
+            raise self.error(name, f"the RoPE type {kind!r} needs a factor")
+        if kind == "linear":
+            return RopeConfig("linear", theta, scaling.factor)
+        if kind == "dynamic":
+            return RopeConfig("dynamic", theta, scaling.factor, original_max_position=max_position)
+        original = scaling.original_max_position_embeddings or max_position
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return RopeConfig("llama3", theta, scaling.factor, low, high, original)
 
 
 class Rotary(nn.Module):
@@ -98,7 +129,7 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:
-    """float32 [head_dim / 2]. The types are those of the Hugging Face documentation ("RoPE scaling")."""
+    """float32 [head_dim / 2]."""
     inv_freq = 1.0 / (c.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if c.type == "linear":
         return inv_freq / c.factor
@@ -118,14 +149,3 @@ def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + D/2])`` of each head, the pairing of Hugging Face checkpoints."""
     first, second = x_BSHD.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def normal_init(std: float) -> Callable[[Tensor], object]:
-    return partial(nn.init.normal_, std=std)
-
-
-def zero_biases(module: nn.Module) -> None:
-    """Biases start at zero in these families; the layers' default is that of ``nn.Linear``."""
-    for name, param in module.named_parameters():
-        if name.endswith("bias") and not param.is_meta:
-            nn.init.zeros_(param)

@@ -7,9 +7,13 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import registry, tasks
-from nxd_models.config import DecoderConfig, EncoderConfig, RopeConfig, parse_config
-from nxd_models.sentence import pooling_options
+from nxd_models import registry
+from nxd_models.bert.config import BertConfig
+from nxd_models.hf.sentence_transformers import pooling_options
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.registry import parse_config
+from nxd_models.rope import RopeConfig
+from nxd_models.serving import tasks
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 
@@ -58,7 +62,7 @@ def test_both_spellings_of_rope_mean_the_same():
     scaling = FAMILIES["llama3"]["rope_scaling"]
     old = parsed("llama3")
     new = parsed("llama3", rope_scaling=None, rope_theta=None, rope_parameters={**scaling, "rope_theta": 500000.0})
-    assert isinstance(old, DecoderConfig)
+    assert isinstance(old, LlamaConfig)
     assert old == new
     assert old.rope == RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 64)
 
@@ -80,7 +84,7 @@ def test_families_differ_where_they_do():
     assert not mistral.qkv_bias
     assert parse_config({k: v for k, v in FAMILIES["qwen3"].items() if k != "head_dim"}).head_dim == 128
     roberta = parsed("roberta")
-    assert isinstance(roberta, EncoderConfig)
+    assert isinstance(roberta, BertConfig)
     assert (roberta.position_offset, roberta.max_length) == (2, 126)
     assert parsed("bert").max_length == 128
     assert parsed("bert", num_labels=4).labels == ("LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3")

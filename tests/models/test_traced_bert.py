@@ -5,9 +5,10 @@ import torch
 
 from nxd_infer.errors import BucketError, InputRangeError
 from nxd_infer.trace import parallel_model_trace
-from nxd_models import hf, tasks
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
 from tests.models.helpers import prompts_of, reference
-from tests.models.test_encoders import SENTENCES, minilm
+from tests.models.test_bert import SENTENCES, minilm
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
 

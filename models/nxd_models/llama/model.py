@@ -1,9 +1,9 @@
 """The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys).
 
-The same module trains (``model(input_ids, labels=...)``) and serves (``model.model(..., caches=...)``). Its parameters
-have their Hugging Face names. It is parallel over the context it is built in, at any degree: heads are placed by
-``gqa_plan``, the feed-forward and the vocabulary are padded. Built sequence parallel (for training), hidden states
-between the parallel blocks are this rank's S / degree positions.
+The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
+then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
+built in, at any degree, as ``parallel_plan.py`` says. Built sequence parallel (for training), hidden states between the
+parallel blocks are this rank's S / degree positions.
 
 Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
 dimension, V vocabulary.
@@ -12,35 +12,27 @@ dimension, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_infer.context import current_context
-from nxd_infer.layout import AxisPlan, gqa_plan
+from nxd_infer.layout import AxisPlan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.blocks import ACTIVATIONS, RMSNorm, Rotary, normal_init, rotate, zero_biases
-from nxd_models.config import DecoderConfig
+from nxd_models.layers import ACTIVATIONS, RMSNorm, normal_init, zero_biases
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.parallel_plan import tensor_parallel_plan
+from nxd_models.rope import Rotary, rotate
+from nxd_models.serving.kv_cache import LayerCache
 
 SEQUENCE = 1
 """The dimension of the sequence in hidden states [B, S, E]."""
-
-
-class LayerCache(NamedTuple):
-    """One layer's cache and where this step's rows lie in it; see ``nxd_infer.ops.cache_attention``."""
-
-    keys: Tensor
-    """[N, K, L, D], changed in place."""
-    values: Tensor
-    block_table: Tensor
-    start: Tensor
-    length: Tensor
 
 
 class ParallelBlock(nn.Module):
@@ -63,12 +55,14 @@ class ParallelBlock(nn.Module):
 class Attention(ParallelBlock):
     """Causal attention with grouped key/value heads and rotary positions."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__(sequence_parallel)
         hidden, dim = config.hidden_size, config.head_dim
-        plan = gqa_plan(config.num_heads, config.num_kv_heads, self.context.tp.degree)
-        self.heads, self.kv_heads, self.head_dim = plan.heads_per_rank, plan.kv_heads_per_rank, dim
-        self.scale = dim**-0.5
+        degree = self.context.tp.degree
+        plan = tensor_parallel_plan(config, degree)
+        queries, keys, values, outputs = (plan[f"model.layers.*.self_attn.{x}_proj"].axis for x in "qkvo")
+        self.heads, self.kv_heads = queries.local_size(degree) // dim, keys.local_size(degree) // dim
+        self.head_dim, self.scale = dim, dim**-0.5
         init = normal_init(config.initializer_range)
 
         def project(heads: int, axis: AxisPlan) -> ColumnParallelLinear:
@@ -83,9 +77,9 @@ class Attention(ParallelBlock):
                 input_is_shared=True,
             )
 
-        self.q_proj = project(config.num_heads, plan.q_axis(dim))
-        self.k_proj = project(config.num_kv_heads, plan.kv_axis(dim))
-        self.v_proj = project(config.num_kv_heads, plan.kv_axis(dim))
+        self.q_proj = project(config.num_heads, queries)
+        self.k_proj = project(config.num_kv_heads, keys)
+        self.v_proj = project(config.num_kv_heads, values)
         self.o_proj = RowParallelLinear(
             config.num_heads * dim,
             hidden,
@@ -95,7 +89,7 @@ class Attention(ParallelBlock):
             dtype=dtype,
             init_method=init,
             sequence_dimension=SEQUENCE,
-            input_plan=plan.q_axis(dim),
+            input_plan=outputs,
         )
         self.q_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
@@ -146,12 +140,14 @@ class Attention(ParallelBlock):
 class FeedForward(ParallelBlock):
     """``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__(sequence_parallel)
         hidden, inner = config.hidden_size, config.intermediate_size
-        init, plan = normal_init(config.initializer_range), AxisPlan.padded(inner)
+        init = normal_init(config.initializer_range)
+        plan = tensor_parallel_plan(config, self.context.tp.degree)
+        gate, up, down = (plan[f"model.layers.*.mlp.{x}_proj"].axis for x in ("gate", "up", "down"))
 
-        def project() -> ColumnParallelLinear:
+        def project(axis: AxisPlan) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 hidden,
                 inner,
@@ -159,12 +155,12 @@ class FeedForward(ParallelBlock):
                 gather_output=False,
                 dtype=dtype,
                 init_method=init,
-                output_plan=plan,
+                output_plan=axis,
                 input_is_shared=True,
             )
 
-        self.gate_proj = project()
-        self.up_proj = project()
+        self.gate_proj = project(gate)
+        self.up_proj = project(up)
         self.down_proj = RowParallelLinear(
             inner,
             hidden,
@@ -174,7 +170,7 @@ class FeedForward(ParallelBlock):
             dtype=dtype,
             init_method=init,
             sequence_dimension=SEQUENCE,
-            input_plan=plan,
+            input_plan=down,
         )
         self.activation = ACTIVATIONS[config.activation]
 
@@ -186,7 +182,7 @@ class FeedForward(ParallelBlock):
 class DecoderLayer(nn.Module):
     """One block: a hidden state in, a hidden state out; everything else is optional."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
         self.self_attn = Attention(config, dtype, sequence_parallel)
@@ -218,7 +214,7 @@ def sequence_positions(x_BS: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Embedding, layers and final norm, without the output head."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
         self.embed_tokens = ParallelEmbedding(
             config.vocab_size,
@@ -254,9 +250,7 @@ class CausalLM(ParallelBlock):
     ``sequence_parallel`` None is what ``nxd_config["sequence_parallel"]`` says, inside ``initialize_parallel_model``.
     """
 
-    def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None
-    ):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None):
         super().__init__(building_sequence_parallel() if sequence_parallel is None else sequence_parallel)
         self.config = config
         self.dtype = dtype
@@ -271,10 +265,14 @@ class CausalLM(ParallelBlock):
                 gather_output=False,
                 dtype=dtype,
                 init_method=normal_init(config.initializer_range),
-                output_plan=AxisPlan.padded(config.vocab_size),
+                output_plan=tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis,
                 input_is_shared=True,
             )
         zero_biases(self)
+
+    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """Ids at these positions of the cached sequences -> final hidden states [B, S, E]."""
+        return self.model(ids_BS, positions_BS, None, caches)
 
     def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
         """Final hidden states [..., E] -> this rank's logits [..., V / degree], the vocabulary padded at its end."""

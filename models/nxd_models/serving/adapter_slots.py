@@ -11,8 +11,6 @@ from torch import nn
 from nxd_infer.errors import ModelConfigError, ParallelConfigError
 from nxd_infer.modules.lora import AdapterRows, add_adapter_slots
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Every linear layer of a decoder's blocks."""
 RANK = 16
 
 
@@ -21,8 +19,8 @@ class AdapterSlots:
     """``slots`` adapters of rank up to ``rank`` beside the layers whose last name is one of ``targets``."""
 
     slots: int
-    rank: int = RANK
-    targets: tuple[str, ...] = TARGETS
+    rank: int
+    targets: tuple[str, ...]
 
     def add_to(self, model: nn.Module) -> AdapterRows:
         """Put the tables into ``model``. Raises ModelConfigError for targets that it lacks and sizes below 1."""
@@ -40,6 +38,10 @@ class AdapterSlots:
         return {"slots": self.slots, "rank": self.rank, "targets": list(self.targets)}
 
     @staticmethod
-    def of(slots: int, rank: int, targets: Sequence[str] | None) -> AdapterSlots | None:
-        """The slots that were asked for; None for 0 slots. ``targets`` None is every linear layer."""
-        return AdapterSlots(slots, rank, tuple(dict.fromkeys(targets or TARGETS))) if slots else None
+    def of(slots: int, rank: int, targets: Sequence[str]) -> AdapterSlots | None:
+        """The slots that were asked for; None for 0 slots. Raises ModelConfigError when there are no targets."""
+        if slots and not targets:
+            raise ModelConfigError(
+                f"lora_slots = {slots}: this model's family names no layers that adapters may change; give lora_targets"
+            )
+        return AdapterSlots(slots, rank, tuple(dict.fromkeys(targets))) if slots else None

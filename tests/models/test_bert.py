@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import bert, registry, sentence
+from nxd_models import registry
+from nxd_models.bert import model as bert
+from nxd_models.hf import sentence_transformers as sentence
 from tests.models.helpers import prompts_of, reference, relative_difference
 from tests.tiny_models import CLASSIFIERS, ENCODERS, VOCAB_SIZE, write_tiny
 

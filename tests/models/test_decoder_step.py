@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import hf, registry, tasks
-from nxd_models.generation import DecoderStep, generate_eager, step_inputs
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving import tasks
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import prompts_of
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
@@ -18,7 +22,7 @@ def path(tmp_path_factory):
 @pytest.fixture
 def step(path):
     config = registry.load_config(path).config
-    return hf.load(DecoderStep(config, slots=4, max_len=32), registry.weights(path)).eval()
+    return hf.load(LlamaStep(config, slots=4, max_len=32), registry.weights(path)).eval()
 
 
 def run(step, rows, length=None, **settings):
@@ -200,7 +204,7 @@ def test_the_plan_of_a_decoder(path):
     module = plan.func(**plan.func_kwargs)
     assert set(plan.checkpoint_loader_callable().keys()) == set(module.state_dict())
     arguments = plan.trace_arguments()
-    assert arguments["bucket_config"].bucket_kernel is None
+    assert arguments["bucket_config"] == {"func_kwargs": plan.func_kwargs, "names": plan.bucket_names}
     with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
         tasks.plan(path, max_len=1000)
     with pytest.raises(ModelConfigError, match="batch_sizes"):

@@ -9,48 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from nxd_infer.errors import ModelConfigError
-from nxd_models.config import Fields, parse_json, read_json
+from nxd_models.hf.config_file import ConfigFile, Count, parse_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+"""How the vectors of a text's tokens become one."""
 _OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 """``POOLINGS`` in the order in which their vectors are put together."""
-_SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json")
-_PROMPTS = "config_sentence_transformers.json"
+_SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
+_PROMPTS_FILE = "config_sentence_transformers.json"
 
 
-def pooling_modes(pooling: str) -> list[str]:
-    """``"cls+mean"`` -> ``["cls", "mean"]``. Raises ModelConfigError for a mode that is not known."""
-    modes = pooling.split("+")
-    if unknown := [mode for mode in modes if mode not in POOLINGS]:
-        raise ModelConfigError(
-            f"pooling = {pooling!r}: {unknown[0]!r} is not supported; known are {', '.join(POOLINGS)}, "
-            "and several of them joined by +"
-        )
-    return modes
-
-
-def pool(hidden_BSE: Tensor, attention_mask_BS: Tensor, pooling: str) -> Tensor:
-    """float32 [B, E times modes]: one vector a row, of the positions whose mask is 1; padding is on the right."""
-    hidden, seen = hidden_BSE.float(), attention_mask_BS[..., None].float()
-    return torch.cat([_pool(hidden, seen, mode) for mode in pooling_modes(pooling)], -1)
-
-
-def _pool(hidden: Tensor, seen: Tensor, mode: str) -> Tensor:
-    if mode == "cls":
-        return hidden[:, 0]
-    if mode == "max":
-        return torch.where(seen > 0, hidden, torch.finfo(hidden.dtype).min).amax(1)
-    if mode == "lasttoken":
-        last = (seen.long().sum(1, keepdim=True) - 1).clamp(min=0)
-        return hidden.gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
-    if mode == "weightedmean":
-        seen = seen * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[None, :, None]
-    count = seen.sum(1).clamp(min=1e-9)
-    return (hidden * seen).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
+class _Settings(ConfigFile):
+    max_seq_length: Count | None = None
 
 
 def pooling_options(model_dir: Path) -> dict[str, Any]:
@@ -106,12 +77,11 @@ def _pooling(model_dir: Path, folder: str) -> str:
 
 def longest_text(model_dir: Path) -> int | None:
     """Tokens of the longest text, special ones included, as the directory's files say; None where they do not."""
-    file = next((model_dir / name for name in _SETTINGS if (model_dir / name).is_file()), None)
+    file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
     if file is None:
         return None
-    fields = Fields(read_json(file), str(file))
-    if fields.raw.get("max_seq_length") is not None:
-        return fields.integer("max_seq_length")
+    if (longest := _Settings.read(read_json(file), str(file)).max_seq_length) is not None:
+        return longest
     tokenizer = model_dir / "tokenizer_config.json"  # where newer versions keep it
     if not tokenizer.is_file():
         return None
@@ -122,7 +92,7 @@ def longest_text(model_dir: Path) -> int | None:
 def prompts(model_dir: Path) -> dict[str, Any]:
     """``prompts``, texts by name that a request may have put in front of its own, and ``default_prompt``, the name of
     the one that is put there where a request names none; None for none."""
-    file = model_dir / _PROMPTS
+    file = model_dir / _PROMPTS_FILE
     fields = read_json(file) if file.is_file() else {}
     given = fields.get("prompts") or {}
     if not isinstance(given, dict) or not all(isinstance(text, (str, type(None))) for text in given.values()):
@@ -136,7 +106,7 @@ def prompts(model_dir: Path) -> dict[str, Any]:
 
 def files(model_dir: Path) -> list[str]:
     """The library's files that say all this, by their names in the directory."""
-    names = [*_SETTINGS, _PROMPTS]
+    names = [*_SETTINGS_FILES, _PROMPTS_FILE]
     if (modules := model_dir / "modules.json").is_file():
         names.append("modules.json")
         names += [f"{folder}/config.json" for _, folder in _modules(modules) if folder]

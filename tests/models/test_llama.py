@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import hf, registry
-from nxd_models.generation import DecoderStep, generate_eager
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference
 from tests.tiny_models import DECODERS, VOCAB_SIZE, write_tiny
 
@@ -79,7 +81,7 @@ def test_logits_and_gradients_equal_transformers(directories, name):
 def test_greedy_tokens_equal_generate(directories, name):
     path = directories[name]
     spec = registry.load_config(path)
-    step = hf.load(DecoderStep(spec.config, slots=3, max_len=48), registry.weights(path))
+    step = hf.load(LlamaStep(spec.config, slots=3, max_len=48), registry.weights(path))
     prompts = prompts_of([1, 9, 30], VOCAB_SIZE, seed=1)
     results = generate_eager(step, prompts, 12, bias_ids=2, bias_values=[[-1e9] + [0.0] * 299] * 3)
     for prompt, result in zip(prompts, results, strict=True):
@@ -94,7 +96,7 @@ def test_a_prompt_in_pieces_at_offsets_equals_the_uncached_forward(directories, 
     plain = registry.load_model(path)
     prompts = prompts_of([21, 10], VOCAB_SIZE, seed=2)
     for piece in (1, 8, None):
-        step = hf.load(DecoderStep(spec.config, slots=2, max_len=64), registry.weights(path))
+        step = hf.load(LlamaStep(spec.config, slots=2, max_len=64), registry.weights(path))
         results = generate_eager(step, prompts, 4, piece=piece)
         for prompt, result in zip(prompts, results, strict=True):
             with torch.no_grad():
@@ -152,10 +154,10 @@ def test_a_context_beyond_the_model_is_refused_by_field(directories):
     spec = registry.load_config(directories["mistral-window"])
     assert spec.config.max_length == 64
     with pytest.raises(ModelConfigError, match=r"100 tokens .* sliding_window = 64.* at most 64"):
-        DecoderStep(spec.config, slots=1, max_len=100)
+        LlamaStep(spec.config, slots=1, max_len=100)
     model = registry.build(spec)
     with pytest.raises(ModelConfigError, match="sliding_window"):
         model(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(ModelConfigError, match="max_position_embeddings = 256"):
-        DecoderStep(registry.load_config(directories["llama"]).config, slots=1, max_len=257)
+        LlamaStep(registry.load_config(directories["llama"]).config, slots=1, max_len=257)
     assert json.loads((directories["llama"] / "config.json").read_text())["max_position_embeddings"] == 256
