@@ -30,7 +30,6 @@ from nxd_infer.checkpoint.neuronx import archive as reference_files
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.save import (
     Content,
-    checksums,
     collect,
     local_module,
     outstanding,
@@ -77,7 +76,8 @@ def save_checkpoint(
     Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
 
     Args:
-        path: the folder of the job's checkpoints, or ``s3://bucket/prefix`` (with boto3).
+        path: the folder of the job's checkpoints, or the URL of any store that fsspec knows, such as
+            ``s3://bucket/prefix`` (with its package: ``pip install 'nxd-infer[s3]'``).
         tag: the name of this one; one of the same name is replaced in the end.
         model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
         optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
@@ -134,8 +134,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if context.rank == 0:
-            wait_for_ranks(storage, folder, context.world_size)
-            sha256 = checksums(storage, folder, context.world_size)
+            sha256 = wait_for_ranks(storage, folder, context.world_size)
             folders.finish(storage, tag, counter, facts, sha256, num_kept_ckpts)
 
     def write_and_finish() -> None:

@@ -7,6 +7,7 @@ so finishing an asynchronous save needs no communication that could meet the tra
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  (before the hook below)
 import contextlib
 import hashlib
 import json
@@ -247,25 +248,24 @@ class SignOfLife:
             self._there = False
 
 
-def checksums(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
-    """The checksums of every file that the ranks have written, their JSONs included."""
-    found: dict[str, str] = {}
-    for rank in range(world_size):
-        name = f"{rank_stem(rank)}.json"
-        text = storage.read(f"{folder}/{name}")
-        found |= json.loads(text)["sha256"] | {name: hashlib.sha256(text).hexdigest()}
-    return found
+def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
+    """Wait until every rank has written; return the checksums of all that they wrote, their JSONs included.
 
-
-def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> None:
-    """Wait until every rank has written. Raises CheckpointError when one has failed or nothing happens any more."""
-    wanted = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
+    Raises CheckpointError when one has failed or nothing happens any more.
+    """
+    missing = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
+    sha256: dict[str, str] = {}
     there: dict[str, int] = {}
     last = time.monotonic()
     while True:
         names = storage.files(folder)
-        if wanted <= names.keys():
-            return
+        for name in sorted(missing & names.keys()):
+            text = storage.read(f"{folder}/{name}")
+            with contextlib.suppress(json.JSONDecodeError):  # sftp, say, shows a file that is being written
+                sha256 |= json.loads(text)["sha256"] | {name: hashlib.sha256(text).hexdigest()}
+                missing.remove(name)
+        if not missing:
+            return sha256
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             reason = storage.read(f"{folder}/{failed[0]}").decode(errors="replace")
@@ -274,8 +274,7 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> None:
             there, last = names, time.monotonic()
         elif time.monotonic() - last > SILENCE:
             raise CheckpointError(
-                f"{storage.where(folder)}: nothing came for {SILENCE:.0f} s; missing: "
-                f"{sorted(wanted - names.keys())[:8]}"
+                f"{storage.where(folder)}: nothing came for {SILENCE:.0f} s; missing: {sorted(missing)[:8]}"
             )
         time.sleep(0.01 if storage.local else 1.0)
 
@@ -300,11 +299,15 @@ class Outstanding:
         self._thread = threading.Thread(target=run, name="nxd-async-save", daemon=False)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until it is written. Raises what went wrong, once."""
+    def join(self) -> None:
+        """Until the thread has ended, whatever has become of what it wrote."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Until it is written. Raises what went wrong, once."""
+        self.join()
         error, self._error = self._error, None
         if error is not None:
             raise CheckpointError(f"the last asynchronous save failed: {error}") from error
@@ -326,4 +329,7 @@ class Outstanding:
 
 
 outstanding = Outstanding()
+# Before the thread pools close, with which stores look up addresses; atexit comes after that. The hook has no public
+# name: it is what concurrent.futures uses for itself, and what is registered last is called first.
+getattr(threading, "_register_atexit", atexit.register)(outstanding.join)
 atexit.register(outstanding.report)

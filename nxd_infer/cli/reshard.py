@@ -20,7 +20,7 @@ from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.save import EXTRA, checksums, rank_stem
+from nxd_infer.checkpoint.save import EXTRA, rank_stem, wait_for_ranks
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
@@ -196,7 +196,7 @@ class Resharding:
                 "torch": str(torch.__version__),
                 "resharded_from": dict(self.archive.degrees),
             }
-            folders.finish(storage, tag, counter, facts, checksums(storage, folder, len(self.contexts)), None)
+            folders.finish(storage, tag, counter, facts, wait_for_ranks(storage, folder, len(self.contexts)), None)
         except BaseException:
             folders.abandon(storage, tag, counter)
             raise

@@ -71,7 +71,10 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
     """However long it takes in all; one where nothing happens is given up."""
     monkeypatch.setattr(checkpoint_write, "SILENCE", 0.0)
     whole = {f"{rank_stem(0)}.json": 1}
-    wait_for_ranks(Folder(tmp_path, [*({"rank_00000.alive": n} for n in range(20)), whole]), "a", 1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"sha256": {"file": "its"}}')
+    looks = [*({"rank_00000.alive": n} for n in range(20)), whole]
+    assert wait_for_ranks(Folder(tmp_path, looks), "a", 1)["file"] == "its"
     silent = Folder(tmp_path, [{"rank_00000.alive": 1}] * 1000)
     with pytest.raises(CheckpointError, match=r"nothing came for 0 s; missing: \['rank_00000.json'\]"):
         wait_for_ranks(silent, "a", 1)
