@@ -13,7 +13,7 @@
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
 from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.modules.nxd_model import NxDModel
-from nxd_infer.trainer.config import neuronx_distributed_config
+from nxd_infer.trainer.config import TrainConfig, neuronx_distributed_config
 from nxd_infer.trainer.data import ResumableLoader
 from nxd_infer.trainer.optimizer import NxDOptimizer
 from nxd_infer.trainer.progress import TrainingProgress
@@ -26,6 +26,7 @@ __all__ = [
     "NxDOptimizer",
     "ResumableLoader",
     "TensorBoardLogger",
+    "TrainConfig",
     "TrainingProgress",
     "gather_weights",
     "initialize_parallel_model",
