@@ -30,9 +30,9 @@ from typing import Any
 
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import sha256_of
 from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
+from nxd_infer.util.reading import sha256_of
 
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""

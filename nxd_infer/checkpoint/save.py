@@ -31,7 +31,7 @@ from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing, require_sliceable, sha256_of
+from nxd_infer.layout.files.files import replacing, require_sliceable
 from nxd_infer.layout.files.values import pack, pack_named
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
@@ -40,6 +40,7 @@ from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+from nxd_infer.util.reading import sha256_of
 
 SILENCE = 600.0
 """Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""

@@ -26,10 +26,11 @@ from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing, sha256_of
+from nxd_infer.layout.files.files import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
+from nxd_infer.util.reading import sha256_of
 
 Read = Callable[[], Tensor]
 

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.sources import DTYPES, open_safetensors
-from nxd_infer.util.reading import MOST_LEVELS, sha256_and_size, unique_keys
+from nxd_infer.util.reading import MOST_LEVELS, unique_keys
 
 FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
@@ -71,15 +71,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> str:
-    """The checksum of a file, read once from front to back; without the GIL, so beside other work.
-
-    ``progress`` is called with the bytes of each part.
-    """
-    with open(path, "rb", buffering=0) as file:
-        return sha256_and_size(file, progress)[0]
 
 
 def parse_json(text: bytes | str) -> Any:
