@@ -17,6 +17,8 @@ from torch import nn
 
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.async_save import outstanding
+from nxd_infer.checkpoint.contents import Content, collect, local_module
 from nxd_infer.checkpoint.load import (
     data_position,
     extra_change,
@@ -28,22 +30,15 @@ from nxd_infer.checkpoint.load import (
 )
 from nxd_infer.checkpoint.neuronx import archive as reference_files
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.save import (
-    Content,
-    collect,
-    local_module,
-    outstanding,
-    restore_random_state,
-    wait_for_ranks,
-    write_rank,
-)
+from nxd_infer.checkpoint.random_state import restore_random_state
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.turns import in_turns, largest
 from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
-from nxd_infer.optimizer.sharded_files import in_turns, world_max
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 
@@ -283,7 +278,7 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     """The number that ``action`` gives on rank 0, on every rank."""
     number: list[int] = []
     _together(context, lambda: number.append(action()) if context.rank == 0 else None)
-    return world_max(context, number[0] if number else 0)
+    return largest(context, number[0] if number else 0)
 
 
 def _find(storage: Storage, tag: str | None) -> int:

@@ -228,6 +228,10 @@ def _highest_number(storage: Storage, folder: str) -> int:
     return max(found)
 
 
+def rank_stem(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
 def _inside(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 

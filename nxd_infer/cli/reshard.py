@@ -17,10 +17,12 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
+from nxd_infer.checkpoint.contents import EXTRA
+from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.save import EXTRA, rank_stem, wait_for_ranks
+from nxd_infer.checkpoint.save import wait_for_ranks
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.turns import largest
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
@@ -90,23 +91,16 @@ def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serial
                     write()
                 except Exception as error:  # raised again below, once the others know
                     failure, failed = error, context.rank + 1
-            failed = _agree(failed, context, "tp")
-        failed = _agree(failed, context, "pp")
+            failed = largest(context, failed, ["tp"])
+        failed = largest(context, failed, ["pp"])
     for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
-        failed = _agree(failed, context, axis)
+        failed = largest(context, failed, [axis])
     if isinstance(failure, OSError):
         raise CheckpointError(f"the checkpoint could not be written: {failure}") from failure
     if failure is not None:
         raise failure
     if failed:
         raise CheckpointError(f"rank {failed - 1} could not save its part, so the checkpoint is incomplete")
-
-
-def _agree(failed: int, context: ParallelContext, axis: str) -> int:
-    """The largest ``failed`` of the axis; waits until all have come here."""
-    if context.axis(axis).degree == 1:
-        return failed
-    return int(comm.all_reduce(torch.tensor([failed]), context, axis, "max"))
 
 
 def _new_save(context: ParallelContext) -> int:

@@ -11,7 +11,9 @@ import torch
 
 from nxd_infer.checkpoint import save as checkpoint_write
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.save import Content, rank_stem, wait_for_ranks, write_rank
+from nxd_infer.checkpoint.contents import Content
+from nxd_infer.checkpoint.folder import rank_stem
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.errors import CheckpointError
 from tests.trainer.test_storage import bucket  # noqa: F401  (a fixture)

@@ -122,7 +122,8 @@ LAST_SAVES = (
     "import torch; from nxd_infer.checkpoint.api import save_checkpoint; "
     "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)",
     # What another rank than the first does, which meets the store for the first time when its process ends.
-    "import torch; from nxd_infer.checkpoint.save import Content, outstanding, write_rank; "
+    "import torch; from nxd_infer.checkpoint.async_save import outstanding; "
+    "from nxd_infer.checkpoint.contents import Content; from nxd_infer.checkpoint.save import write_rank; "
     "from nxd_infer.checkpoint.storage import storage_of; "
     "storage, content = storage_of('s3://models'), Content({'a': {'b': torch.zeros(3)}}, {}); "
     "outstanding.start(storage, 'last', 1, lambda: write_rank(storage, 'last', 1, content))",

@@ -42,6 +42,25 @@ def require_sliceable(dtype: torch.dtype, what: str) -> None:
         )
 
 
+def storable(tensors: Mapping[str, Tensor], copy: bool = False) -> dict[str, Tensor]:
+    """On the CPU, dense, no two of them in one memory, and with ``copy`` in no memory of the caller's.
+
+    Raises CheckpointError for a type that a checkpoint does not hold.
+    """
+    out: dict[str, Tensor] = {}
+    used: set[int] = set()
+    for name, tensor in tensors.items():
+        require_sliceable(tensor.dtype, repr(name))
+        stored = tensor.detach().cpu().contiguous()
+        memory = stored.untyped_storage()
+        mine = tensor.untyped_storage().data_ptr() != memory.data_ptr()
+        if memory.data_ptr() in used or memory.nbytes() != stored.nbytes or (copy and not mine):
+            stored = stored.clone()
+        used.add(stored.untyped_storage().data_ptr())
+        out[name] = stored
+    return out
+
+
 # --- files -----------------------------------------------------------------------------------------------
 
 
@@ -91,7 +110,7 @@ def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
 
 def write_one_file(path: Path, structure: Any, tensors: list[Tensor], facts: Mapping[str, Any]) -> None:
     """A checkpoint as one safetensors file with its structure in the header."""
-    stored = {str(i): _storable(tensor) for i, tensor in enumerate(tensors)}
+    stored = storable({str(i): tensor for i, tensor in enumerate(tensors)})
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata={_KEY: _record(structure, facts)})
     remove_leftovers(path.parent)
@@ -124,7 +143,7 @@ def write_many_files(path: Path, structure: Any, tensors: list[Tensor], facts: M
     try:
         for name, tensor in zip(names, tensors, strict=True):
             with replacing(folder / name) as temporary:
-                save_file({"tensor": _storable(tensor)}, temporary)
+                save_file(storable({"tensor": tensor}), temporary)
         with replacing(path) as temporary:
             temporary.write_text(_record(structure, dict(facts) | {"tensors": names}), encoding="utf-8")
     except BaseException:
@@ -157,11 +176,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not the reference file of a checkpoint: {error}") from error
-
-
-def _storable(tensor: Tensor) -> Tensor:
-    """Dense, on the CPU, and sharing memory with no other: what safetensors takes."""
-    return tensor.cpu().contiguous().clone()
 
 
 def _read_tensor(file: Any, name: str, path: Path) -> Tensor:
