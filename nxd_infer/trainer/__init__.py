@@ -10,7 +10,7 @@
     optimizer.zero_grad()
 """
 
-from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.trainer.config import TrainConfig, neuronx_distributed_config
@@ -29,10 +29,12 @@ __all__ = [
     "TrainConfig",
     "TrainingProgress",
     "gather_weights",
+    "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",
     "neuronx_distributed_config",
     "save_checkpoint",
     "shutdown",
+    "wait_for_save",
 ]
