@@ -264,14 +264,12 @@ _URL = re.compile(r"(file|local):/+|[a-z][a-z0-9+.-]*:/")
 """Of a Path a URL has one slash."""
 _BLOCK = 1 << 20
 _OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 10,
-            "read_timeout": 60,
-            "request_checksum_calculation": "when_required",  # our sha256 covers every file; old servers know no other
-            "response_checksum_validation": "when_required",
-        }
+_S3_OPTIONS = {
+    "config_kwargs": {
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "request_checksum_calculation": "when_required",  # our own sha256 covers every file; old servers know no other
+        "response_checksum_validation": "when_required",
     }
 }
 
@@ -299,7 +297,7 @@ def _connect(url: str) -> tuple[Any, str]:
     if scheme in _OF_BUCKETS and not url.partition("://")[2]:
         raise CheckpointError(f"{url!r} names no bucket; give {scheme}://bucket/prefix")
     try:
-        options = _OPTIONS.get(scheme, {})
+        options = _S3_OPTIONS if scheme in ("s3", "s3a") else {}
         # A store of its own for each caller: those that fsspec keeps have the credentials of their first use.
         store, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:  # its text names the package
