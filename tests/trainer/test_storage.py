@@ -150,6 +150,9 @@ def test_what_a_path_names(tmp_path: Path):
         assert isinstance(storage, RemoteStorage) and storage.where("c") == "s3://bucket/a/b/c"
     with pytest.raises(CheckpointError, match="names no bucket"):
         storage_of("s3://")
+    for text in ("simplecache::s3://bucket/a", "S3://bucket/a"):
+        with pytest.raises(CheckpointError, match="is no URL of one store"):
+            storage_of(text)
     with pytest.raises(CheckpointError, match="nowhere://a: Protocol not known: nowhere"):
         storage_of("nowhere://a")
 
