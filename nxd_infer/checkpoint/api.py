@@ -28,8 +28,7 @@ from nxd_infer.checkpoint.load import (
     require_adapter,
     same_degrees,
 )
-from nxd_infer.checkpoint.neuronx import archive as reference_files
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, find_reference, open_reference
 from nxd_infer.checkpoint.random_state import restore_random_state
 from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
@@ -241,7 +240,7 @@ def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool
     storage, tag = storage_of(path), None if tag is None else str(tag)
     if folders.holds_checkpoint(storage, tag):
         return True
-    return isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None
+    return isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None
 
 
 def wait_for_save() -> None:
@@ -286,7 +285,7 @@ def _find(storage: Storage, tag: str | None) -> int:
     if isinstance(storage, LocalStorage) and storage.root.is_file():
         raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
     ours = folders.holds_checkpoint(storage, tag)
-    if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
+    if not ours and isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None:
         return REFERENCE
     if tag is None and not ours:
         return NOTHING
@@ -298,7 +297,7 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
 
     def find() -> None:
         if counter == REFERENCE and isinstance(storage, LocalStorage):
-            found.append(reference_files.open_reference(storage.root, tag))
+            found.append(open_reference(storage.root, tag))
             return
         checkpoint = folders.find_checkpoint(storage, tag)
         if checkpoint.counter != counter:

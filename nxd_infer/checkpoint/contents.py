@@ -14,7 +14,7 @@ from nxd_infer.checkpoint.random_state import random_state
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import storable
+from nxd_infer.layout.files.one_rank import storable
 from nxd_infer.layout.files.values import pack, pack_named
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel

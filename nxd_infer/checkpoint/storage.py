@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import REMOVING, replacing, sync_directory
+from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
 from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 

@@ -28,7 +28,7 @@ from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem

@@ -22,7 +22,7 @@ from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +47,11 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r:.80} stands twice")
         found[key] = value
     return found
+
+
+def parse_json(text: bytes | str) -> Any:
+    """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be one of ours") from None

@@ -29,7 +29,8 @@ from nxd_infer.checkpoint.archive import Archive, Piece
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import DictSource, ParamLayout, duplicates
-from nxd_infer.layout.files import files
+from nxd_infer.layout.files.one_rank import read_many_files, read_one_file
+from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser, tensors_folder
 from nxd_infer.optimizer.sharded_files import MASTER
 
 MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
@@ -39,7 +40,7 @@ Place = tuple[int, int, int]
 """Data-parallel, tensor-parallel and pipeline rank."""
 
 
-def find(root: Path, tag: str | None) -> Path | None:
+def find_reference(root: Path, tag: str | None) -> Path | None:
     """The folder of the reference's checkpoint of ``tag``; without, that of the newest complete one, or ``root``."""
     if tag is not None:
         return root / tag if _is_whole(root / tag) else None
@@ -60,8 +61,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
-    """:func:`find` and open. Raises CheckpointError when there is none, or a rank's file is missing or there twice."""
-    folder = find(root, tag)
+    """What :func:`find_reference` finds, opened.
+
+    Raises CheckpointError when there is none, or a rank's file is missing or there twice.
+    """
+    folder = find_reference(root, tag)
     if folder is None:
         raise CheckpointError(f"{root} holds no checkpoint of the reference" + (f" {tag!r}" if tag else ""))
     return ReferenceArchive(folder)
@@ -353,12 +357,12 @@ def _read(path: Path) -> Any:
         ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
         if ours.is_file() and theirs.is_file():
             raise CheckpointError(f"{path} has both {ours.name} and {theirs.name}; keep one")
-        return files.read_one_file(ours)[0] if ours.is_file() else files.read_pickle(theirs, mapped=True)
-    if not files.tensors_folder(path).is_dir():
-        return files.read_pickle(path, mapped=True)
-    if files.is_pickle(path):
-        return files.read_reference_xser(path, mapped=True)
-    return files.read_many_files(path)[0]
+        return read_one_file(ours)[0] if ours.is_file() else read_pickle(theirs, mapped=True)
+    if not tensors_folder(path).is_dir():
+        return read_pickle(path, mapped=True)
+    if is_pickle(path):
+        return read_reference_xser(path, mapped=True)
+    return read_many_files(path)[0]
 
 
 def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:

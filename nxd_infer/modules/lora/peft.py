@@ -27,7 +27,7 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
-from nxd_infer.layout.files.files import REMOVING, replacing
+from nxd_infer.layout.files.atomic import REMOVING, replacing
 from nxd_infer.layout.files.manifest import marked_number, read_manifest
 from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.base import LoraLayer, Place

@@ -1,17 +1,13 @@
-"""The files of a checkpoint: nested values with tensors, as safetensors and JSON, written all or nothing.
+"""The checkpoint of one rank: nested values with tensors, in one file, or in JSON and a file for each tensor.
 
-Its structure is JSON, in which a tensor is a number (:mod:`~nxd_infer.layout.files.values`); the tensors
-are safetensors. Nothing here is ever unpickled with the right to run code.
+Its structure is JSON, in which a tensor is a number (:mod:`~nxd_infer.layout.files.values`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.files.atomic import TEMPORARY, replacing
+from nxd_infer.layout.files.pickles import tensors_folder
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.sources import DTYPES, open_safetensors
-from nxd_infer.util.reading import MOST_LEVELS, unique_keys
+from nxd_infer.util.reading import parse_json
 
 FORMAT = "nxd_infer.checkpoint"
 VERSION = 1
 _KEY = "nxd_infer"
-_TEMPORARY = ".writing-"
-REMOVING = ".removing-"
-"""Begins the name of a folder that is being removed."""
 
 
 def require_sliceable(dtype: torch.dtype, what: str) -> None:
@@ -61,50 +56,11 @@ def storable(tensors: Mapping[str, Tensor], copy: bool = False) -> dict[str, Ten
     return out
 
 
-# --- files -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` to write to; synced and renamed to ``path`` at the end, removed on failure.
-
-    Whoever reads ``path`` sees the old file or the new one, whole.
-    """
-    temporary = path.with_name(f"{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def parse_json(text: bytes | str) -> Any:
-    """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except RecursionError:
-        raise ValueError("it is nested too deeply to be one of ours") from None
-
-
 def remove_leftovers(folder: Path, keep: set[str] | None = None) -> None:
     """Remove what an interrupted save left, and with ``keep`` every tensor file that is not named in it."""
     for file in folder.iterdir():
         unused = keep is not None and file.suffix == ".safetensors" and file.name not in keep
-        if _TEMPORARY in file.name or unused:
+        if TEMPORARY in file.name or unused:
             file.unlink(missing_ok=True)
 
 
@@ -167,10 +123,6 @@ def read_many_files(path: Path) -> tuple[Any, dict[str, Any]]:
     return unpack(record["structure"], tensor), record["facts"]
 
 
-def tensors_folder(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tensors")
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -199,89 +151,3 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     if found != (FORMAT, VERSION) or not known:
         raise CheckpointError(f"{path} is a checkpoint of format {found}; this release reads {(FORMAT, VERSION)}")
     return record
-
-
-# --- the reference's files -------------------------------------------------------------------------------
-
-
-class _TensorReference:
-    """Stands for torch_xla's class of that name: the number of a tensor in the folder beside the file."""
-
-    tid: int
-
-
-def is_pickle(path: Path) -> bool:
-    """Whether it is a file of ``torch.save``."""
-    with open(path, "rb") as file:
-        start = file.read(2)
-    return start[:1] == b"\x80" or start == b"PK"
-
-
-def read_pickle(path: Path, mapped: bool = False) -> Any:
-    """A file of ``torch.save``, tensors and plain values only.
-
-    ``mapped`` leaves the tensors in the file until they are read, where its form allows that.
-    Raises CheckpointError for anything else, naming what it would have called; none of it is run.
-    """
-    stand_in: Any = (_TensorReference, "torch_xla.utils.serialization.TensorReference")
-    try:
-        _require_stored(path)
-        with torch.serialization.safe_globals([stand_in]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # whatever a damaged file makes of the unpickler
-        reason = str(error).strip().splitlines()
-        raise CheckpointError(
-            f"{path} was refused: it is damaged, or holds more than tensors and plain values, and code in a "
-            f"checkpoint is never run ({' '.join(reason[:6])[:600]})"
-        ) from error
-
-
-def _require_stored(path: Path) -> None:
-    """Raise ValueError for an archive that holds more than the file has bytes; ``torch.save`` compresses nothing."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-    total, most = sum(part.file_size for part in parts), os.path.getsize(path)
-    if total > most or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise ValueError(f"its parts have {total} bytes and the file {most}: it is compressed; save it with torch.save")
-
-
-def read_reference_xser(path: Path, mapped: bool = False) -> Any:
-    """The reference's ``save_xser`` form: a pickle at ``path`` whose tensors are ``<path>.tensors/tensor_<i>.pt``.
-
-    What stands in several places is visited, and a tensor read, once. Raises CheckpointError.
-    """
-    folder, root = tensors_folder(path), read_pickle(path)
-    tensors: dict[int, Tensor] = {}
-    visited: dict[int, Any] = {}
-    """What became of the containers, by ``id``; ``root`` keeps them."""
-
-    def tensor(reference: _TensorReference) -> Tensor:
-        number = getattr(reference, "tid", None)
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 31:
-            raise CheckpointError(f"{path} refers to the tensor {number!r:.80}, and they are numbered from 0 on")
-        if number not in tensors:
-            found = read_pickle(folder / f"tensor_{number}.pt", mapped)
-            if not isinstance(found, Tensor):
-                raise CheckpointError(f"{folder / f'tensor_{number}.pt'} holds {type(found).__name__}, not a tensor")
-            tensors[number] = found
-        return tensors[number]
-
-    def visit(item: Any, level: int) -> Any:
-        if isinstance(item, _TensorReference):
-            return tensor(item)
-        if not isinstance(item, dict | list | tuple):
-            return item
-        if id(item) not in visited:
-            if level == MOST_LEVELS:
-                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or holds itself")
-            if isinstance(item, dict):
-                visited[id(item)] = {key: visit(value, level + 1) for key, value in item.items()}
-            else:
-                visited[id(item)] = type(item)([visit(value, level + 1) for value in item])
-        return visited[id(item)]
-
-    return visit(root, 0)
