@@ -28,7 +28,8 @@ from nxd_infer.checkpoint.load import (
     require_adapter,
     same_degrees,
 )
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive, find_reference, open_reference
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, open_reference
+from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.random_state import restore_random_state
 from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
@@ -167,7 +168,7 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
 
     A folder that the reference wrote can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
-    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.archive`.
+    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.folder`.
 
     Args:
         path, tag: where; without a tag the newest complete checkpoint. Where there is none yet, nothing is loaded, so

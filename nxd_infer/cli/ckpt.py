@@ -23,10 +23,10 @@ from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_c
 from nxd_infer.checkpoint.neuronx.archive import (
     AnyArchive,
     ReferenceArchive,
-    find_reference,
     one_by_one,
     open_reference,
 )
+from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.cli import compare
