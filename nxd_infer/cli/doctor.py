@@ -10,6 +10,7 @@ import sys
 
 from nxd_infer.cli.console import console, table
 from nxd_infer.errors import UntrustedCacheError
+from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import available_cores, compute_threads, processor_share
 from nxd_infer.util.units import size
@@ -24,11 +25,10 @@ OPTIONAL = {
 }
 
 
-def cpu_features() -> str:
-    with open("/proc/cpuinfo") as lines:
-        flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+def instructions() -> str:
+    """Those of the processor's that matter here."""
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-    return " ".join(flag for flag in wanted if flag in flags) or "none of the ones that matter"
+    return " ".join(flag for flag in wanted if flag in cpu_features()) or "none of the ones that matter"
 
 
 def cores() -> str:
@@ -59,7 +59,7 @@ def run() -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", version_of("torch") or "missing"),
         ("cores", cores()),
-        ("cpu features", cpu_features()),
+        ("cpu features", instructions()),
         ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
         ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),
     ]

@@ -60,7 +60,6 @@ app = typer.Typer(
     cls=Commands,
     help="Shard a PyTorch model, trace each rank ahead of time, save, load and serve it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog="Example:  nxd-infer demo --dir ./demo",
@@ -241,10 +240,13 @@ def serve() -> None:
     raise NotImplementedError("Commands.resolve_command puts the command with its options in place of this one")
 
 
-@app.command(epilog='Example:  nxd-infer generate ./artifact --prompt "The with statement" --max-tokens 64')
+@app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
 def generate(
     artifact: ArtifactDir,
-    prompt: Annotated[list[str], typer.Option("--prompt", help="Text to continue; repeat for several.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue.", show_default=False)
+    ] = None,
+    former: Annotated[list[str] | None, typer.Option("--prompt", hidden=True)] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to write at most. Default: 64, or what fits behind the prompt.")
     ] = None,
@@ -269,11 +271,16 @@ def generate(
     """Continue prompts in this process's own engine, without a server."""
     from nxd_infer.cli.generate import run
 
-    if not all(prompt):
-        raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="--prompt")
+    if former:
+        print('note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"', file=sys.stderr)
+    prompts = [*(prompts or ()), *(former or ())]
+    if not prompts:
+        raise typer.BadParameter("there is none; give the text to continue", param_hint="PROMPT")
+    if not all(prompts):
+        raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="PROMPT")
     run(
         artifact,
-        prompt,
+        prompts,
         as_json=as_json,
         max_tokens=max_tokens,
         temperature=temperature,

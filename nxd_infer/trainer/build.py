@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,30 +14,31 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
+from nxd_infer.trainer.config import TrainConfig
 
 Args = tuple[Any, ...]
 
 
-def build_model(config: Mapping[str, Any], model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
+def build_model(config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
     """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group."""
-    init, context = config["model_init_config"], current_context()
+    init, context = config.model_init_config, current_context()
     model: nn.Module | None = None
-    with same_random_numbers(context), build_sequence_parallel(config["sequence_parallel"]):
-        for mine in turns(context, init["sequential_move_factor"]):
+    with same_random_numbers(context), build_sequence_parallel(config.sequence_parallel):
+        for mine in turns(context, init.sequential_move_factor):
             if not mine:
                 continue
-            with torch.device("meta") if init["meta_device_init"] else contextlib.nullcontext():
+            with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
                 model = model_fn(*args, **kwargs)
             if not isinstance(model, nn.Module):
                 raise ParallelConfigError(
                     f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, "
                     f"got {type(model).__name__}"
                 )
-            if init["meta_device_init"]:
-                materialise(model, init["param_init_fn"])
+            if init.meta_device_init:
+                materialise(model, init.param_init_fn)
             move_to_transport(model)
     assert model is not None
-    if config["sequence_parallel"] and context.tp.degree > 1 and not is_sequence_parallel_model(model):
+    if config.sequence_parallel and context.tp.degree > 1 and not is_sequence_parallel_model(model):
         raise ParallelConfigError(
             "sequence_parallel=True, but no layer of the model has sequence_parallel_enabled=True: pass it to its "
             "parallel layers and norms (see nxd_infer.parallel_layers.sequence_parallel), or leave the option out"

@@ -61,7 +61,7 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
         llm.sampling_defaults["temperature"] = 0.0
         silent, greedy = llm.generate(ASKED["prompt"]), llm.generate(ASKED["prompt"], mine.replace(temperature=0))
         assert silent[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids
-    asked = ("generate", artifact, "--prompt", ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
+    asked = ("generate", artifact, ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
     assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked).out)["text"] == expected
     monkeypatch.setenv("NXD_INFER_GENERATION_DEFAULTS", "false")
     with real_server(artifact) as server:

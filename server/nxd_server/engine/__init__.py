@@ -18,8 +18,9 @@ block (an asyncio caller hands over with ``loop.call_soon_threadsafe``).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nxd_server.engine.events import (
@@ -39,19 +40,19 @@ if TYPE_CHECKING:
     from nxd_server.engine.text_encoder import TextEncoder
 
 _HOMES = {
-    "TextEncoder": "text_encoder",
-    "Engine": "generation_engine",
-    "Ticket": "request",
-    "EngineHealth": "events",
-    "EngineStats": "events",
-    "ErrorEvent": "events",
-    "Event": "events",
-    "FinishEvent": "events",
-    "Timings": "events",
-    "TokenEvent": "events",
-    "Usage": "events",
-    "OneShotEngine": "oneshot_engine",
-    "SamplingParams": "sampling_params",
+    "TextEncoder": ".text_encoder",
+    "Engine": ".generation_engine",
+    "Ticket": ".request",
+    "EngineHealth": ".events",
+    "EngineStats": ".events",
+    "ErrorEvent": ".events",
+    "Event": ".events",
+    "FinishEvent": ".events",
+    "Timings": ".events",
+    "TokenEvent": ".events",
+    "Usage": ".events",
+    "OneShotEngine": ".oneshot_engine",
+    "SamplingParams": ".sampling_params",
 }
 
 __all__ = [
@@ -70,8 +71,4 @@ __all__ = [
     "Usage",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"nxd_server.engine.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'nxd_server.engine' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
