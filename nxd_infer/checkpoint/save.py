@@ -39,6 +39,7 @@ from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+from nxd_infer.util.devices import ACCELERATOR, accelerator_state, has_accelerator, set_accelerator_state
 
 SILENCE = 600.0
 """Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""
@@ -175,8 +176,8 @@ def random_state() -> dict[str, Any]:
         "streams": get_xla_rng_tracker().get_states(),
         "python": random.getstate(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if (accelerator := accelerator_state()) is not None:
+        state[ACCELERATOR] = accelerator
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -190,8 +191,8 @@ def restore_random_state(state: Mapping[str, Any], where: str) -> None:
         torch.set_rng_state(state["torch"])
         get_xla_rng_tracker().set_states(state["streams"])
         random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        if ACCELERATOR in state and has_accelerator():
+            set_accelerator_state(state[ACCELERATOR])
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.artifact.manifest import LOSSY_ENCODINGS, InputSpec, OutputSpec, TensorSpec, WeightSpec
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.graph import passes
 from nxd_infer.graph.export import Exported, Step, export
@@ -102,7 +102,11 @@ def stored_graph(directory: Path) -> Graph:
         raise ArtifactCorruptError(f"{directory} holds no canonical graph: it was traced by an earlier version")
     module = ir_to_graph(ir)
     propagate(module, [*file.states, *file.inputs, *file.weights])
-    weights = [weight.model_copy(update={"encoding": ""}) for weight in file.weights]
+    weights = [
+        # What rounds is part of what the model computes, and stays; other forms are the backend's choice.
+        weight if weight.encoding in LOSSY_ENCODINGS else weight.model_copy(update={"encoding": ""})
+        for weight in file.weights
+    ]
     known = {"digest": "", "ops": [], "weights": weights, "collectives": passes.collective_sequence(module)}
     return Graph(module, file.model_copy(update=known))
 

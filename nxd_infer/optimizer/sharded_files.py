@@ -27,6 +27,7 @@ from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.files.files import replacing
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
+from nxd_infer.util.devices import HOST, transport_device
 
 if TYPE_CHECKING:
     from nxd_infer.optimizer.parallel import NxDOptimizer
@@ -281,7 +282,7 @@ def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], obje
 def world_max(context: ParallelContext, number: int) -> int:
     """The largest ``number`` of all ranks. A collective."""
     over_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
-    largest = torch.tensor([number], dtype=torch.int64, device="cuda" if over_nccl else "cpu")
+    largest = torch.tensor([number], dtype=torch.int64, device=transport_device() if over_nccl else HOST)
     for axis in AXES:
         largest = comm.all_reduce(largest, context, axis, "max")
     return int(largest)

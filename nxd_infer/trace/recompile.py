@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.artifact.manifest import FORMAT, PACKED_INT8, PACKED_REQUIREMENT
+from nxd_infer.artifact.manifest import FORMAT, LOSSY_ENCODINGS, PACKED_REQUIREMENT
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
@@ -70,7 +70,7 @@ def parallel_model_recompile(
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
     own, ignored = split_arguments(compiler_args, found.has_option)
-    quantized = any(weight.encoding == PACKED_INT8 for weight in source.manifest.weights)
+    quantized = any(weight.encoding in LOSSY_ENCODINGS for weight in source.manifest.weights)
     options = found.options(own, "int8" if quantized else None)
     ArtifactWriter(save_dir, replace=replace).check_target()
     workdir = Path(compiler_workdir) if compiler_workdir is not None else None

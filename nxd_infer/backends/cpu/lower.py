@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from nxd_infer.artifact.manifest import PACKED
+from nxd_infer.artifact.manifest import PACKED, PACKED_INT8
 from nxd_infer.backends.cpu import packing
 from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
 from nxd_infer.backends.cpu.options import OPTION, QUANTIZATIONS, QUANTIZE
@@ -60,12 +60,15 @@ def _lower(module: fx.GraphModule, library: Any) -> bool:
 def _choose(
     modules: Sequence[fx.GraphModule], graphs: Sequence[Graph], options: Mapping[str, Any], library: Any
 ) -> dict[str, str]:
-    """The encoding of every weight that has one."""
+    """The encoding of every weight that has one; of a stored graph that reads some rounded, of these."""
+    nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
+    if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
+        found = packing.choose(nodes, 1, PACKED_INT8)
+        return {name: form for name, form in found.items() if name in kept}
     minimum = options.get(OPTION, 0)
     form = QUANTIZATIONS.get(options.get(QUANTIZE, ""), PACKED)
     if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
         return {}
-    nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
     return packing.choose(nodes, minimum, form)
 
 

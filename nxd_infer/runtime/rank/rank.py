@@ -142,8 +142,9 @@ class Rank:
             for place, (number, new) in zip(self._places, enumerate(staged), strict=True):
                 moved = place.replace_weights(new.names, self._reader(new))
                 for graph in self._graphs:
-                    names = {weight.name for weight in graph.graph.weights}
-                    graph.update_weights({name: value for name, value in moved.items() if name in names}, number)
+                    own = {weight.name for weight in graph.graph.weights} & moved.keys()
+                    if own:
+                        graph.update_weights({name: moved[name] for name in own}, number)
                 for (name, slot), entry in new.entries.items():
                     place.replace_entry(name, slot, entry)
         except BaseException as error:

@@ -30,6 +30,7 @@ from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.util.devices import HOST
 from nxd_infer.util.mapped_memory import UntouchedZeros
 from nxd_infer.util.memory import give_back
 
@@ -207,7 +208,7 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
                 continue
             if id(param) not in made:
                 with mode:
-                    fake = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+                    fake = torch.empty(param.shape, dtype=param.dtype, device=HOST)
                 made[id(param)] = nn.Parameter(fake, requires_grad=False)
                 for key, value in vars(param).items():
                     setattr(made[id(param)], key, value)

@@ -24,6 +24,7 @@ from nxd_infer.graph.names import named_inputs, named_tensors, shared_memory, st
 from nxd_infer.graph.stored import GraphFile, Lowered
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
 from nxd_infer.trace.request import TracedBucket, TraceRequest
+from nxd_infer.util.devices import on_host
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def require_values(module: nn.Module) -> None:
                 "not fill such tensors (unless with assign=True). Build the model on the CPU in func, or give a "
                 "checkpoint_loader_callable, which needs no memory for weights while tracing"
             )
-        if tensor.device.type != "cpu":
+        if not on_host(tensor):
             raise TraceError(f"{name!r} of {type(module).__name__} is on {tensor.device}: return the model on the CPU")
     make_contiguous(module)
 
