@@ -184,14 +184,13 @@ def _positional(node: fx.Node) -> list[Any]:
 # --- aliasing and mutation ----------------------------------------------------------------------------
 
 
-def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each node, the placeholders whose memory its value may share, by the operators' schemas."""
+def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the nodes that made the memory that its value may share, by the operators' schemas: placeholders,
+    and nodes that make a tensor of their own."""
     shared: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         shared[node] = set()
-        if node.op == "placeholder":
-            shared[node] = {node}
-        elif node.target is operator.getitem:
+        if node.target is operator.getitem:
             shared[node] = set(shared[node.args[0]])
         elif isinstance(node.target, torch._ops.OpOverload):
             schema = node.target._schema
@@ -200,7 +199,13 @@ def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
                     if argument.alias_info is not None:
                         for source in tensors_of(value):
                             shared[node] |= shared[source]
+        shared[node] = shared[node] or {node}
     return shared
+
+
+def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the placeholders whose memory its value may share."""
+    return {node: {maker for maker in makers if maker.op == "placeholder"} for node, makers in memory(graph).items()}
 
 
 def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
