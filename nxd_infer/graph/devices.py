@@ -51,7 +51,6 @@ def rank_as_input(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
                 new = _piece(graph, ranks, *node.args)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-    module.recompile()
     return module, axes
 
 
@@ -80,7 +79,6 @@ def constants_on(module: fx.GraphModule, device: str) -> fx.GraphModule:
             if node.op == "call_function":
                 node.args = _moved(node.args, target)
                 node.kwargs = _moved(node.kwargs, target)
-        graph.recompile()
     return module
 
 
@@ -112,5 +110,4 @@ def plain_operators(module: fx.GraphModule, keep: Iterable[Any] = ()) -> fx.Grap
             namespace = getattr(node.target, "namespace", "")
             if namespace.startswith("nxd_"):
                 raise TraceError(f"the graph calls {node.target}, a native operator, which this backend does not have")
-        graph.recompile()
     return module

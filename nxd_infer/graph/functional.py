@@ -35,7 +35,6 @@ def functional(module: fx.GraphModule, states: int) -> fx.GraphModule:
         values.append(value)
     output = output_of(graph)
     output.args = ((*output.args[0], *values),)
-    module.recompile()
     return module
 
 
@@ -57,7 +56,6 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
     with graph.inserting_before(output):  # by a pass, in another way: all are there before the first is overwritten
         for place, value in [(place, call(graph, _COPY, value)) for place, value in computed]:
             call(graph, aten.copy_.default, place, value)
-    module.recompile()
     return module
 
 

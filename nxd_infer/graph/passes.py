@@ -21,6 +21,13 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """Operators in which ranks wait for one another; their order must be equal on all ranks."""
 
 
+class Nodes(fx.GraphModule):
+    """A graph that passes look at and nobody calls: no Python is written for it, which takes longer than a pass."""
+
+    def recompile(self) -> Any:
+        """Nothing."""
+
+
 def copied(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph again, nested ones too, for a pass to change: what a pass is given stays as it is."""
     graph = fx.Graph()
@@ -30,7 +37,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
         values[node] = graph.node_copy(node, lambda n: values[n])
         if node.op == "get_attr":
             root.add_module(str(node.target), copied(getattr(module, str(node.target))))
-    return fx.GraphModule(root, graph)
+    return Nodes(root, graph)
 
 
 def tensors_of(value: Any) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.functional import output_of, placeholders
-from nxd_infer.graph.passes import memory, tensors_of, written
+from nxd_infer.graph.passes import Nodes, memory, tensors_of, written
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,7 @@ class _Splitter:
         for node in self._ordered(nodes):
             values[node] = graph.node_copy(node, lambda n: values[n])
         graph.output(tuple(values[node] for node in gives))
-        part = fx.GraphModule(self.module, graph)
-        return Part(part, [names[node] for node in takes], [names[node] for node in gives])
+        return Part(Nodes(self.module, graph), [names[node] for node in takes], [names[node] for node in gives])
 
 
 def _collective(node: fx.Node) -> bool:

@@ -121,6 +121,10 @@ def test_the_device_has_the_weights_and_the_host_the_sampler(ranks: list[Rank]) 
     names = [*(spec.name for spec in rank.graph.file.states), *(spec.name for spec in rank.graph.file.inputs)]
     weights = set(split.given[len(names) :])
     assert weights <= set(split.body.takes) and weights.isdisjoint([*split.head.takes, *split.tail.takes])
+    states = split.given[: len(rank.states)]
+    hosted = {states[place] for place in split.host_states}
+    assert hosted.isdisjoint(split.body.takes)
+    assert (set(states) - hosted).isdisjoint([*split.head.takes, *split.tail.takes])
     targets = {part: {node.target for node in getattr(split, part).module.graph.nodes} for part in PARTS}
     assert targets["body"].isdisjoint(HOST)
     if any(node.target in HOST for node in rank.graph.module.graph.nodes):

@@ -55,6 +55,14 @@ class RankGraphs:
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     origin: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Weight -> the bucket whose module (or constants) holds it, and its name there."""
+    _tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Parameters and buffers of a bucket's module, by every name; buckets may share one."""
+        module = self.built[index].module
+        if id(module) not in self._tensors:
+            self._tensors[id(module)] = named_tensors(module)
+        return self._tensors[id(module)]
 
 
 def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = None) -> list[Built]:
@@ -319,7 +327,7 @@ def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
     constants = graphs.constants[index]
     if name in constants:
         return constants[name]
-    return named_tensors(graphs.built[index].module)[name].detach()
+    return graphs.tensors(index)[name].detach()
 
 
 def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> TracedBucket:
