@@ -208,8 +208,9 @@ _C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
 
 def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
     """C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in ``csrc/``),
-    for inductor's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some microseconds,
-    and a step of decoding makes a hundred. Behind the arguments of an operator without results inductor puts a null.
+    for the compiler's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some
+    microseconds, and a step of decoding makes a hundred. Behind the arguments of an operator without results it puts a
+    null.
     """
     found: dict[Any, list[str]] = {}
     for library in libraries:

@@ -11,6 +11,7 @@ import torch
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+from nxd_infer.util.devices import ACCELERATOR, accelerator_state, has_accelerator, set_accelerator_state
 
 
 def random_state() -> dict[str, Any]:
@@ -20,8 +21,8 @@ def random_state() -> dict[str, Any]:
         "streams": get_xla_rng_tracker().get_states(),
         "python": random.getstate(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if (accelerator := accelerator_state()) is not None:
+        state[ACCELERATOR] = accelerator
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -35,8 +36,8 @@ def restore_random_state(state: Mapping[str, Any], where: str) -> None:
         torch.set_rng_state(state["torch"])
         get_xla_rng_tracker().set_states(state["streams"])
         random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        if ACCELERATOR in state and has_accelerator():
+            set_accelerator_state(state[ACCELERATOR])
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import DType, ckpt
 from nxd_infer.errors import NxdError
@@ -69,9 +70,16 @@ app = typer.Typer(
 SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
 
 
-class Backend(str, enum.Enum):
-    inductor = "inductor"
-    eager = "eager"
+def _known_backend(name: str | None) -> str | None:
+    """A usage error for a backend that there is not."""
+    if name is not None and name not in registry.BUILT_IN and name not in registry.names():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, registry.names()))}.")
+    return name
+
+
+Backend = Annotated[
+    str, typer.Option(help="Who compiles and runs the graphs: `nxd-infer doctor` lists them.", callback=_known_backend)
+]
 
 
 class Quantize(str, enum.Enum):
@@ -147,7 +155,7 @@ def trace(
         Quantize | None,
         typer.Option(help="int8 reads half the bytes a token; `nxd-infer verify` measures what it costs in accuracy."),
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+    backend: Backend = registry.DEFAULT,
     task: Annotated[
         Task | None,
         typer.Option(help="generate, embed or classify. Default: by the model's architecture."),
@@ -200,7 +208,7 @@ def trace(
         max_len=max_len,
         dtype=dtype.value,
         quantize=quantize.value if quantize else None,
-        backend=backend.value,
+        backend=backend,
         task=task.value if task else None,
         workdir=workdir,
         compiler_args=options(compiler_args, cpu_target),
@@ -220,14 +228,14 @@ def recompile(
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
     cpu_target: CpuTarget = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="inductor compiles; eager runs the same graphs. Default: the artifact's own.")
+        str | None, typer.Option(help="As of `trace`. Default: the artifact's own.", callback=_known_backend)
     ] = None,
     compiler_args: CompilerArgs = None,
 ) -> None:
     """Compile an artifact's graphs again, for another CPU or backend, without the model's code or checkpoint."""
     from nxd_infer.cli.recompile import run
 
-    run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
+    run(artifact, out, backend, options(compiler_args, cpu_target))
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
@@ -339,12 +347,12 @@ def demo(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
-    backend: Annotated[Backend, typer.Option(help="inductor compiles; eager runs the same graphs.")] = Backend.inductor,
+    backend: Backend = registry.DEFAULT,
 ) -> None:
     """The main job end to end on this machine's CPU: train, trace, save, load, serve, ask."""
     from nxd_infer.cli.demo.run import run
 
-    run(directory, seconds, tp, backend.value)
+    run(directory, seconds, tp, backend)
 
 
 def main() -> None:

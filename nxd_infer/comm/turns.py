@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from nxd_infer.comm.functional import all_reduce
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError
+from nxd_infer.util.devices import transport_device
 
 
 def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
@@ -35,8 +35,7 @@ def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], obje
 
 def largest(context: ParallelContext, number: int, axes: Sequence[str] = AXES) -> int:
     """The largest ``number`` of all ranks, or of those along ``axes``. A collective."""
-    over_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
-    found = torch.tensor([number], dtype=torch.int64, device="cuda" if over_nccl else "cpu")
+    found = torch.tensor([number], dtype=torch.int64, device=transport_device())
     for axis in axes:
         found = all_reduce(found, context, axis, "max")
     return int(found)

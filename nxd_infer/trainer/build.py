@@ -15,6 +15,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
 from nxd_infer.trainer.config import TrainConfig
+from nxd_infer.util.devices import HOST, transport_device
 
 Args = tuple[Any, ...]
 
@@ -68,7 +69,7 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
     if context.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    device = default_device()
+    device = transport_device()
     mine = torch.get_rng_state()
     first = mine.to(device, copy=True)
     dist.broadcast(first, 0)
@@ -114,7 +115,7 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
                 f"meta_device_init=True: {', '.join(bare[:6])} cannot initialise itself (no reset_parameters); pass "
                 'model_init_config={"param_init_fn": function of a module}'
             )
-    model.to_empty(device=default_device())
+    model.to_empty(device=transport_device())
     for key, several in places.items():
         holder, name = several[0]
         param = holder._parameters[name]
@@ -123,7 +124,7 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
         for mark, value in marks[key].items():
             setattr(param, mark, value)
     for module, name, buffer in held:
-        module._buffers[name] = buffer.to(default_device())
+        module._buffers[name] = buffer.to(transport_device())
     for module in model.modules():
         if not module._parameters and not module._buffers:
             continue
@@ -135,14 +136,8 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
                 param_init_fn(module)
 
 
-def default_device() -> torch.device:
-    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def move_to_transport(model: nn.Module) -> None:
     """Move the model to the device whose memory the process group communicates; it stays where that is the CPU."""
-    device = default_device()
-    if device.type != "cpu":
+    device = transport_device()
+    if device != HOST:
         move_model_to_device(model, device)

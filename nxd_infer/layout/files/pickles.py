@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
+from nxd_infer.util.devices import HOST
 from nxd_infer.util.reading import MOST_LEVELS
 
 
@@ -41,7 +42,7 @@ def read_pickle(path: Path, mapped: bool = False) -> Any:
     try:
         _require_stored(path)
         with torch.serialization.safe_globals([stand_in]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
+            return torch.load(path, map_location=HOST, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # whatever a damaged file makes of the unpickler

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nxd_infer.util.devices import HOST
+
 _LARGE = 2 << 20
 """Bytes of a large page; a smaller piece would only waste one."""
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -49,6 +51,6 @@ class UntouchedZeros(TorchFunctionMode):
             return func(*args, **kwargs)
         device = torch.device(kwargs.get("device") or torch.get_default_device())
         shape = func(*args, **{**kwargs, "device": "meta"})
-        if device.type != "cpu" or shape.nbytes < _LARGE:
+        if device.type != HOST.type or shape.nbytes < _LARGE:
             return func(*args, **kwargs)
         return Memory(shape.nbytes).bytes.view(shape.dtype).view(shape.shape)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from nxd_infer.artifact.manifest import PACKED_INT8, WeightSpec
-from nxd_infer.graph.packing import encoded_spec
+from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.ops import packed, packed_int8
-from nxd_infer.runtime.rank.memory import Memory
+from nxd_infer.util.mapped_memory import Memory
 
 _ALIGNMENT = 64
 
@@ -34,8 +34,8 @@ class PackedWeights:
             piece = arena[places[spec.name] : places[spec.name] + spec.nbytes]
             self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
 
-    def fill(self, read: Callable[[WeightSpec], Tensor], names: Iterable[str] | None = None) -> None:
+    def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
         """Pack the plain tensors that ``read`` returns, one at a time, over what is there; all of them by default."""
         for name in self.specs if names is None else names:
             pack = packed_int8.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
-            pack(read(self.specs[name]), out=self.tensors[name], library=self._library)
+            pack(read(name), out=self.tensors[name], library=self._library)

@@ -18,22 +18,11 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import PACKED, PACKED_INT8, WeightSpec
-from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph.passes import call, native_operator, written
 from nxd_infer.ops.packed import packable
 from nxd_infer.ops.packed_int8 import packed_shape
 
 aten = torch.ops.aten
-
-OPTION = "nxd_packed"
-"""The compiler option: True (weights of at least MINIMUM_BYTES), False, or the number of bytes from which on."""
-MINIMUM_BYTES = 64 << 10
-"""Smaller weights stay in the caches and gain nothing."""
-
-QUANTIZE = "quantize"
-"""Where a trace's configuration names one of QUANTIZATIONS; absent where weights keep their type."""
-QUANTIZATIONS = {"int8": PACKED_INT8}
-"""What ``quantize`` may be, and the encoding it gives the weights that would be packed."""
 
 _OPERATORS = {
     PACKED: ("packed_linear", "packed_linears", "packed_embedding"),
@@ -43,32 +32,6 @@ _LINEAR = aten.linear.default
 _EMBEDDING = aten.embedding.default
 _PRODUCTS = {aten.mm.default, aten.matmul.default}
 _COND = torch.ops.higher_order.cond
-
-
-def packed_option(value: Any) -> int:
-    """The smallest weight in bytes that is packed; 0 for none. Raises TraceConfigError for another value."""
-    if isinstance(value, bool):
-        return MINIMUM_BYTES if value else 0
-    if isinstance(value, int) and value > 0:
-        return value
-    raise TraceConfigError(
-        f"compiler_args: {OPTION}={value!r} must be True, False, or the number of bytes from which on a weight is "
-        f"packed (True means {MINIMUM_BYTES})"
-    )
-
-
-def quantize_option(value: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """What ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError for one that there is not."""
-    if value is None:
-        return {}
-    if not isinstance(value, str) or value not in QUANTIZATIONS:
-        raise TraceConfigError(f"quantize={value!r} is not one of {', '.join(map(repr, QUANTIZATIONS))}, or None")
-    if not options.get(OPTION):
-        raise TraceConfigError(
-            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({OPTION}=False): "
-            "leave one of the two out"
-        )
-    return {QUANTIZE: value}
 
 
 @dataclass
@@ -120,7 +83,7 @@ def _operator(library: Any, name: str) -> Any:
 
 def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
     """What a graph takes for a weight of ``spec`` in ``form``."""
-    if form != PACKED_INT8:
+    if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
     N, row = packed_shape(spec.shape)
     return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": [N, row], "stride": [row, 1]})
