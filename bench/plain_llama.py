@@ -1,6 +1,6 @@
 """The Llama of the training benchmark in plain PyTorch: what DTensor, FSDP2, DDP and one process train.
 
-It computes the same as ``nxd_models.llama``, with the same names, using ``nn.Linear`` and ``nn.Embedding``, which
+It computes the same as ``nxd_models.llama.model``, with the same names, using ``nn.Linear`` and ``nn.Embedding``, which
 PyTorch's tensor parallelism can split. Shapes: B rows, S positions, E hidden size, H heads, D head dimension.
 """
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_models.blocks import rotate
-from nxd_models.config import DecoderConfig
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.rope import rotate
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal attention over the heads of the projections: all of them, or a rank's."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.head_dim = dim
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -58,7 +58,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
 class PlainLlama(nn.Module):
     """``forward(input_ids [B, S])`` returns the mean loss of the next tokens."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

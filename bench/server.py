@@ -19,7 +19,7 @@ from bench.processes import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
 from nxd_infer.cli.demo.run import free_port, ready
-from nxd_server.config import ServerSettings
+from nxd_server.settings import ServerSettings
 
 CLIENTS = (1, 4, 16)
 PROMPT, NEW_TOKENS = 128, 128

@@ -15,8 +15,8 @@ import torch
 
 import nxd_infer as nxd
 from bench.model import COMMON
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.model import CausalLM
 
 
 def status(field: str) -> int:
@@ -26,7 +26,7 @@ def status(field: str) -> int:
 
 
 def main(mode: str, layers: int, hidden: int, length: int) -> None:
-    sizes = DecoderConfig(
+    sizes = LlamaConfig(
         model_type="llama",
         vocab_size=COMMON["vocab"],
         hidden_size=hidden,

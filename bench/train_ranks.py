@@ -40,8 +40,8 @@ from nxd_infer.context import ParallelContext, default_context, set_default_cont
 from nxd_infer.layout import shard_state_dict
 from nxd_infer.parallel_state import initialize_model_parallel
 from nxd_infer.trainer import NxDModel, NxDOptimizer
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.model import CausalLM
 
 DEGREE = 2
 SIZES: dict[str, Any] = {
@@ -64,9 +64,9 @@ SAME = 1e-4
 Step = Callable[[], float]
 
 
-def decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
+def decoder_config(sizes: dict[str, Any]) -> LlamaConfig:
     head_dim = sizes["hidden_size"] // sizes["num_heads"]
-    return DecoderConfig(model_type="llama", head_dim=head_dim, max_position=LENGTH, **sizes)
+    return LlamaConfig(model_type="llama", head_dim=head_dim, max_position=LENGTH, **sizes)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def context_of(tp: int, shared_memory: bool = True) -> ParallelContext:
 class Benchmark:
     """The model, the batch and all participants."""
 
-    def __init__(self, config: DecoderConfig, rank: int):
+    def __init__(self, config: LlamaConfig, rank: int):
         self.config, self.rank = config, rank
         generator = torch.Generator().manual_seed(0)
         self.batch = torch.randint(0, config.vocab_size, (BATCH, LENGTH), generator=generator)

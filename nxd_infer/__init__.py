@@ -19,9 +19,9 @@ answers at once.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nxd_infer.util.lazy import lazy_names
 from nxd_infer.util.version import VERSION
 
 __version__ = VERSION
@@ -75,14 +75,5 @@ __all__ = [
     "trainer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _TRAINER:
-        return getattr(importlib.import_module("nxd_infer.trainer"), name)
-    if name in __all__:
-        return importlib.import_module(f"nxd_infer.{name}")
-    raise AttributeError(f"module 'nxd_infer' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(set(__all__) | set(globals()))
+_MODULES = set(__all__) - {"__version__", *_TRAINER}
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(_TRAINER, ".trainer"), _MODULES)

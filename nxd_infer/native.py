@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
 import mmap
@@ -36,6 +35,7 @@ from nxd_infer import ops as _ops
 from nxd_infer.comm import ops as _comm_ops
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError
 from nxd_infer.util.cache_dir import cache_dir, opened
+from nxd_infer.util.locks import only_one
 from nxd_infer.util.processors import processors
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -207,9 +207,10 @@ _C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
 
 
 def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
-    """Return C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in
-    ``csrc/``), for inductor's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes a few
-    microseconds, and a decode step makes a hundred. For an operator without results, inductor appends a null argument.
+    """C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in ``csrc/``),
+    for the compiler's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some
+    microseconds, and a step of decoding makes a hundred. Behind the arguments of an operator without results it puts a
+    null.
     """
     found: dict[Any, list[str]] = {}
     for library in libraries:
@@ -309,19 +310,13 @@ def _no_compiler() -> str:
 def _only_builder(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` against other processes; the kernel releases it when the holder ends."""
     path = folder.with_name(folder.name + ".lock")
-    deadline = time.monotonic() + BUILD_TIMEOUT
-    with open(path, "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BackendUnavailableError(
-                        f"another process has been building the native operators for {BUILD_TIMEOUT:.0f} s; "
-                        f"it holds {path}"
-                    ) from None
-                time.sleep(0.05)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(only_one(path, BUILD_TIMEOUT))
+        except TimeoutError:
+            raise BackendUnavailableError(
+                f"another process has been building the native operators for {BUILD_TIMEOUT:.0f} s; it holds {path}"
+            ) from None
         yield
 
 

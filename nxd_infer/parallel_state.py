@@ -32,6 +32,7 @@ from nxd_infer.context import (
 )
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.layout.moving import move_model_to_device
+from nxd_infer.util.devices import HOST, transport_device
 
 if TYPE_CHECKING:
     from nxd_infer.native import NativeLibrary
@@ -191,7 +192,7 @@ def _distributed() -> bool:
 
 
 def _transport_device() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else None
+    return None if (device := transport_device()) == HOST else device
 
 
 def _make_groups(layout: RankLayout, rank: int, timeout: float) -> dict[str, dist.ProcessGroup]:

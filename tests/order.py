@@ -7,7 +7,7 @@ others without work. A file that is missing here costs balance alone, and so doe
 from __future__ import annotations
 
 LONGEST = [
-    "models/test_traced_decoders",
+    "models/test_traced_llama",
     "trace/test_encoding",
     "engine/test_speculation",
     "models/test_adapter_slots",
@@ -30,13 +30,13 @@ LONGEST = [
     "engine/test_real_generation",
     "trace/test_closing",
     "trace/test_trace_arguments",
-    "engine/test_adapters",
+    "engine/test_adapter_slots",
     "trainer/test_testing",
     "ops/test_crew",
     "trace/test_begun_steps",
     "trace/test_quantize",
     "http/test_real_oneshot",
-    "http/test_adapters",
+    "http/test_load_adapters",
     "http/test_streams",
     "e2e/test_demo",
     "ops/test_native_attention",

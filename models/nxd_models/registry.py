@@ -1,79 +1,161 @@
-"""From a model directory to a module: which family it is, what it can do, and how to build it."""
+"""The model families, and from a model directory to a module.
+
+A family is found by the ``model_type`` of ``config.json``. Ours are in :data:`BUILT_IN`; a package adds its own by an
+entry point for each model type, which is imported only when a directory of that type is read:
+
+    [project.entry-points."nxd_infer.models"]
+    gpt2 = "my_package.gpt2:GPT2"        # a ModelSpec
+
+and a program its own by :func:`register`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models.config import DecoderConfig, EncoderConfig, Fields, parse_config, read_json
-from nxd_models.hf import HuggingFaceSource, load
-from nxd_models.hf import weights as _weights
+from nxd_models.hf.config_file import ModelFile, read_json
+from nxd_models.hf.sentence_transformers import pooling_options
+from nxd_models.spec import TASKS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
-TASKS = ("generate", "embed", "classify")
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nxd_models.hf.weights import HuggingFaceSource
+
+__all__ = [
+    "TASKS",
+    "build",
+    "find",
+    "load_config",
+    "load_model",
+    "model_types",
+    "parse_config",
+    "register",
+    "weights",
+]
+
+GROUP = "nxd_infer.models"
+BUILT_IN = {
+    "llama": "nxd_models.llama.family:LLAMA",
+    "mistral": "nxd_models.llama.family:LLAMA",
+    "qwen2": "nxd_models.llama.family:LLAMA",
+    "qwen3": "nxd_models.llama.family:LLAMA",
+    "bert": "nxd_models.bert.family:BERT",
+    "roberta": "nxd_models.bert.family:ROBERTA",
 }
+_registered: dict[str, ModelSpec] = {}
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """A model directory, read and understood."""
+def register(spec: ModelSpec) -> ModelSpec:
+    """Add a family to this process; returns it. Rank processes that trace need the call as well.
 
-    path: Path
-    config: DecoderConfig | EncoderConfig
-    architectures: tuple[str, ...]
-    raw: Mapping[str, Any]
-    """``config.json`` as it stands."""
-
-    @property
-    def model_type(self) -> str:
-        return self.config.model_type
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """What this model can do, the default first."""
-        if isinstance(self.config, DecoderConfig):
-            return ("generate",)
-        if any(name.endswith("ForSequenceClassification") for name in self.architectures):
-            return ("classify", "embed")
-        return ("embed",)
-
-    def task(self, wanted: str | None) -> str:
-        """``wanted``, or the default. Raises ModelConfigError naming ``architectures`` when the model cannot do it."""
-        if wanted is None:
-            return self.tasks[0]
-        if wanted not in TASKS:
-            raise ModelConfigError(f"there is no task {wanted!r}; tasks are {', '.join(TASKS)}")
-        if wanted not in self.tasks:
-            raise ModelConfigError(
-                f"{self.path}: a {self.model_type} model with architectures = {list(self.architectures)} cannot do "
-                f"{wanted!r}; it can do {', '.join(self.tasks)}"
-            )
-        return wanted
+    Raises ModelConfigError naming who has one of its model types already.
+    """
+    for model_type in spec.model_types:
+        owners = _owners(model_type)
+        if owners and _registered.get(model_type) is not spec:
+            raise ModelConfigError(f"{spec}: model_type {model_type!r} is registered already, by {owners[0]}")
+    _registered.update(dict.fromkeys(spec.model_types, spec))
+    return spec
 
 
-def load_config(model_dir: str | os.PathLike[str] | ModelSpec) -> ModelSpec:
+def model_types() -> list[str]:
+    """Every model type that can be read. Imports no family."""
+    return list(dict.fromkeys([*BUILT_IN, *_registered, *(point.name for point in _points())]))
+
+
+def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
+    """The family of a model type.
+
+    Raises ModelConfigError when it is not known (names those that are), when two packages claim it (names both), or
+    when the one that does cannot be imported (with the reason).
+    """
+    owners = _owners(model_type)
+    if not owners:
+        raise ModelConfigError(
+            f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
+            f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md)"
+        )
+    if len(owners) > 1:
+        raise ModelConfigError(
+            f"{origin}: model_type = {model_type!r} is registered more than once: by {' and by '.join(owners)}; "
+            "uninstall all but one"
+        )
+    if model_type in _registered:
+        return _registered[model_type]
+    if model_type in BUILT_IN:
+        module, _, name = BUILT_IN[model_type].partition(":")
+        return getattr(importlib.import_module(module), name)
+    return _imported(next(point for point in _points() if point.name == model_type), origin)
+
+
+def _points() -> list[EntryPoint]:
+    return list(entry_points(group=GROUP))
+
+
+def _owners(model_type: Any) -> list[str]:
+    """Whoever has registered a model type, in words."""
+    if not isinstance(model_type, str):
+        return []
+    found = ["nxd_infer itself"] if model_type in BUILT_IN else []
+    found += ["a call of register()"] if model_type in _registered else []
+    return found + sorted(_words(point) for point in _points() if point.name == model_type)
+
+
+def _words(point: EntryPoint) -> str:
+    return f"the package {point.dist.name if point.dist else '?'} ({point.value})"
+
+
+def _imported(point: EntryPoint, origin: str) -> ModelSpec:
+    try:
+        spec = point.load()
+    except Exception as error:
+        raise ModelConfigError(
+            f"{origin}: model_type = {point.name!r} is registered by {_words(point)}, which cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(spec, ModelSpec) or point.name not in spec.model_types:
+        what = f"the {spec}" if isinstance(spec, ModelSpec) else f"a {type(spec).__name__}"
+        raise ModelConfigError(
+            f"{origin}: model_type = {point.name!r} is registered by {_words(point)}, which is {what}: expected a "
+            f"ModelSpec with {point.name!r} among its model_types"
+        )
+    return spec
+
+
+def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> DecoderConfig | EncoderConfig:
+    """The configuration of a known family. Raises ModelConfigError naming the field otherwise."""
+    return _read(raw, origin)[1]
+
+
+def _read(raw: Mapping[str, Any], origin: str) -> tuple[ModelSpec, DecoderConfig | EncoderConfig]:
+    if raw.get("quantization_config"):
+        problem = "quantised weights are not read; use the unquantised model"
+        raise ModelConfigError(f"{origin}: quantization_config = {raw['quantization_config']!r}: {problem}")
+    spec = find(raw.get("model_type"), origin)
+    return spec, spec.read_config(raw, origin)
+
+
+def load_config(model_dir: str | os.PathLike[str] | ModelDirectory) -> ModelDirectory:
     """Read ``config.json``. Raises ModelConfigError naming the field of anything that cannot be run exactly."""
-    if isinstance(model_dir, ModelSpec):
+    if isinstance(model_dir, ModelDirectory):
         return model_dir
     path = Path(model_dir)
     file = path / "config.json"
     raw = read_json(file)
-    return ModelSpec(path, parse_config(raw, str(file)), Fields(raw, str(file)).texts("architectures"), raw)
+    spec, config = _read(raw, str(file))
+    return ModelDirectory(path, spec, config, ModelFile.read(raw, str(file)).architectures, raw)
 
 
 def build(
-    model: str | os.PathLike[str] | ModelSpec,
+    model: str | os.PathLike[str] | ModelDirectory,
     task: str | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
@@ -82,28 +164,26 @@ def build(
 
     Args:
         model: a model directory, or what :func:`load_config` made of it.
-        task: "generate" gives a CausalLM; "embed" an encoder with pooling; "classify" one with its head.
+        task: "generate" gives a causal language model; "embed" an encoder with pooling; "classify" one with its head.
         dtype: of the parameters; default: what the checkpoint says.
-        options: ``pooling`` and ``normalize`` for "embed".
+        options: ``pooling`` and ``normalize`` for "embed"; the default is what the directory says.
     """
-    from nxd_models import bert, llama, sentence
+    import torch  # slow, and registering needs none
 
-    spec = load_config(model)
-    task = spec.task(task)
-    config = spec.config
-    dtype = DTYPES[config.dtype] if dtype is None else dtype
-    if isinstance(config, DecoderConfig):
-        if options:
-            raise ModelConfigError(f"task {task!r} takes no options, got {sorted(options)}")
-        return llama.CausalLM(config, dtype)
+    directory = load_config(model)
+    task = directory.task(task)
     if task == "embed":
-        return bert.SentenceEncoder(config, dtype, **{**sentence.pooling_options(spec.path), **options})
-    return bert.classifier(config, dtype)
+        options = {**pooling_options(directory.path), **options}
+    elif options:
+        raise ModelConfigError(f"task {task!r} takes no options, got {sorted(options)}")
+    return directory.make(task, getattr(torch, directory.config.dtype) if dtype is None else dtype, **options)
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """The weights of a model directory, streamed by slices; see :mod:`nxd_models.hf`."""
-    return _weights(model_dir)
+    """The weights of a model directory, streamed by slices; see :mod:`nxd_models.hf.weights`."""
+    from nxd_models.hf import weights as hf  # imports torch
+
+    return hf.weights(model_dir)
 
 
 def load_model(
@@ -113,7 +193,11 @@ def load_model(
     **options: Any,
 ) -> nn.Module:
     """:func:`build` with this rank's weights read into it, in evaluation mode."""
-    spec = load_config(model_dir)
+    import torch  # slow, and registering needs none
+
+    from nxd_models.hf import weights as hf
+
+    directory = load_config(model_dir)
     with torch.device("meta"):
-        module = build(spec, task, dtype, **options)
-    return load(module, weights(spec.path)).eval()
+        module = build(directory, task, dtype, **options)
+    return hf.load(module, hf.weights(directory.path)).eval()

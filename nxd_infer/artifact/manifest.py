@@ -20,12 +20,15 @@ from nxd_infer.util.dtypes import ITEM_BYTES, LARGEST_FLOAT
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "1.0"
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", "packed-weights"})
+FORMAT = "1.1"
+"""1.1 stores each graph in its functional form beside what its backend made of it; 1.0 stored the latter alone."""
+PACKED_REQUIREMENT = "packed-weights"
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", PACKED_REQUIREMENT})
 PACKED = "packed32"
 """Encoding of a weight that graphs read in blocks of 32 rows (``nxd_infer.ops.packed``)."""
 PACKED_INT8 = "packed32-int8"
 """The same in whole numbers of eight bits with a scale a row (``nxd_infer.ops.packed_int8``): lossy."""
+LOSSY_ENCODINGS = frozenset({PACKED_INT8})
 KNOWN_ENCODINGS: frozenset[str] = frozenset({"", "packed16", PACKED, PACKED_INT8})
 """With those of earlier versions: an artifact carries the operators that pack its weights and read them."""
 MANIFEST_NAME = "manifest.json"

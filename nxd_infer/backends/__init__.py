@@ -1,6 +1,5 @@
-"""Backends: lower one rank's module for one bucket, compile it, load it, run it. See :mod:`nxd_infer.backends.base`."""
+"""Backends: compile a rank's graphs, place its tensors, run it. See :mod:`nxd_infer.backends.base`."""
 
-from nxd_infer.backends.base import Availability, Backend, Executable, RankRuntime, get, names
-from nxd_infer.graph.stored import Lowered
+from nxd_infer.backends.registry import get, names
 
-__all__ = ["Availability", "Backend", "Executable", "Lowered", "RankRuntime", "get", "names"]
+__all__ = ["get", "names"]

@@ -17,6 +17,8 @@ from torch import nn
 
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
+from nxd_infer.checkpoint.async_save import outstanding
+from nxd_infer.checkpoint.contents import Content, collect, local_module
 from nxd_infer.checkpoint.load import (
     data_position,
     extra_change,
@@ -26,25 +28,17 @@ from nxd_infer.checkpoint.load import (
     require_adapter,
     same_degrees,
 )
-from nxd_infer.checkpoint.neuronx import archive as reference_files
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.save import (
-    Content,
-    checksums,
-    collect,
-    local_module,
-    outstanding,
-    restore_random_state,
-    wait_for_ranks,
-    write_rank,
-)
+from nxd_infer.checkpoint.neuronx.archive import AnyArchive, open_reference
+from nxd_infer.checkpoint.neuronx.folder import find_reference
+from nxd_infer.checkpoint.random_state import restore_random_state
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, Storage, storage_of
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.turns import in_turns, largest
 from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
-from nxd_infer.optimizer.sharded_files import in_turns, world_max
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 
@@ -77,7 +71,8 @@ def save_checkpoint(
     Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
 
     Args:
-        path: the folder of the job's checkpoints, or ``s3://bucket/prefix`` (with boto3).
+        path: the folder of the job's checkpoints, or the URL of any store that fsspec knows, such as
+            ``s3://bucket/prefix`` (with its package: ``pip install 'nxd-infer[s3]'``).
         tag: the name of this one; one of the same name is replaced in the end.
         model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
         optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
@@ -134,8 +129,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if context.rank == 0:
-            wait_for_ranks(storage, folder, context.world_size)
-            sha256 = checksums(storage, folder, context.world_size)
+            sha256 = wait_for_ranks(storage, folder, context.world_size)
             folders.finish(storage, tag, counter, facts, sha256, num_kept_ckpts)
 
     def write_and_finish() -> None:
@@ -174,7 +168,7 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
 
     A folder that the reference wrote can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
-    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.archive`.
+    ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.folder`.
 
     Args:
         path, tag: where; without a tag the newest complete checkpoint. Where there is none yet, nothing is loaded, so
@@ -247,7 +241,7 @@ def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool
     storage, tag = storage_of(path), None if tag is None else str(tag)
     if folders.holds_checkpoint(storage, tag):
         return True
-    return isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None
+    return isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None
 
 
 def wait_for_save() -> None:
@@ -284,7 +278,7 @@ def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
     """The number that ``action`` gives on rank 0, on every rank."""
     number: list[int] = []
     _together(context, lambda: number.append(action()) if context.rank == 0 else None)
-    return world_max(context, number[0] if number else 0)
+    return largest(context, number[0] if number else 0)
 
 
 def _find(storage: Storage, tag: str | None) -> int:
@@ -292,7 +286,7 @@ def _find(storage: Storage, tag: str | None) -> int:
     if isinstance(storage, LocalStorage) and storage.root.is_file():
         raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
     ours = folders.holds_checkpoint(storage, tag)
-    if not ours and isinstance(storage, LocalStorage) and reference_files.find(storage.root, tag) is not None:
+    if not ours and isinstance(storage, LocalStorage) and find_reference(storage.root, tag) is not None:
         return REFERENCE
     if tag is None and not ours:
         return NOTHING
@@ -304,7 +298,7 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
 
     def find() -> None:
         if counter == REFERENCE and isinstance(storage, LocalStorage):
-            found.append(reference_files.open_reference(storage.root, tag))
+            found.append(open_reference(storage.root, tag))
             return
         checkpoint = folders.find_checkpoint(storage, tag)
         if checkpoint.counter != counter:

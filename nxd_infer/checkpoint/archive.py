@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.checkpoint.folder import Checkpoint
+from nxd_infer.checkpoint.folder import Checkpoint, rank_stem
 from nxd_infer.checkpoint.record import FIX, read_piece, read_record
-from nxd_infer.checkpoint.save import rank_stem
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.flat import Bounds, flat_index, flat_rectangles, moved, overlap, relative

@@ -30,9 +30,9 @@ from typing import Any
 
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import sha256_of
 from nxd_infer.layout.files.manifest import DONE, FORMAT, MANIFEST, mark_of, marked_number, read_manifest
 from nxd_infer.util.beneath import AnyPath
+from nxd_infer.util.reading import sha256_of
 
 UNTAGGED = "_untagged"
 """The folder of the tag ""."""
@@ -226,6 +226,10 @@ def _highest_number(storage: Storage, folder: str) -> int:
         claimed = re.search(rb'"counter": (\d{1,15})\b', storage.read(_inside(folder, MANIFEST)))
         found.append(int(claimed[1]) if claimed else 0)
     return max(found)
+
+
+def rank_stem(rank: int) -> str:
+    return f"rank_{rank:05d}"
 
 
 def _inside(folder: str, name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer import comm
-from nxd_infer.checkpoint.save import local_module
+from nxd_infer.checkpoint.contents import local_module
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, merge_state_dicts, weight_layout

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint.archive import RunsSource
+from nxd_infer.checkpoint.contents import EXTRA, local_module, modules_with_extra_state
 from nxd_infer.checkpoint.load_optimizer import optimizer_layouts, read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
-from nxd_infer.checkpoint.save import EXTRA, local_module, modules_with_extra_state
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, fill_tensor, load_weights, weight_layout

@@ -9,8 +9,8 @@ from typing import Any
 from nxd_infer.errors import CheckpointError, ShardingError
 from nxd_infer.layout import ParamLayout, TensorLayout
 from nxd_infer.layout.describe import read_plans
-from nxd_infer.layout.files.files import parse_json
 from nxd_infer.layout.files.manifest import whole
+from nxd_infer.util.reading import parse_json
 
 KINDS = ("model", "optimizer", "values")
 FIX = "restore the file, or load another tag"

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from nxd_infer.checkpoint.archive import Archive, RunsSource, require_no_adapter
+from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
+from nxd_infer.checkpoint.gather import whole_weights
+from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import WeightSource, as_source
 
@@ -29,17 +33,11 @@ def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
     if tag is not None:
         raise CheckpointError(f"the tag {tag!r} names a checkpoint in a folder, and {type(weights).__name__} is none")
     if isinstance(weights, nn.Module):
-        from nxd_infer.checkpoint.gather import whole_weights
-
         return whole_weights(weights)
     return as_source(weights)
 
 
 def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
-    from nxd_infer.checkpoint.archive import Archive, RunsSource, require_no_adapter
-    from nxd_infer.checkpoint.folder import find_checkpoint, holds_checkpoint
-    from nxd_infer.checkpoint.storage import storage_of
-
     storage = storage_of(path)
     if tag is None and not holds_checkpoint(storage):
         return as_source(path)

@@ -1,27 +1,28 @@
-"""Where checkpoints lie: in a folder of a file system, or under a prefix of an S3 bucket (``s3://bucket/prefix``).
+"""Where checkpoints lie: in a folder of a file system, or in any store that fsspec knows (``s3://bucket/prefix``).
 
-Names are relative to the root and have forward slashes: ``step_100/manifest.json``. What is written under a name is
-there whole or not at all in both. Only a file system can rename; a checkpoint in a bucket is written under the name
-that it keeps, and is whole once its ``done`` is there.
+Names are relative to the root and have forward slashes: ``step_100/manifest.json``. In a folder, and in a store of
+objects, what is written under a name is there whole or not at all. Only a file system can rename; a checkpoint in a
+store is written under the name that it keeps, and is whole once its ``done`` is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import REMOVING, replacing, sync_directory
+from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
 from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 
-__all__ = ["LocalStorage", "S3Storage", "Sign", "Storage", "storage_of"]
+__all__ = ["LocalStorage", "RemoteStorage", "Sign", "Storage", "storage_of"]
 
 
 MOST_MARK = 4096
@@ -37,7 +38,7 @@ class Sign(Protocol):
 
 
 class LocalStorage:
-    """A folder that all ranks share."""
+    """A folder that all ranks share. Not fsspec's: that one neither syncs what it writes nor renames in one step."""
 
     local = True
 
@@ -142,59 +143,70 @@ class OpenedStorage(LocalStorage):
         return self._opened / name
 
 
-class S3Storage:
-    """A prefix of a bucket. Credentials, region and ``AWS_ENDPOINT_URL`` are those of the environment, as for any tool.
+class RemoteStorage:
+    """A folder of any store that fsspec knows, by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``sftp://...``.
 
-    Raises CheckpointError without boto3, and for whatever the service refuses.
+    Credentials, region and endpoint are those that its tools find in the environment (``AWS_ENDPOINT_URL``, say).
+    Raises CheckpointError when the store's package is not installed, and for whatever the store refuses.
     """
 
     local = False
 
     def __init__(self, url: str):
-        bucket, _, prefix = url.removeprefix("s3:").lstrip("/").partition("/")
-        if not bucket:
-            raise CheckpointError(f"{url!r} names no bucket; give s3://bucket/prefix")
-        self.bucket, self.prefix = bucket, prefix.strip("/")
-        self._s3 = _client(url)
+        scheme, _, rest = url.partition(":")
+        self._url = url.rstrip("/") if "://" in url else f"{scheme}://{rest.strip('/')}"
+        self._fs, self._root = _connect(self._url)
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
     def where(self, name: str = "") -> str:
-        return "s3://" + "/".join(part for part in (self.bucket, self.prefix, name) if part)
+        return f"{self._url}/{name}" if name else self._url
 
-    def _key(self, name: str) -> str:
-        return f"{self.prefix}/{name}" if self.prefix else name
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
 
     def folders(self) -> list[str]:
-        base = self._key("")
-        return sorted(
-            found["Prefix"][len(base) :].rstrip("/")
-            for page in self._pages(Prefix=base, Delimiter="/")
-            for found in page.get("CommonPrefixes", ())
-        )
+        with self._told(""):
+            self._fs.invalidate_cache()  # other processes write there too
+            try:
+                entries = self._fs.ls(self._path(""), detail=True)
+            except FileNotFoundError as error:
+                if error.__cause__ is None:
+                    return []
+                # The store's own answer: no such bucket. Misspelled, it is no empty folder to begin anew from.
+                raise CheckpointError(f"{self._url}: {error}") from error
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def files(self, folder: str) -> dict[str, int]:
-        base = self._key(f"{folder}/" if folder else "")
-        return {
-            found["Key"][len(base) :]: found["Size"]
-            for page in self._pages(Prefix=base)
-            for found in page.get("Contents", ())
-        }
-
-    def _pages(self, **arguments: str) -> Iterator[dict[str, Any]]:
-        with self._told(""):
-            yield from self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, **arguments)
+        base = self._path(folder)
+        with self._told(folder):
+            self._fs.invalidate_cache()
+            found = self._fs.find(base, detail=True)
+        return {path[len(base) + 1 :]: info["size"] for path, info in found.items() if info["type"] == "file"}
 
     def read(self, name: str) -> bytes:
         with self._told(name):
-            return self._s3.get_object(Bucket=self.bucket, Key=self._key(name))["Body"].read()
+            return self._fs.cat_file(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
+        with self._writing_to(name) as file:
+            file.write(data)
+
+    @contextlib.contextmanager
+    def _writing_to(self, name: str) -> Iterator[IO[bytes]]:
+        """A file of the store to write to; there once it is closed."""
+        path = self._path(name)
         with self._told(name):
-            self._s3.put_object(Bucket=self.bucket, Key=self._key(name), Body=data)
+            try:
+                file = self._fs.open(path, "wb")
+            except FileNotFoundError:  # a store that has folders, such as sftp
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                file = self._fs.open(path, "wb")
+            with file:
+                yield file
 
     def delete(self, name: str) -> None:
-        with self._told(name):
-            self._s3.delete_object(Bucket=self.bucket, Key=self._key(name))
+        with contextlib.suppress(FileNotFoundError), self._told(name):
+            self._fs.rm_file(self._path(name))
 
     def path(self, name: str) -> Path:
         """A copy of it, kept as long as this object."""
@@ -204,7 +216,7 @@ class S3Storage:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             with self._told(name), replacing(copy) as temporary:
-                self._s3.download_file(self.bucket, self._key(name), str(temporary), Config=_in_this_thread())
+                self._fs.get_file(self._path(name), str(temporary))
         return copy
 
     @contextlib.contextmanager
@@ -215,20 +227,21 @@ class S3Storage:
             for name in sorted(names, key=lambda name: name == last):
                 if sign is not None and name == last:
                     sign.end()
-                with self._told(f"{folder}/{name}"):
-                    source, key = str(Path(place) / name), self._key(f"{folder}/{name}")
-                    shown = sign if name != last else None
-                    self._s3.upload_file(source, self.bucket, key, Callback=shown, Config=_in_this_thread())
+                with open(Path(place) / name, "rb") as data, self._writing_to(f"{folder}/{name}") as file:
+                    while block := data.read(_BLOCK):
+                        file.write(block)
+                        if sign is not None and name != last:
+                            sign(len(block))
 
     def make(self, folder: str) -> None:
-        """Nothing: a bucket has no folders."""
+        """Nothing: a folder is there with its first file."""
 
     def remove(self, folder: str) -> None:
-        for name in sorted(self.files(folder), key=lambda name: name != "done"):  # first: it is no checkpoint any more
+        for name in sorted(self.files(folder), key=lambda name: name != DONE):  # first: it is no checkpoint any more
             self.delete(f"{folder}/{name}")
 
     def replace(self, old: str, new: str) -> None:
-        raise CheckpointError(f"{self.where(old)} cannot be renamed: a bucket has no folders")
+        raise CheckpointError(f"{self.where(old)} cannot be renamed: few stores have folders")
 
     def tidy_up(self) -> None:
         """Nothing: what is removed is removed file by file, ``done`` first."""
@@ -236,47 +249,65 @@ class S3Storage:
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
         """Raise what goes wrong as FileNotFoundError or CheckpointError, with the name."""
-        import boto3.exceptions
-        import botocore.exceptions
-
         try:
             yield
-        except botocore.exceptions.ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404"):
-                raise FileNotFoundError(f"{self.where(name)} does not exist") from error
-            raise CheckpointError(f"{self.where(name)}: {error}") from error
-        except (botocore.exceptions.BotoCoreError, boto3.exceptions.Boto3Error) as error:
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.where(name)} does not exist") from error
+        except Exception as error:  # each store has exceptions of its own
             raise CheckpointError(f"{self.where(name)}: {error}") from error
 
 
-Storage = LocalStorage | S3Storage
+Storage = LocalStorage | RemoteStorage
+_URL = re.compile(r"(file|local):/+|[a-z][a-z0-9+.-]*:/")
+"""Of a Path a URL has one slash."""
+_BLOCK = 1 << 20
+_OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
+_S3_OPTIONS = {
+    "config_kwargs": {
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "request_checksum_calculation": "when_required",  # our own sha256 covers every file; old servers know no other
+        "response_checksum_validation": "when_required",
+    }
+}
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """What ``path`` names: ``s3://bucket/prefix``, or a folder."""
+    """What ``path`` names: a folder, or the URL of any store that fsspec knows.
+
+    Raises CheckpointError for a URL of another form, such as fsspec's chains: a cache would show what is no longer so.
+    """
     if isinstance(path, BeneathPath):
         return OpenedStorage(path)
     text = os.fspath(path)
-    return S3Storage(text) if text.startswith("s3:/") else LocalStorage(text)  # a Path has one slash
+    found = _URL.match(text)
+    if found is None:
+        if "://" in text:
+            raise CheckpointError(f"{text!r} is no URL of one store; give it as s3://bucket/prefix")
+        return LocalStorage(text)
+    return LocalStorage(text[found.end() - 1 :]) if found[1] else RemoteStorage(text)
 
 
-def _client(url: str) -> Any:
+def _scheme(url: str) -> str:
+    return url.partition(":")[0]
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """The store of a URL, and the folder in it."""
+    import fsspec  # slow to import: 70 ms that folders do without
+
+    scheme = _scheme(url)
+    if scheme in _OF_BUCKETS and not url.partition("://")[2]:
+        raise CheckpointError(f"{url!r} names no bucket; give {scheme}://bucket/prefix")
     try:
-        import boto3
-        from botocore.config import Config
-    except ModuleNotFoundError as error:
-        raise CheckpointError(f"{url} needs {error.name}: pip install 'nxd-infer[s3]'") from error
-    config = Config(
-        connect_timeout=10,
-        read_timeout=60,
-        request_checksum_calculation="when_required",  # our own sha256 covers every file; old servers know no other
-        response_checksum_validation="when_required",
-    )
-    return boto3.client("s3", config=config)
-
-
-def _in_this_thread() -> Any:
-    """An asynchronous save may go on while the interpreter ends, which refuses new threads."""
-    from boto3.s3.transfer import TransferConfig
-
-    return TransferConfig(use_threads=False)
+        options = _S3_OPTIONS if scheme in ("s3", "s3a") else {}
+        # A store of its own for each caller: those that fsspec keeps have the credentials of their first use.
+        store, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
+    except ImportError as error:  # its text names the package
+        fix = "; pip install 'nxd-infer[s3]'" if scheme == "s3" else ""
+        raise CheckpointError(f"{url} needs a package: {error}{fix}") from error
+    except Exception as error:  # each store has exceptions of its own
+        raise CheckpointError(f"{url}: {error}") from error
+    return store, root.rstrip("/")

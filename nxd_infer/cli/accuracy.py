@@ -69,7 +69,8 @@ class RoundedSource:
 @torch.no_grad()
 def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int) -> None:
     """Print how far the logits are from those with the original ``weights``, over a text or random tokens."""
-    from nxd_models import hf, registry
+    from nxd_models import registry
+    from nxd_models.hf import weights as hf
 
     meta = artifact.manifest.metadata
     ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)

@@ -20,8 +20,13 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint.archive import Archive, RunsSource, adapter_of, require_no_adapter
 from nxd_infer.checkpoint.folder import Checkpoint, complete_checkpoints, find_checkpoint, holds_checkpoint
-from nxd_infer.checkpoint.neuronx import archive as reference_files
-from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
+from nxd_infer.checkpoint.neuronx.archive import (
+    AnyArchive,
+    ReferenceArchive,
+    one_by_one,
+    open_reference,
+)
+from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.cli import compare
@@ -30,7 +35,7 @@ from nxd_infer.cli.console import bar, console, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
-from nxd_infer.layout.files.files import replacing
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.util.units import size
 
 WEIGHTS = "model.safetensors"
@@ -63,9 +68,9 @@ def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchiv
     """Return the reference's checkpoint at ``path``, or None if it is ours."""
     storage = storage_of(path)
     ours = holds_checkpoint(storage, tag)
-    if ours or not isinstance(storage, LocalStorage) or reference_files.find(storage.root, tag) is None:
+    if ours or not isinstance(storage, LocalStorage) or find_reference(storage.root, tag) is None:
         return None
-    return reference_files.open_reference(storage.root, tag)
+    return open_reference(storage.root, tag)
 
 
 def _layouts(config: Path) -> dict[str, ParamLayout]:
@@ -74,7 +79,7 @@ def _layouts(config: Path) -> dict[str, ParamLayout]:
 
     with torch.device("meta"):
         layouts = weight_layout(registry.build(config))
-    return {**reference_files.one_by_one(layouts), **layouts}
+    return {**one_by_one(layouts), **layouts}
 
 
 def inspect(path: Path, tag: str | None) -> None:

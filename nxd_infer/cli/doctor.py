@@ -8,8 +8,10 @@ import platform
 import shutil
 import sys
 
+from nxd_infer.backends.base import Availability
 from nxd_infer.cli.console import console, table
-from nxd_infer.errors import UntrustedCacheError
+from nxd_infer.errors import ArtifactBackendError, UntrustedCacheError
+from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import available_cores, compute_threads, processor_share
 from nxd_infer.util.units import size
@@ -24,11 +26,10 @@ OPTIONAL = {
 }
 
 
-def cpu_features() -> str:
-    with open("/proc/cpuinfo") as lines:
-        flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+def instructions() -> str:
+    """Those of the processor's that matter here."""
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-    return " ".join(flag for flag in wanted if flag in flags) or "none of the relevant ones"
+    return " ".join(flag for flag in wanted if flag in cpu_features()) or "none of the relevant ones"
 
 
 def cores() -> str:
@@ -50,7 +51,8 @@ def version_of(package: str) -> str | None:
 def run() -> int:
     """Print the tables; return 0 if the default backend can run here, else 1."""
     import nxd_infer
-    from nxd_infer import backends, native
+    from nxd_infer import native
+    from nxd_infer.backends import registry
     from nxd_infer.util import cache_dir as cache
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -59,9 +61,12 @@ def run() -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", version_of("torch") or "missing"),
         ("cores", cores()),
-        ("cpu features", cpu_features()),
+        ("cpu features", instructions()),
         ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
-        ("C++ compiler", compiler or "missing: install g++ to trace with the inductor backend (serving needs none)"),
+        (
+            "C++ compiler",
+            compiler or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
+        ),
     ]
     try:
         rows.append(("cache", str(cache.cache_dir())))
@@ -74,15 +79,18 @@ def run() -> int:
     table("This machine", ("what", "found"), rows)
 
     usable = {}
-    for name in backends.names():
-        probe = backends.get(name).probe()
+    for name in registry.names():
+        try:
+            probe = registry.get(name).probe()
+        except ArtifactBackendError as error:  # of another package, and broken
+            probe = Availability(False, str(error))
         usable[name] = (probe.ok, "ok" if probe.ok else probe.reason)
     table("Backends", ("backend", "state"), [(name, text) for name, (_, text) in usable.items()])
 
     packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
     table("Optional packages", ("package", "found"), packages)
-    if usable["inductor"][0]:
+    if usable[registry.DEFAULT][0]:
         console.print("ready: `nxd-infer demo` runs everything end to end on this machine")
         return 0
-    console.print(f"the default backend cannot run: {usable['inductor'][1]}", style="bold red")
+    console.print(f"the default backend cannot run: {usable[registry.DEFAULT][1]}", style="bold red")
     return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import signal
 import sys
 from pathlib import Path
@@ -11,13 +12,26 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import DType, ckpt
 from nxd_infer.errors import NxdError
 
 
 class Commands(typer.core.TyperGroup):
-    """Reports Ctrl-C, and the rejected value of an option; typer does neither."""
+    """Reports Ctrl-C, and the rejected value of an option; typer does neither.
+
+    ``serve`` gets an option for each of the server's settings when it is called, so that `nxd-infer --help` does not
+    wait for their import.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "serve" and command is not None:
+            from nxd_infer.cli.serve import command as make_serve
+
+            command = make_serve(name, inspect.cleandoc(command.help or ""), command.epilog or "")
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,7 +61,6 @@ app = typer.Typer(
     cls=Commands,
     help="Shard a PyTorch model, trace each rank ahead of time, save, load and serve it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog="Example:  nxd-infer demo --dir ./demo",
@@ -57,9 +70,16 @@ app = typer.Typer(
 SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
 
 
-class Backend(str, enum.Enum):
-    inductor = "inductor"
-    eager = "eager"
+def _known_backend(name: str | None) -> str | None:
+    """A usage error for a backend that there is not."""
+    if name is not None and name not in registry.BUILT_IN and name not in registry.names():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, registry.names()))}.")
+    return name
+
+
+Backend = Annotated[
+    str, typer.Option(help="Who compiles and runs the graphs: `nxd-infer doctor` lists them.", callback=_known_backend)
+]
 
 
 class Quantize(str, enum.Enum):
@@ -135,9 +155,7 @@ def trace(
         Quantize | None,
         typer.Option(help="int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy."),
     ] = None,
-    backend: Annotated[
-        Backend, typer.Option(help="inductor compiles graphs; eager runs them uncompiled.")
-    ] = Backend.inductor,
+    backend: Backend = registry.DEFAULT,
     task: Annotated[
         Task | None,
         typer.Option(help="generate, embed or classify. Default: by the model's architecture."),
@@ -192,7 +210,7 @@ def trace(
         max_len=max_len,
         dtype=dtype.value,
         quantize=quantize.value if quantize else None,
-        backend=backend.value,
+        backend=backend,
         task=task.value if task else None,
         workdir=workdir,
         compiler_args=options(compiler_args, cpu_target),
@@ -212,82 +230,33 @@ def recompile(
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
     cpu_target: CpuTarget = None,
     backend: Annotated[
-        Backend | None,
-        typer.Option(help="inductor compiles graphs; eager runs them uncompiled. Default: the artifact's own."),
+        str | None, typer.Option(help="As of `trace`. Default: the artifact's own.", callback=_known_backend)
     ] = None,
     compiler_args: CompilerArgs = None,
 ) -> None:
     """Recompile an artifact's graphs for another CPU or backend, without the model's code or checkpoint."""
     from nxd_infer.cli.recompile import run
 
-    run(artifact, out, backend.value if backend else None, options(compiler_args, cpu_target))
+    run(artifact, out, backend, options(compiler_args, cpu_target))
 
 
-@app.command(epilog="Example:  NXD_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
-def serve(
-    artifact: ArtifactDir,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one. Default: 8000.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Key that requests must carry; repeat for several. Also NXD_API_KEYS."),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(help="Key for the admin routes; without it they are closed. Also NXD_ADMIN_KEY."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(help="LoRA adapter to load at startup, as NAME=PATH; repeat for several.")
-    ] = None,
-    weights_root: Annotated[
-        Path | None,
-        typer.Option(help="Directory that the admin routes may load from; without it they load nothing."),
-    ] = None,
-    speculate: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens to guess ahead; needs an artifact traced with --speculate. Default: 0, off."),
-    ] = None,
-    max_queued_requests: Annotated[
-        int | None,
-        typer.Option(min=0, help="Requests that may wait for a slot; more are answered 429."),
-    ] = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="Name of the served model. Default: the name in the artifact."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="JSON or YAML file with any of the server's settings."),
-    ] = None,
-    no_kernel: NoKernel = False,
-) -> None:
-    """Serve an artifact over HTTP: the OpenAI and SageMaker routes, embeddings, /v1/predict, health and metrics."""
-    from nxd_infer.cli.serve import run
+@app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
+def serve() -> None:
+    """Serve an artifact over HTTP: the OpenAI routes, embeddings, /v1/predict, SageMaker's two, health and metrics.
 
-    raise typer.Exit(
-        run(
-            artifact,
-            config,
-            host=host,
-            port=port,
-            api_keys=api_key,
-            admin_key=admin_key,
-            weights_root=weights_root,
-            lora=lora,
-            speculate=speculate,
-            max_queued_requests=max_queued_requests,
-            served_model_name=served_model_name,
-            allow_kernel=False if no_kernel else None,  # None: as the environment or the file says
-        )
-    )
+    Every option is also a variable (--max-choices: NXD_INFER_MAX_CHOICES) and a line of --config (max_choices); an
+    option comes before a variable, and that before the file.
+    """
+    raise NotImplementedError("Commands.resolve_command puts the command with its options in place of this one")
 
 
-@app.command(epilog='Example:  nxd-infer generate ./artifact --prompt "The with statement" --max-tokens 64')
+@app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
 def generate(
     artifact: ArtifactDir,
-    prompt: Annotated[list[str], typer.Option("--prompt", help="Text to continue; repeat for several.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue.", show_default=False)
+    ] = None,
+    former: Annotated[list[str] | None, typer.Option("--prompt", hidden=True)] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens to generate. Default: 64, or what fits after the prompt.")
     ] = None,
@@ -314,11 +283,16 @@ def generate(
     """Continue prompts in this process, without a server."""
     from nxd_infer.cli.generate import run
 
-    if not all(prompt):
-        raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="--prompt")
+    if former:
+        print('note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"', file=sys.stderr)
+    prompts = [*(prompts or ()), *(former or ())]
+    if not prompts:
+        raise typer.BadParameter("there is none; give the text to continue", param_hint="PROMPT")
+    if not all(prompts):
+        raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="PROMPT")
     run(
         artifact,
-        prompt,
+        prompts,
         as_json=as_json,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -379,14 +353,12 @@ def demo(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 2,
-    backend: Annotated[
-        Backend, typer.Option(help="inductor compiles graphs; eager runs them uncompiled.")
-    ] = Backend.inductor,
+    backend: Backend = registry.DEFAULT,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
     from nxd_infer.cli.demo.run import run
 
-    run(directory, seconds, tp, backend.value)
+    run(directory, seconds, tp, backend)
 
 
 def main() -> None:

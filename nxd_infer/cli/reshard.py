@@ -17,19 +17,22 @@ from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
+from nxd_infer.checkpoint.contents import EXTRA
+from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
 from nxd_infer.checkpoint.load_optimizer import classify, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
-from nxd_infer.checkpoint.save import EXTRA, checksums, rank_stem
+from nxd_infer.checkpoint.save import wait_for_ranks
 from nxd_infer.checkpoint.storage import Storage
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing, sha256_of
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
 from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
+from nxd_infer.util.reading import sha256_of
 
 Read = Callable[[], Tensor]
 
@@ -196,7 +199,7 @@ class Resharding:
                 "torch": str(torch.__version__),
                 "resharded_from": dict(self.archive.degrees),
             }
-            folders.finish(storage, tag, counter, facts, checksums(storage, folder, len(self.contexts)), None)
+            folders.finish(storage, tag, counter, facts, wait_for_ranks(storage, folder, len(self.contexts)), None)
         except BaseException:
             folders.abandon(storage, tag, counter)
             raise

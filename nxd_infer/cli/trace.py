@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
@@ -15,8 +16,9 @@ from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 
-SAME_ROUNDING = "emulate_precision_casts=True"
-"""Makes inductor round every result to its dtype even inside fusions, so that all graphs give bit-equal tokens."""
+SAME_ROUNDING = "emulate_precision_casts"
+"""An option of compilers that have it: they round every result to its dtype, whatever they fuse, so that all graphs
+give a token the same bits."""
 
 
 LINE_EVERY = 10.0
@@ -89,8 +91,9 @@ def run(
     from nxd_infer import trace
     from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
     from nxd_infer.checkpoint.source import weight_source
-    from nxd_models import hf, tasks
-    from nxd_server.text.files import has_tokenizer
+    from nxd_models.hf import weights as hf
+    from nxd_models.serving import tasks
+    from nxd_server.text.tokenizer_files import has_tokenizer
 
     check_writable(out)
     plan = tasks.plan(
@@ -116,8 +119,8 @@ def run(
         "compiler_args": compiler_args,
         "quantize": quantize,
     }
-    if speculate and backend == "inductor":  # verifying a draft must give the same bits as decoding
-        arguments["compiler_args"] = [SAME_ROUNDING, *(compiler_args or [])]
+    if speculate and registry.get(backend).has_option(SAME_ROUNDING):  # a draft is verified with decode's numbers
+        arguments["compiler_args"] = [f"{SAME_ROUNDING}=True", *(compiler_args or [])]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)

@@ -7,8 +7,9 @@ otherwise they run on the transport registered for the context.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nxd_infer.comm.functional import all_gather, all_reduce, axis_rank, barrier, broadcast, reduce_scatter, shard
@@ -28,13 +29,9 @@ __all__ = [
     "unregister_collectives",
 ]
 
-_PROTOCOL = ("Collectives", "collectives_of", "register_collectives", "unregister_collectives")
+_PROTOCOL = {"Collectives", "collectives_of", "register_collectives", "unregister_collectives"}
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: code that starts and watches ranks needs this package's shared memory, but not torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "nxd_infer.comm.protocol" if name in _PROTOCOL else "nxd_infer.comm.functional"
-    value = globals()[name] = getattr(importlib.import_module(home), name)
-    return value
+# On first use: who starts ranks and watches them needs this package's shared memory, and no torch.
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: ".protocol" if name in _PROTOCOL else ".functional" for name in __all__}
+)

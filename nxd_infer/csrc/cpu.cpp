@@ -81,7 +81,7 @@ bool reads_ahead() { return false; }
 #endif
 
 Cpu capped(Cpu found) {
-  const char* wanted = std::getenv("NXD_CPU_LEVEL");
+  const char* wanted = std::getenv("NXD_INFER_CPU_LEVEL");
   if (wanted == nullptr || *wanted == '\0') return found;
   for (int level = 0; level < 5; level++) {
     if (std::string(wanted) == kNames[level]) {
@@ -89,7 +89,7 @@ Cpu capped(Cpu found) {
     }
   }
   throw std::runtime_error(
-      "nxd: NXD_CPU_LEVEL='" + std::string(wanted) +
+      "nxd: NXD_INFER_CPU_LEVEL='" + std::string(wanted) +
       "' is not one of portable, avx2, avx512, avx512_bf16, amx_bf16");
 }
 
@@ -102,10 +102,10 @@ Cpu cpu() {
 
 bool asks() {
   static const bool answer = [] {
-    const char* wanted = std::getenv("NXD_CPU_ASKS");
+    const char* wanted = std::getenv("NXD_INFER_CPU_ASKS");
     if (wanted == nullptr || *wanted == '\0') return !reads_ahead();
     if (std::string(wanted) != "0" && std::string(wanted) != "1") {
-      throw std::runtime_error("nxd: NXD_CPU_ASKS='" + std::string(wanted) + "' is neither 0 nor 1");
+      throw std::runtime_error("nxd: NXD_INFER_CPU_ASKS='" + std::string(wanted) + "' is neither 0 nor 1");
     }
     return *wanted == '1';
   }();

@@ -8,12 +8,12 @@ namespace nxd {
 // amx_bf16 adds the tiles, with the kernel's permission to use them.
 enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
 
-// The best level of this machine, or a lower one set by the environment variable NXD_CPU_LEVEL (portable, avx2, avx512,
+// The best level of this machine, or a lower one set by the environment variable NXD_INFER_CPU_LEVEL (portable, avx2, avx512,
 // avx512_bf16, amx_bf16), which tests use to reach every kernel. Read at the first call.
 Cpu cpu();
 
 // Whether kernels prefetch everything, as most processors need, or little: Zen 4 has a good hardware prefetcher, which
-// software prefetches make worse. The environment variable NXD_CPU_ASKS (0, 1) overrides this. The results are the
+// software prefetches make worse. The environment variable NXD_INFER_CPU_ASKS (0, 1) overrides this. The results are the
 // same; attention uses it if few rows of bfloat16 are multiplied in pairs.
 bool asks();
 

@@ -309,7 +309,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, lambda n: values[n])
     return Exported(
-        module=fx.GraphModule(module, graph),
+        module=passes.Nodes(module, graph),
         states=list(step.states),
         inputs=list(step.inputs),
         weights=[name for name, _ in weights],

@@ -3,6 +3,10 @@
 A graph is a list of nodes in order; each names an operator (``aten.linear.default``) and its arguments. Placeholders
 come first (states, inputs, weights), the flat outputs last. It holds no tensor, no code and no pickle; names of values
 are their numbers, so that the text of equal graphs is equal whoever traced them.
+
+There are two forms, told by the number ``ir``: the functional one, which artifacts store since format 1.1 (it returns
+the states' new values behind the outputs), and the one that changes its states in place, which artifacts of format 1.0
+stored.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from torch import fx
 
 from nxd_infer.errors import ArtifactCorruptError, TraceError
 
-IR_FORMAT = 1
+IN_PLACE = 1
+"""``(states, inputs, weights) -> outputs``; the states are changed."""
+FUNCTIONAL = 2
+"""``(states, inputs, weights) -> (outputs, new states)``; nothing that is given is changed."""
 MOST_INPUTS = 2**20
 """Of one graph: states, inputs and weights together are some thousands."""
 GETITEM = "getitem"
@@ -34,7 +41,7 @@ _ENUMS: dict[str, type] = {
 # --- to JSON ------------------------------------------------------------------------------------------
 
 
-def graph_to_ir(module: fx.GraphModule) -> dict[str, Any]:
+def graph_to_ir(module: fx.GraphModule, form: int = IN_PLACE) -> dict[str, Any]:
     """The graph of ``module`` (call_function nodes on tensors only) as JSON data. Raises TraceError by operator."""
     numbers: dict[fx.Node, int] = {}
     graphs: dict[fx.Node, dict[str, Any]] = {}
@@ -55,7 +62,7 @@ def graph_to_ir(module: fx.GraphModule) -> dict[str, Any]:
             target = _attribute(module, node.target)
             if not isinstance(target, fx.GraphModule):
                 raise TraceError(f"the graph refers to the attribute {node.target!r}, which is not a nested graph")
-            graphs[node] = graph_to_ir(target)
+            graphs[node] = graph_to_ir(target, form)
         elif node.op == "call_function":
             numbers[node] = inputs + len(nodes)
             entry = [_operator_name(node.target), [encode(a) for a in node.args]]
@@ -66,7 +73,7 @@ def graph_to_ir(module: fx.GraphModule) -> dict[str, Any]:
             outputs = [encode(a) for a in _flat_outputs(node)]
         else:
             raise TraceError(f"a traced graph holds a {node.op} node ({node.target}); only operators can be stored")
-    return {"ir": IR_FORMAT, "inputs": inputs, "nodes": nodes, "outputs": outputs}
+    return {"ir": form, "inputs": inputs, "nodes": nodes, "outputs": outputs}
 
 
 def _flat_outputs(node: fx.Node) -> Sequence[Any]:
@@ -131,6 +138,9 @@ def resolve_operator(name: str) -> Any:
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
     namespace, operation, overload = parts
+    if namespace == "nxd":  # this package's own: they are there once these are imported
+        import nxd_infer.comm.ops
+        import nxd_infer.ops  # noqa: F401
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:
@@ -146,9 +156,11 @@ def resolve_operator(name: str) -> Any:
 def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], list[Any]]:
     """How many inputs a graph has, its nodes as (name, arguments, named arguments), and its outputs. Raises
     ArtifactCorruptError for what is no graph."""
-    if not isinstance(ir, dict) or ir.get("ir") != IR_FORMAT:
+    if not isinstance(ir, dict) or ir.get("ir") not in (IN_PLACE, FUNCTIONAL):
         found = ir.get("ir") if isinstance(ir, dict) else ir
-        raise ArtifactCorruptError(f"a graph of format {str(found)[:40]!r}; this version reads {IR_FORMAT}")
+        raise ArtifactCorruptError(
+            f"a graph of format {str(found)[:40]!r}; this version reads {IN_PLACE} and {FUNCTIONAL}"
+        )
     inputs, nodes, outputs = (ir.get(name) for name in ("inputs", "nodes", "outputs"))
     if (
         type(inputs) is not int

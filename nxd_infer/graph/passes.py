@@ -1,4 +1,4 @@
-"""Passes over an exported graph: flatten it, put the backend's operators in, keep updates of states in place.
+"""Steps of passes over a graph, which change the module that they are given: a pass is given a copy (:func:`copied`).
 
 They work on a plain ``fx`` graph whose placeholders are states, inputs and weights, and whose nodes carry a fake
 tensor in ``meta["val"]``. Order matters: nested graphs are flattened first, so that every later pass sees all nodes.
@@ -19,6 +19,25 @@ aten = torch.ops.aten
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """Operators in which ranks wait for one another; their order must be equal on all ranks."""
+
+
+class Nodes(fx.GraphModule):
+    """A graph that passes look at and nobody calls: no Python is written for it, which takes longer than a pass."""
+
+    def recompile(self) -> Any:
+        """Nothing."""
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph again, nested ones too, for a pass to change: what a pass is given stays as it is."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    root = torch.nn.Module()
+    for node in module.graph.nodes:
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        if node.op == "get_attr":
+            root.add_module(str(node.target), copied(getattr(module, str(node.target))))
+    return Nodes(root, graph)
 
 
 def tensors_of(value: Any) -> list[fx.Node]:
@@ -172,14 +191,13 @@ def _positional(node: fx.Node) -> list[Any]:
 # --- aliasing and mutation ----------------------------------------------------------------------------
 
 
-def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each node, the placeholders whose memory its value may share, by the operators' schemas."""
+def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the nodes that made the memory that its value may share, by the operators' schemas: placeholders,
+    and nodes that make a tensor of their own."""
     shared: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         shared[node] = set()
-        if node.op == "placeholder":
-            shared[node] = {node}
-        elif node.target is operator.getitem:
+        if node.target is operator.getitem:
             shared[node] = set(shared[node.args[0]])
         elif isinstance(node.target, torch._ops.OpOverload):
             schema = node.target._schema
@@ -188,7 +206,13 @@ def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
                     if argument.alias_info is not None:
                         for source in tensors_of(value):
                             shared[node] |= shared[source]
+        shared[node] = shared[node] or {node}
     return shared
+
+
+def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the placeholders whose memory its value may share."""
+    return {node: {maker for maker in makers if maker.op == "placeholder"} for node, makers in memory(graph).items()}
 
 
 def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
@@ -240,37 +264,6 @@ def simplify(module: fx.GraphModule) -> None:
             graph.erase_node(node)
 
 
-def scatter_to_index_put(module: fx.GraphModule) -> None:
-    """Rewrite ``scatter(self, dim, index, src)`` to ``index_put``: the same values, updated in place by a compiler."""
-    rewrites = {aten.scatter.src: aten.index_put.default, aten.scatter_.src: aten.index_put_.default}
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in rewrites:
-            continue
-        target, dim, index, source = node.args
-        shape, source_shape = index.meta["val"].shape, source.meta["val"].shape
-        rank = len(shape)
-        if rank == 0 or target.meta["val"].dim() != rank:
-            continue
-        with graph.inserting_before(node):
-            for d in range(rank):
-                if source_shape[d] != shape[d]:
-                    source = call(graph, aten.slice.Tensor, source, d, 0, shape[d])
-            indices = []
-            for d in range(rank):
-                if d == dim % rank:
-                    indices.append(index)
-                    continue
-                view = [1] * rank
-                view[d] = shape[d]
-                device = index.meta["val"].device
-                row = call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
-                indices.append(call(graph, aten.view.default, row, view))
-            updated = call(graph, rewrites[node.target], target, indices, source)
-        node.replace_all_uses_with(updated)
-        graph.erase_node(node)
-
-
 def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
     """A call with its fake value computed, in the fake mode of its arguments (or of ``like``)."""
     node = graph.call_function(target, args, kwargs)
@@ -280,51 +273,6 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, 
         # Written arguments are fake too: an in-place call on them changes nothing that matters.
         node.meta["val"] = target(*fill(args), **fill(kwargs))
     return node
-
-
-_IN_PLACE: dict[Any, Any] = {
-    aten.index_put.default: aten.index_put_.default,
-    aten.index_copy.default: aten.index_copy_.default,
-    aten.index_add.default: aten.index_add_.default,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
-    aten.masked_scatter.default: aten.masked_scatter_.default,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter.value: aten.scatter_.value,
-}
-
-
-def update_in_place(module: fx.GraphModule) -> None:
-    """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` where nobody reads the old value.
-
-    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice a call.
-    """
-    graph = module.graph
-    for copy in [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]:
-        state = copy.args[0]
-        chain: list[fx.Node] = []
-        link = copy.args[1]
-        while link.op == "call_function" and link.target in _IN_PLACE and (not chain or len(link.users) == 1):
-            chain.append(link)
-            link = link.args[0]
-        if link is not state or not chain:
-            continue
-        chain.reverse()
-        order = {node: place for place, node in enumerate(graph.nodes)}
-        shared = aliases(graph)
-        old_value = {node for node, bases in shared.items() if state in bases}
-        if any(value in old_value for node in chain for value in tensors_of(node.args[1:])):
-            continue  # an update that takes its new entries, or their places, from the old value
-        readers = {user for node in old_value for user in node.users if user.op == "call_function"}
-        readers -= {*chain, copy}
-        others = [node for node in graph.nodes if node is not copy and any(state in shared[w] for w in written(node))]
-        late = [reader for reader in readers if order[reader] > order[chain[0]]]
-        returned = any(user.op == "output" for node in old_value for user in node.users)
-        if others or late or returned or copy.users:
-            continue
-        for node in chain:
-            node.target = _IN_PLACE[node.target]
-        graph.erase_node(copy)
 
 
 def clone_aliased_outputs(module: fx.GraphModule) -> None:

@@ -1,25 +1,23 @@
-"""A stored graph: ``graph.json`` (the specs of its tensors, in order) and ``ir.json`` (its operators)."""
+"""A stored graph: ``graph.json`` (the specs of its tensors, in order) and ``ir.json`` (its operators).
+
+Each weight's spec is that of the plain tensor, whatever ``encoding`` a backend reads it in.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from nxd_infer.artifact.manifest import GraphSpec, InputSpec, OutputSpec, TensorSpec, WeightSpec
 from nxd_infer.errors import ArtifactCorruptError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 GRAPH_FILE = "graph.json"
-
-
 IR_FILE = "ir.json"
 
 
@@ -49,21 +47,14 @@ class GraphFile(BaseModel):
 
 @dataclass
 class Lowered:
-    """One bucket of one rank, ready to compile.
+    """What a backend's passes made of one bucket's canonical graph."""
 
-    The graph takes states, inputs and weights as placeholders, in that order, and no constant of its own: a compiler
-    never sees a value of a weight, so it cannot bake one in.
-    """
-
-    ir: dict[str, Any]
-    """The graph as data; see :mod:`nxd_infer.graph.ir`."""
     graph: GraphFile
-    text: str
+    """The specs, with the encodings in which the graph reads its weights and the libraries it calls."""
+    files: dict[str, str] = field(default_factory=dict)
+    """What the backend stores beside ``graph.json`` and ``ir.json``: text by file name."""
+    text: str = ""
     """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    """Values of the weights that are neither parameters nor buffers of the module, by name."""
-    structure: Any = None
-    """How the outputs go together: names in nested lists and dictionaries."""
 
     @property
     def digest(self) -> str:
@@ -78,11 +69,13 @@ def ir_text(ir: dict[str, Any]) -> str:
     return f'{json.dumps(rest, **compact)[:-1]},"nodes":[\n{lines}\n]}}\n'
 
 
-def write_graph(lowered: Lowered, graph_dir: str | os.PathLike[str]) -> Path:
-    """Write ``graph.json`` and ``ir.json``."""
+def write_graph(ir: Mapping[str, Any], lowered: Lowered, graph_dir: str | os.PathLike[str]) -> Path:
+    """Write ``graph.json``, ``ir.json`` (the canonical graph) and the backend's files."""
     path = Path(graph_dir)
     path.mkdir(parents=True, exist_ok=True)
-    (path / IR_FILE).write_text(ir_text(lowered.ir), encoding="utf-8")
+    (path / IR_FILE).write_text(ir_text(dict(ir)), encoding="utf-8")
+    for name, text in lowered.files.items():
+        (path / name).write_text(text, encoding="utf-8")
     (path / GRAPH_FILE).write_text(lowered.graph.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -99,9 +92,9 @@ def read_graph(graph_dir: str | os.PathLike[str], digest: str | None = None) -> 
     return graph
 
 
-def read_ir(graph_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read ``ir.json``. Raises ArtifactCorruptError when it is not there or not one."""
-    path = Path(graph_dir) / IR_FILE
+def read_ir(graph_dir: str | os.PathLike[str], name: str = IR_FILE) -> dict[str, Any]:
+    """Read ``ir.json``, or another graph. Raises ArtifactCorruptError when it is not there or not one."""
+    path = Path(graph_dir) / name
     try:
         ir = json.loads(path.read_bytes())
         if not {"inputs", "nodes", "outputs"} <= ir.keys():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_NAMES = {"GQAQKVColumnParallelLinear": "qkv_linear"}
+from nxd_infer.util.lazy import lazy_names
+
+_NAMES = {"GQAQKVColumnParallelLinear": ".qkv_linear"}
 _MODULES = ("lora", "qkv_linear", "wrapper")
 
 if TYPE_CHECKING:
@@ -14,10 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["GQAQKVColumnParallelLinear", "lora"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, _MODULES)

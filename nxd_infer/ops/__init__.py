@@ -60,6 +60,16 @@ COMPOSITE: dict[Any, Callable[..., Any]] = {
 }
 """``OpOverload -> reference``. Both take the same positional arguments."""
 
+HOST: frozenset[Any] = frozenset(
+    {
+        torch.ops.nxd.sample.default,
+        torch.ops.nxd.sample_adjusted.default,
+        torch.ops.nxd.remember_tokens.default,
+    }
+)
+"""Operators that a device leaves to the host: they touch a few numbers of each row, and their arithmetic is specified
+to the bit (64-bit integers and floats), which devices for matrices do not have."""
+
 FAKES: dict[str, Callable[..., Any]] = {
     "cache_attention": cache_attention_fake,
     "packed_embedding": packed_embedding_fake,
@@ -77,6 +87,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 __all__ = [
     "COMPOSITE",
     "FAKES",
+    "HOST",
     "adjust_logits",
     "cache_attention",
     "cache_attention_reference",

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_infer import comm
-from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.comm.turns import in_turns
+from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
-from nxd_infer.layout.files.files import replacing
+from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.params import ParamLayout
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 
@@ -255,33 +253,3 @@ def _in_order(optimizer: NxDOptimizer) -> list[Tensor]:
 
 def _degrees(degrees: dict[str, int]) -> str:
     return ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-
-
-def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
-    """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait for all, and fail together.
-
-    ``of_world``: at most ``at_a_time`` ranks of the world at once.
-    """
-    at_a_time = max(1, at_a_time)
-    failure: Exception | None = None
-    place, count = (context.rank, context.world_size) if of_world else (context.dp.rank, context.dp.degree)
-    for first in range(0, count, at_a_time):
-        if first <= place < first + at_a_time:
-            try:
-                action()
-            except Exception as error:  # raised below, after the other ranks know
-                failure = error
-        if not world_max(context, int(failure is not None)):
-            continue
-        if failure is not None:
-            raise failure
-        raise CheckpointError(f"rank {context.rank} gave up because another rank could not read or write its files")
-
-
-def world_max(context: ParallelContext, number: int) -> int:
-    """Return the largest ``number`` of all ranks. A collective."""
-    over_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
-    largest = torch.tensor([number], dtype=torch.int64, device="cuda" if over_nccl else "cpu")
-    for axis in AXES:
-        largest = comm.all_reduce(largest, context, axis, "max")
-    return int(largest)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
 
 _NAMES = {
-    "ColumnParallelLinear": "layers",
-    "InputChannelParallelConv2d": "layers",
-    "OutputChannelParallelConv2d": "layers",
-    "ParallelEmbedding": "layers",
-    "RowParallelLinear": "layers",
-    "SPMDRank": "layers",
-    "clip_grad_norm": "grads",
-    "copy_to_tensor_model_parallel_region": "mappings",
-    "gather_from_sequence_parallel_region": "mappings",
-    "gather_from_tensor_model_parallel_region": "mappings",
-    "initialize_model_parallel": "parallel_state",
-    "load": "checkpointing",
-    "parallel_cross_entropy": "loss_functions",
-    "reduce_from_tensor_model_parallel_region": "mappings",
-    "reduce_scatter_to_sequence_parallel_region": "mappings",
-    "save": "checkpointing",
-    "scatter_to_sequence_parallel_region": "mappings",
-    "scatter_to_tensor_model_parallel_region": "mappings",
+    "ColumnParallelLinear": ".layers",
+    "InputChannelParallelConv2d": ".layers",
+    "OutputChannelParallelConv2d": ".layers",
+    "ParallelEmbedding": ".layers",
+    "RowParallelLinear": ".layers",
+    "SPMDRank": ".layers",
+    "clip_grad_norm": ".grads",
+    "copy_to_tensor_model_parallel_region": ".mappings",
+    "gather_from_sequence_parallel_region": ".mappings",
+    "gather_from_tensor_model_parallel_region": ".mappings",
+    "initialize_model_parallel": ".parallel_state",
+    "load": ".checkpointing",
+    "parallel_cross_entropy": ".loss_functions",
+    "reduce_from_tensor_model_parallel_region": ".mappings",
+    "reduce_scatter_to_sequence_parallel_region": ".mappings",
+    "save": ".checkpointing",
+    "scatter_to_sequence_parallel_region": ".mappings",
+    "scatter_to_tensor_model_parallel_region": ".mappings",
 }
 _MODULES = (
     "checkpointing",
@@ -84,14 +85,4 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES, *_MODULES})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, _MODULES)

@@ -19,6 +19,7 @@ from nxd_infer.layout.runs import Run, coalesce
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.groups import axis_of
 from nxd_infer.parallel_layers.initialization import Fill, keep_own_part, logical_tensor
+from nxd_infer.util.devices import HOST
 
 DeviceLike = torch.device | str | int | bool | None
 Self = TypeVar("Self", bound="ParallelLayer")
@@ -29,7 +30,7 @@ def device_of(device: DeviceLike) -> torch.device | None:
     if device is None or device is False:
         return None
     if device is True:
-        raise ParallelConfigError("device must be a torch.device, a name such as 'cpu', or None; got True")
+        raise ParallelConfigError(f"device must be a torch.device, a name such as {HOST.type!r}, or None; got True")
     return torch.device(device)
 
 
@@ -46,7 +47,7 @@ def size_plan(size: int, stride: int = 1, pad: bool = False, multiple: int = 1) 
 @contextlib.contextmanager
 def real_cpu_tensors() -> Iterator[None]:
     """Create real CPU tensors inside, even while a model is built on the meta device or with fake tensors."""
-    with unset_fake_temporarily(), torch.device("cpu"):
+    with unset_fake_temporarily(), HOST:
         yield
 
 

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.turns import largest
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, RemappedSource, SafetensorsSource, WeightSource, load_weights, weight_layout
-from nxd_infer.layout.files import files
+from nxd_infer.layout.files.one_rank import read_facts, read_many_files, read_one_file, write_many_files, write_one_file
+from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser
 from nxd_infer.layout.files.values import pack
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -69,11 +71,11 @@ def save(
         path = root / _rank_name(context)
         if save_xser:
             _require_other_form_absent(path, path.is_dir(), "without save_xser")
-            files.write_many_files(path, structure, tensors, facts)
+            write_many_files(path, structure, tensors, facts)
         else:
             _require_other_form_absent(path, path.is_file(), "with save_xser=True")
             path.mkdir(exist_ok=True)
-            files.write_one_file(path / CHECKPOINT, structure, tensors, facts)
+            write_one_file(path / CHECKPOINT, structure, tensors, facts)
 
     writes = context.dp.rank == 0 and context.cp.rank == 0
     _in_turns(write if writes else None, context, save_serially)
@@ -91,23 +93,16 @@ def _in_turns(write: Callable[[], None] | None, context: ParallelContext, serial
                     write()
                 except Exception as error:  # raised again below, once the others know
                     failure, failed = error, context.rank + 1
-            failed = _agree(failed, context, "tp")
-        failed = _agree(failed, context, "pp")
-    for axis in ("tp", "dp", "cp"):  # ranks that do not write wait for those that do
-        failed = _agree(failed, context, axis)
+            failed = largest(context, failed, ["tp"])
+        failed = largest(context, failed, ["pp"])
+    for axis in ("tp", "dp", "cp"):  # those that do not write wait for those that do
+        failed = largest(context, failed, [axis])
     if isinstance(failure, OSError):
         raise CheckpointError(f"the checkpoint could not be written: {failure}") from failure
     if failure is not None:
         raise failure
     if failed:
         raise CheckpointError(f"rank {failed - 1} could not save its part, so the checkpoint is incomplete")
-
-
-def _agree(failed: int, context: ParallelContext, axis: str) -> int:
-    """Return the largest ``failed`` of the axis; waits for all ranks."""
-    if context.axis(axis).degree == 1:
-        return failed
-    return int(comm.all_reduce(torch.tensor([failed]), context, axis, "max"))
 
 
 def _new_save(context: ParallelContext) -> int:
@@ -170,14 +165,14 @@ def _read_rank(root: Path, xser: bool, context: ParallelContext) -> dict[str, An
         raise CheckpointError(f"{path} was saved {was} save_xser; pass load_xser={use}")
     facts: dict[str, Any] = {}
     if xser:
-        if files.is_pickle(path):
-            value = files.read_reference_xser(path)
+        if is_pickle(path):
+            value = read_reference_xser(path)
         else:
-            value, facts = files.read_many_files(path)
+            value, facts = read_many_files(path)
     elif (path / CHECKPOINT).is_file():
-        value, facts = files.read_one_file(path / CHECKPOINT)
+        value, facts = read_one_file(path / CHECKPOINT)
     elif (path / REFERENCE_CHECKPOINT).is_file():
-        value = files.read_pickle(path / REFERENCE_CHECKPOINT)
+        value = read_pickle(path / REFERENCE_CHECKPOINT)
     else:
         raise CheckpointError(f"{path} has neither {CHECKPOINT} nor {REFERENCE_CHECKPOINT}")
     _require_same_save(root, path, facts, xser, context)
@@ -202,7 +197,7 @@ def _require_same_save(root: Path, path: Path, facts: Mapping[str, Any], xser: b
         file = other if xser else other / CHECKPOINT
         if other == path or not file.is_file():  # other hosts may keep their own parts
             continue
-        if files.read_facts(file).get("save") != facts.get("save"):
+        if read_facts(file).get("save") != facts.get("save"):
             raise CheckpointError(
                 f"{path.name} and {other.name} in {root} are parts of two different saves, one of which was "
                 "interrupted; save again, or restore an older checkpoint"
@@ -219,7 +214,7 @@ def _load_unsharded(path: Path, target: Any, model_key: str, strict: bool) -> di
     else:
         if not path.is_file():
             raise CheckpointError(f"{path} is neither a file nor a directory of safetensors")
-        value = files.read_pickle(path)
+        value = read_pickle(path)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{path} holds a {type(value).__name__}, not a state dict")
         inner = value.get(model_key)

@@ -17,6 +17,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import DeviceLike, ParallelLayer, device_of, size_plan
+from nxd_infer.util.devices import CHECKED, on_host
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -180,9 +181,9 @@ class ParallelEmbedding(ParallelLayer):
         return y.new_zeros((*ids.shape, self.embedding_dim)).index_put((own,), y)
 
     def _check_range(self, ids: Tensor) -> None:
-        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.device.type not in ("cpu", "cuda"):
+        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.device.type not in CHECKED:
             return
-        if ids.device.type == "cuda":
+        if not on_host(ids):
             inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
             torch.ops.aten._assert_async.msg(inside, f"an id is outside the vocabulary of {self.num_embeddings}")
             return

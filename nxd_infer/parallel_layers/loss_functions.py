@@ -11,6 +11,7 @@ from torch import Tensor
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.devices import on_host
 
 __all__ = ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
 
@@ -134,7 +135,7 @@ def _vocabulary(logits: Tensor, vocab_size: int | None, context: ParallelContext
 
 
 def _check_range(labels: Tensor, vocabulary: int) -> None:
-    if torch.compiler.is_compiling() or labels.device.type != "cpu" or not labels.numel():
+    if torch.compiler.is_compiling() or not on_host(labels) or not labels.numel():
         return
     low, high = (int(value) for value in torch.aminmax(labels))
     if low < 0 or high >= vocabulary:

@@ -13,6 +13,7 @@ import torch
 
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.devices import accelerator_state, seed_accelerator, set_accelerator_state
 
 __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 
@@ -22,16 +23,14 @@ _OWN_SEED_OFFSET = 2718
 
 
 def _state() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    accelerator = accelerator_state()
+    return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
 
 
 def _restore(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+        set_accelerator_state(states[1])
 
 
 class RNGStatesTracker:
@@ -59,8 +58,8 @@ class RNGStatesTracker:
             raise ParallelConfigError(f"a random stream {name!r} already exists; reset() removes all streams")
         outside = _state()
         torch.default_generator.manual_seed(seed)
-        if len(outside) > 1:  # torch.manual_seed() would also seed an uninitialised CUDA, permanently
-            torch.cuda.manual_seed(seed)
+        if len(outside) > 1:  # torch.manual_seed() would seed CUDA for good where it has not come up yet
+            seed_accelerator(seed)
         self._states[name], self._seeds[name] = _state(), seed
         _restore(outside)
 
@@ -73,8 +72,8 @@ class RNGStatesTracker:
             )
         outside = _state()
         _restore(self._states[name])
-        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA was initialised after the stream
-            torch.cuda.manual_seed(self._seeds[name])
+        if len(self._states[name]) < len(outside) and name in self._seeds:  # CUDA has come up since the stream began
+            seed_accelerator(self._seeds[name])
         try:
             yield
         finally:

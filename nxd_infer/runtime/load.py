@@ -1,16 +1,15 @@
-"""Load an artifact to run it here: for this torch, processor and backend. Each refusal says what to do."""
+"""Load an artifact to run it here: for this torch, machine and backend. Each refusal says what to do."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from nxd_infer import backends
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact, read_artifact
-from nxd_infer.backends.base import names as backend_names
+from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactBackendError, ArtifactCorruptError, ArtifactVersionError, NxdError
-from nxd_infer.util.machine import architecture, cpu_features, torch_minor, torch_version
+from nxd_infer.util.machine import torch_minor, torch_version
 
 
 def load_artifact(
@@ -36,7 +35,6 @@ def load_artifact(
     def check(root: Path, manifest: Manifest) -> None:
         check_torch(root, manifest)
         if runs_here:
-            check_machine(root, manifest)
             check_backend(root, manifest, backend, probe=not later)
 
     return read_artifact(
@@ -55,43 +53,26 @@ def check_torch(root: Path, manifest: Manifest) -> None:
         )
 
 
-def check_machine(root: Path, manifest: Manifest) -> None:
-    """Raise ArtifactVersionError for a processor that lacks what the graphs need."""
-    arch = manifest.target.get("arch")
-    if arch and arch != architecture():
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled for {arch} and this machine is {architecture()}: trace it again here"
-        )
-    features = manifest.target.get("cpu_features") or []
-    if not isinstance(features, list):
-        raise ArtifactCorruptError(f"the manifest of {root} is damaged: its cpu_features are {features!r:.80}")
-    missing = sorted({str(feature) for feature in features} - cpu_features()) if cpu_features() else []
-    if missing:
-        raise ArtifactVersionError(
-            f"the artifact {root} was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
-            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
-        )
-
-
 def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
-    """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here; what only the
-    backend itself can tell is asked with ``probe``."""
+    """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here (asked with
+    ``probe``), and ArtifactVersionError for a machine that lacks what the graphs need."""
     if backend is not None and backend != manifest.backend:
         raise ArtifactBackendError(
             f"the artifact {root} was traced for the backend {manifest.backend!r}, not {backend!r}: "
             f"load it without a backend, or trace again with backend={backend!r}"
         )
-    if not probe and manifest.backend in backend_names():
-        return
     try:
-        found = backends.get(manifest.backend)
-        answer = found.probe()
+        found = registry.get(manifest.backend)
+        answer = found.probe() if probe else None
     except (NxdError, ImportError) as error:
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which is not installed here: {error}"
         ) from error
-    if not answer.ok:
+    if answer is not None and not answer.ok:
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
         )
-    found.check_target(manifest.target, manifest.versions)
+    try:
+        found.check_target(manifest.target, manifest.versions)
+    except (ArtifactVersionError, ArtifactCorruptError) as error:
+        raise type(error)(f"the artifact {root} {error}") from error

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, dtype_name
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
+from nxd_infer.util.devices import on_host
 
 BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
 
@@ -186,7 +187,7 @@ def check_tensors(inputs: Mapping[str, object]) -> None:
             raise InputMismatchError(f"input {name!r} is a {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise InputMismatchError(f"input {name!r} has layout {tensor.layout}, expected a dense (strided) tensor")
-        if tensor.device.type != "cpu":
+        if not on_host(tensor):
             raise InputMismatchError(f"input {name!r} is on {tensor.device}, expected cpu: call .cpu() on it")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from nxd_infer.util.lazy import lazy_names
 
 _NAMES = {
     "parallel_model_trace": "nxd_infer.trace.api",
@@ -49,15 +50,10 @@ if TYPE_CHECKING:
     from nxd_infer.trace.recompile import parallel_model_recompile
 
 
+_find, __dir__ = lazy_names(__name__, _NAMES)
+
+
 def __getattr__(name: str) -> Any:
     if name in ("ModelBuilder", "BaseModelInstance"):  # an AttributeError's text would not reach who imports it
         raise ImportError(f"{__name__} has no {name}: parallel_model_trace does its work (docs/migration.md)")
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_NAMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return _find(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from nxd_infer.backends import registry
 from nxd_infer.backends.compile.pool import make_workdir
 from nxd_infer.checkpoint.source import Weights
 from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
@@ -43,7 +44,7 @@ def parallel_model_trace(
     compiler_workdir: str | os.PathLike[str] | None = None,
     compiler_args: Any = None,
     inline_weights_to_neff: bool = True,
-    bucket_config: BucketModelConfig | None = None,
+    bucket_config: BucketModelConfig | Mapping[str, Any] | None = None,
     tp_degree: int = 1,
     max_parallel_compilations: int | None = None,
     *,
@@ -52,7 +53,7 @@ def parallel_model_trace(
     checkpoint_loader_callable: Callable[[], Any] | None = None,
     force_custom_init_on_device: bool = False,
     serialization_path: str | os.PathLike[str] | None = None,
-    backend: str = "inductor",
+    backend: str = registry.DEFAULT,
     func_kwargs: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -74,13 +75,14 @@ def parallel_model_trace(
         compiler_workdir: where everything that compilers wrote is put, in a directory of its own; made where it is not
             there. Default: it is removed. Graphs that the compile cache holds are not compiled again, and leave nothing
             there (``NXD_INFER_CACHE_LIMIT=0`` turns the cache off).
-        compiler_args: options of the backend (inductor: those of ``torch._inductor.config`` and ``cpu_target``), as a
-            dictionary, a list or text of ``key=value`` or ``--key=value``. Arguments of the Neuron compiler in its own
-            words (``"--model-type=transformer -O1"``, or a list of such) mean nothing on a CPU: they are ignored, and
+        compiler_args: options of the backend (the documents list each one's), as a dictionary, a list or text of
+            ``key=value`` or ``--key=value``. Arguments of the Neuron compiler in its own words
+            (``"--model-type=transformer -O1"``, or a list of such) mean nothing to the others: they are ignored, and
             ``trace_report["ignored_compiler_args"]`` names them.
         inline_weights_to_neff: True makes the weights part of the model for good: ``update_weights`` is refused. They
             are stored once, beside the graphs, in both cases.
-        bucket_config: several shapes in one model. Needs ``inline_weights_to_neff=False``.
+        bucket_config: several shapes in one model, or a mapping of BucketModelConfig's arguments. Needs
+            ``inline_weights_to_neff=False``.
         tp_degree: number of ranks.
         max_parallel_compilations: at most this many ranks hold weights at a time, and at most this many graphs compile
             at a time. Below ``tp_degree``, ``func`` must not communicate. Default: all ranks at once.
@@ -91,7 +93,7 @@ def parallel_model_trace(
             this process and its parameters are never materialised; each rank's are cut from these.
         force_custom_init_on_device: accepted; parameters that a loader fills are never initialised here.
         serialization_path: with ``spmd_mode``, also write ``tp{r}_sharded_checkpoint.safetensors`` there.
-        backend: ``"inductor"`` or ``"eager"``.
+        backend: who compiles and runs the graphs, by name; ``nxd-infer doctor`` lists them.
         func_kwargs: keyword arguments of ``func`` for every bucket.
         metadata: what a server needs to know; stored in the artifact.
         extra_files: ``{name in the artifact: file}``.
@@ -132,7 +134,7 @@ def parallel_model_trace(
 def bucket_model_trace(
     func: Callable[..., Any],
     example_inputs: Sequence[Any],
-    bucket_config: BucketModelConfig,
+    bucket_config: BucketModelConfig | Mapping[str, Any],
     compiler_workdir: str | os.PathLike[str] | None = None,
     compiler_args: Any = None,
     **more: Any,

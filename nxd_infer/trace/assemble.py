@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.artifact.manifest import BucketSpec, GraphSpec, Manifest, WeightSpec, weight_schema_hash
+from nxd_infer.artifact.manifest import (
+    PACKED_REQUIREMENT,
+    BucketSpec,
+    GraphSpec,
+    Manifest,
+    WeightSpec,
+    weight_schema_hash,
+)
 from nxd_infer.artifact.rank_weights import write_safetensors
 from nxd_infer.artifact.writer import ArtifactWriter
-from nxd_infer.backends import Backend
+from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.backends.compile.pool import compile_graphs
 from nxd_infer.errors import TraceError
@@ -216,7 +223,7 @@ def write_artifact(
         requires=[
             *(["bucket-kernel"] if extras.kernel is not None else []),
             *(["inline-weights"] if extras.inline_weights else []),
-            *(["packed-weights"] if any(spec.encoding for spec in weights.values()) else []),
+            *([PACKED_REQUIREMENT] if any(spec.encoding for spec in weights.values()) else []),
         ],
         backend=backend.name,
         target=backend.target(options),
@@ -250,7 +257,7 @@ def write_artifact(
                 writer.add(f"graphs/{digest}/{file.relative_to(path).as_posix()}", file, link=True)
             progress("write artifact", number + 1, steps, "")
         for content_hash in manifest.ops:
-            writer.add(f"ops/{content_hash}.so", _library_path(content_hash))
+            writer.add(f"ops/{content_hash}.so", library_path(content_hash))
         for rank in ranks:
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
             _add_missing(source, rank, manifest.weights)
@@ -267,7 +274,8 @@ def write_artifact(
     return manifest
 
 
-def _library_path(content_hash: str) -> Path:
+def library_path(content_hash: str) -> Path:
+    """The file of the native operators of that hash. Raises TraceError where this process has others."""
     from nxd_infer import native
 
     library = native.load()

@@ -6,17 +6,18 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from nxd_infer import backends
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
 from nxd_infer.artifact.writer import ArtifactWriter, checked_name
+from nxd_infer.backends import registry
+from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compiler_args import split_arguments
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import (
@@ -26,14 +27,9 @@ from nxd_infer.errors import (
     ParallelConfigError,
     TraceConfigError,
 )
-from nxd_infer.graph.lower import configuration
-from nxd_infer.graph.packing import quantize_option
 from nxd_infer.runtime.ranks.cores import check_degree
 from nxd_infer.trace.buckets import BucketModelConfig, list_buckets
 from nxd_infer.trace.request import TraceRequest
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -42,8 +38,9 @@ class TraceSettings:
 
     request: TraceRequest
     config: BucketModelConfig | None
-    backend: backends.Backend
+    backend: Backend
     options: dict[str, Any]
+    quantize: str | None
     ignored_arguments: list[str]
     loader: Callable[[], Any] | None
     one_program: bool
@@ -108,10 +105,13 @@ def check_arguments(
         check_degree(tp_degree)
     except ParallelConfigError as error:
         raise TraceConfigError(f"tp_degree: {error}") from None
+    if isinstance(bucket_config, Mapping):
+        bucket_config = _from_mapping(bucket_config)
     if bucket_config is not None and not isinstance(bucket_config, BucketModelConfig):
-        if not hasattr(bucket_config, "bucket_kernel"):
-            raise TraceConfigError(f"bucket_config must be a BucketModelConfig, got {type(bucket_config).__name__}")
-        bucket_config = _adopt(bucket_config)
+        raise TraceConfigError(
+            "bucket_config must be a BucketModelConfig or a mapping of its arguments, got "
+            f"{type(bucket_config).__name__}"
+        )
     if bucket_config is not None and inline_weights_to_neff:
         raise TraceConfigError(
             "bucket_config needs inline_weights_to_neff=False: the buckets share one copy of the weights; "
@@ -140,7 +140,7 @@ def check_arguments(
         raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
     found = tracing_backend(backend)
     own, ignored = split_arguments(compiler_args, found.has_option)
-    options = found.options(own)
+    options = found.options(own, quantize)
     buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
     files = {str(name): Path(path) for name, path in (extra_files or {}).items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
@@ -159,7 +159,7 @@ def check_arguments(
         buckets=buckets,
         tp_degree=tp_degree,
         backend=backend,
-        configuration={**configuration(backend, options), **quantize_option(quantize, options)},
+        options=options,
         states=list(states or ()),
         shared_states=bucket_config.shared_state_buffer if bucket_config is not None else None,
         state_preprocessor=bucket_config.shared_state_buffer_preprocessor if bucket_config is not None else None,
@@ -169,6 +169,7 @@ def check_arguments(
         config=bucket_config,
         backend=found,
         options=options,
+        quantize=quantize,
         ignored_arguments=ignored,
         loader=checkpoint_loader_callable,
         one_program=spmd_mode,
@@ -194,23 +195,17 @@ def _check_extra_name(name: str) -> None:
         raise TraceConfigError(f"extra_files: {name!r} is a name of the artifact's own; choose another")
 
 
-def _adopt(config: Any) -> BucketModelConfig:
-    """A configuration object of another package with the attributes of BucketModelConfig."""
-    return BucketModelConfig(
-        config.bucket_kernel,
-        shared_state_buffer=getattr(config, "shared_state_buffer", None),
-        shared_state_buffer_preprocessor=getattr(config, "shared_state_buffer_preprocessor", None),
-        func_kwargs=getattr(config, "func_kwargs", None),
-        bucket_kernel_constant_args=getattr(config, "bucket_kernel_constant_args", None),
-        names=getattr(config, "names", None),
-        metadata=getattr(config, "metadata", None),
-    )
+def _from_mapping(arguments: Mapping[str, Any]) -> BucketModelConfig:
+    try:
+        return BucketModelConfig(**arguments)
+    except TypeError as error:
+        raise TraceConfigError(f"bucket_config is no mapping of BucketModelConfig's arguments: {error}") from None
 
 
-def tracing_backend(name: str) -> backends.Backend:
+def tracing_backend(name: str) -> Backend:
     """The backend, if models can be traced for it here. Raises TraceConfigError, BackendUnavailableError."""
     try:
-        found = backends.get(name)
+        found = registry.get(name)
     except ArtifactBackendError as error:
         raise TraceConfigError(str(error)) from None
     probe = found.probe_compiler()

@@ -1,8 +1,8 @@
-"""Compile a saved model again, for another CPU or backend, out of the weightless graphs that the artifact keeps.
+"""Compile a saved model again, for another machine or backend, out of the canonical graphs that the artifact keeps.
 
-Neither the model's code nor its checkpoint is needed: the weight files are taken over as they are, and the stored
-graph is what a compiler is given after a trace, too. Encodings were chosen by the trace and stay: a graph that reads a
-weight plainly (the eager backend's do) goes on to.
+Neither the model's code nor its checkpoint is needed: the weight files are taken over as they are, and the backend
+makes of the stored graphs what it makes of them after a trace. Of an artifact of format 1.0, whose graphs were stored
+as the CPU's passes had left them, these very graphs are compiled.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.artifact.manifest import FORMAT, LOSSY_ENCODINGS, PACKED_REQUIREMENT
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
-from nxd_infer.backends import Backend
+from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile.pool import make_workdir
 from nxd_infer.backends.compiler_args import split_arguments
-from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError
-from nxd_infer.graph.lower import canonical_text, configuration, digest_of
-from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir
+from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceError
+from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, name_lowered, stored_graph
+from nxd_infer.graph.ir import FUNCTIONAL
+from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir, write_graph
 from nxd_infer.runtime.load import load_artifact
-from nxd_infer.trace.assemble import compile_directories
+from nxd_infer.trace.assemble import compile_directories, library_path
 from nxd_infer.trace.options import tracing_backend
 from nxd_infer.trace.progress import Progress, silent
+from nxd_infer.trace.ranks.files import CANONICAL_FILE
 from nxd_infer.util.machine import architecture, versions
 
 __all__ = ["parallel_model_recompile"]
@@ -66,17 +70,19 @@ def parallel_model_recompile(
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
     own, ignored = split_arguments(compiler_args, found.has_option)
-    options = found.options(own)
+    quantized = any(weight.encoding in LOSSY_ENCODINGS for weight in source.manifest.weights)
+    options = found.options(own, "int8" if quantized else None)
     ArtifactWriter(save_dir, replace=replace).check_target()
     workdir = Path(compiler_workdir) if compiler_workdir is not None else None
     make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
     try:
-        directories, renamed = _lower(source, found, options, build)
-        names = {renamed[old]: bucket.name for bucket in source.manifest.buckets for old in bucket.graphs}
+        canonical = all(read_ir(source.graph_dir(digest))["ir"] == FUNCTIONAL for digest in source.manifest.graphs)
+        lower = _lower if canonical else _take_over
+        made = lower(source, found, options, build)
         compiled = compile_directories(
-            directories,
-            names,
+            made.directories,
+            {made.renamed[old]: bucket.name for bucket in source.manifest.buckets for old in bucket.graphs},
             found,
             options,
             workdir=workdir,
@@ -85,24 +91,33 @@ def parallel_model_recompile(
             progress=report,
         )
         manifest = source.manifest.model_copy(deep=True)
+        manifest.format = FORMAT if canonical else manifest.format
         manifest.backend, manifest.target, manifest.versions = found.name, found.target(options), versions()
         manifest.graphs = {digest: compiled.specs[digest] for digest in sorted(compiled.specs)}
+        manifest.ops = sorted(made.libraries)
+        for weight in manifest.weights:
+            weight.encoding = made.encodings.get(weight.name, "")
+        packed = [PACKED_REQUIREMENT] if any(made.encodings.values()) else []
+        manifest.requires = [*(name for name in manifest.requires if name != PACKED_REQUIREMENT), *packed]
         for bucket in manifest.buckets:
-            bucket.graphs = [renamed[old] for old in bucket.graphs]
+            bucket.graphs = [made.renamed[old] for old in bucket.graphs]
         report("write artifact", 0, 1, "")
         with ArtifactWriter(save_dir, replace=replace) as writer:
             for name, spec in source.manifest.files.items():
-                if not name.startswith("graphs/"):
+                if not name.startswith(("graphs/", "ops/")):
                     writer.add(name, source.path / name, known=spec)
-            for digest, directory in directories.items():
+            for content_hash, library in made.libraries.items():
+                writer.add(f"ops/{content_hash}.so", library)
+            for digest, directory in made.directories.items():
                 for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-                    writer.add(f"graphs/{digest}/{file.relative_to(directory).as_posix()}", file)
+                    if file.name != CANONICAL_FILE:
+                        writer.add(f"graphs/{digest}/{file.relative_to(directory).as_posix()}", file)
             writer.commit(manifest)
         report("write artifact", 1, 1, "")
     finally:
         shutil.rmtree(build, ignore_errors=True)
     return {
-        "graphs": len(directories),
+        "graphs": len(made.directories),
         "compiled": compiled.compiled,
         "cached": compiled.cached,
         "ignored_compiler_args": ignored,
@@ -110,12 +125,44 @@ def parallel_model_recompile(
     }
 
 
-def _lower(
-    source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path
-) -> tuple[dict[str, Path], dict[str, str]]:
-    """The graphs without code below ``build``, under the digests they have for ``backend``; and old digest -> new."""
-    directories: dict[str, Path] = {}
-    renamed: dict[str, str] = {}
+@dataclass
+class _Made:
+    """Graphs to be compiled."""
+
+    directories: dict[str, Path] = field(default_factory=dict)
+    """By digest."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """The digest in the artifact -> the new one."""
+    libraries: dict[str, Path] = field(default_factory=dict)
+    """Of operators that the graphs call, by content."""
+    encodings: dict[str, str] = field(default_factory=dict)
+    """In which graphs read their weights."""
+
+
+def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
+    """What ``backend`` makes of the canonical graphs, below ``build``."""
+    backend.prepare_trace(source.manifest.tp_degree)
+    made = _Made()
+    ranks = zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True)
+    for digests in dict.fromkeys(ranks):  # ranks whose graphs are equal are lowered once
+        graphs = [stored_graph(source.graph_dir(digest)) for digest in digests]
+        for old, graph, lowered in zip(digests, graphs, backend.passes(graphs, options), strict=True):
+            ir = graph.ir()
+            name_lowered(lowered, ir, configuration(backend.name, options))
+            if made.renamed.setdefault(old, lowered.digest) != lowered.digest:
+                raise TraceError(
+                    f"the ranks of {source.path} share graph {old} and would need it in two forms: trace it again"
+                )
+            directory = made.directories[lowered.digest] = build / "graphs" / lowered.digest
+            write_graph(ir, lowered, directory)
+            made.libraries.update((digest, library_path(digest)) for digest in lowered.graph.ops)
+            made.encodings.update((weight.name, weight.encoding) for weight in lowered.graph.weights)
+    return made
+
+
+def _take_over(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
+    """The graphs of an artifact of format 1.0 as they are: only a backend with the operators in them can."""
+    made = _Made(encodings={weight.name: weight.encoding for weight in source.manifest.weights})
     for old in source.manifest.graphs:
         graph, ir = read_graph(source.graph_dir(old), old), read_ir(source.graph_dir(old))
         text = canonical_text(ir, graph, configuration(backend.name, options))
@@ -124,16 +171,22 @@ def _lower(
             target = build / "ops" / f"{content_hash}.so"
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(source.op_file(content_hash), target)
-        graph.digest = renamed[old] = digest_of(text)
-        directories[graph.digest] = directory = build / "graphs" / graph.digest
+            made.libraries[content_hash] = target
+        graph.digest = made.renamed[old] = digest_of(text)
+        made.directories[graph.digest] = directory = build / "graphs" / graph.digest
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.graph_dir(old) / IR_FILE, directory / IR_FILE)
         (directory / GRAPH_FILE).write_text(graph.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return directories, renamed
+    return made
 
 
 def _check_operators(source: LoadedArtifact, backend: Backend, text: str) -> None:
     """Raise unless the operators of a graph, given as canonical text, can be had here, and compiled."""
+    if not backend.native:
+        raise BackendUnavailableError(
+            f"the graphs of {source.path} were stored by an earlier version, in a form that the {backend.name} backend "
+            "does not take: trace the model again"
+        )
     arch = source.manifest.target.get("arch", architecture())
     if arch != architecture():
         raise ArtifactVersionError(

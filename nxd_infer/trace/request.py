@@ -23,13 +23,11 @@ class TraceRequest:
     buckets: list[Bucket]
     tp_degree: int
     backend: str
-    configuration: dict[str, Any]
-    """What compiled code depends on beside its graph; part of every digest."""
+    options: dict[str, Any]
+    """Of the backend, checked."""
     states: list[Any] = field(default_factory=list)
     shared_states: list[Tensor] | None = None
     state_preprocessor: Callable[..., Any] | None = None
-    native: bool = True
-    """Whether collectives become native operators; False keeps ``nxd::`` ones, which run on the rank's transport."""
 
 
 class TracedBucket(BaseModel):

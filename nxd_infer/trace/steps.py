@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer import native
 from nxd_infer.backends.compile import footprint
 from nxd_infer.backends.compile.pool import worker_count
-from nxd_infer.errors import BackendUnavailableError
-from nxd_infer.graph.operators import native_library
-from nxd_infer.graph.packing import QUANTIZE
 from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
 from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
 from nxd_infer.trace.ranks.files import WEIGHTS_FILE
@@ -35,7 +32,7 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
 
     start = time.monotonic()
     request = settings.request
-    _check_native(settings)
+    settings.backend.prepare_trace(request.tp_degree)
     if settings.loader is not None:
         from nxd_infer.trace.ranks.from_checkpoint import trace_ranks_here
 
@@ -75,7 +72,9 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
     target = settings.artifact_dir or Path(str(holder))
     try:
         write_artifact(target, ranks, build, compiled, settings.backend, settings.options, extras, progress)
-        artifact = load_artifact(target, verify=False, temporary=temporary)
+        artifact = load_artifact(
+            target, verify=False, temporary=temporary, runs_here=not settings.backend.cross_compiles
+        )
         model = TensorParallelModel(artifact)
     except BaseException:
         if holder is not None:
@@ -95,17 +94,6 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
         "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
     }
     return model
-
-
-def _check_native(settings: TraceSettings) -> None:
-    """Build the operators before any rank needs them. Compiled graphs cannot do without for several ranks."""
-    library = native_library() if settings.request.native else None
-    if library is None and settings.backend.compiles and settings.request.tp_degree > 1:
-        raise BackendUnavailableError(
-            f"the {settings.backend.name} backend needs the native collectives for tp_degree="
-            f"{settings.request.tp_degree}: {native.availability().reason or 'they could not be built'}; "
-            "use backend='eager'"
-        )
 
 
 def make_plan(settings: TraceSettings) -> TracePlan:
@@ -141,7 +129,7 @@ def make_plan(settings: TraceSettings) -> TracePlan:
         buckets=tuple(buckets),
         graphs=len(buckets) if compiles else 0,
         program_bytes=held_memory() or footprint.PROGRAM,
-        builders=native.builders() if request.native else 0,
+        builders=native.builders() if settings.backend.native else 0,
         compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), settings.max_parallel) if compiles else 0,
         notes=_notes(settings),
         **sizes,
@@ -150,7 +138,7 @@ def make_plan(settings: TraceSettings) -> TracePlan:
 
 def _notes(settings: TraceSettings) -> tuple[str, ...]:
     found = []
-    quantized = settings.request.configuration.get(QUANTIZE)
+    quantized = settings.quantize
     if quantized is not None:
         found.append(f"note: linear layers keep their weights in {quantized}: serving needs less than this")
     if settings.ignored_arguments:

@@ -10,10 +10,10 @@
     optimizer.zero_grad()
 """
 
-from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
 from nxd_infer.checkpoint.gather import gather_weights
 from nxd_infer.modules.nxd_model import NxDModel
-from nxd_infer.trainer.config import neuronx_distributed_config
+from nxd_infer.trainer.config import TrainConfig, neuronx_distributed_config
 from nxd_infer.trainer.data import ResumableLoader
 from nxd_infer.trainer.optimizer import NxDOptimizer
 from nxd_infer.trainer.progress import TrainingProgress
@@ -26,12 +26,15 @@ __all__ = [
     "NxDOptimizer",
     "ResumableLoader",
     "TensorBoardLogger",
+    "TrainConfig",
     "TrainingProgress",
     "gather_weights",
+    "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "load_checkpoint",
     "neuronx_distributed_config",
     "save_checkpoint",
     "shutdown",
+    "wait_for_save",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,30 +14,32 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
+from nxd_infer.trainer.config import TrainConfig
+from nxd_infer.util.devices import HOST, transport_device
 
 Args = tuple[Any, ...]
 
 
-def build_model(config: Mapping[str, Any], model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
+def build_model(config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
     """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group."""
-    init, context = config["model_init_config"], current_context()
+    init, context = config.model_init_config, current_context()
     model: nn.Module | None = None
-    with same_random_numbers(context), build_sequence_parallel(config["sequence_parallel"]):
-        for mine in turns(context, init["sequential_move_factor"]):
+    with same_random_numbers(context), build_sequence_parallel(config.sequence_parallel):
+        for mine in turns(context, init.sequential_move_factor):
             if not mine:
                 continue
-            with torch.device("meta") if init["meta_device_init"] else contextlib.nullcontext():
+            with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
                 model = model_fn(*args, **kwargs)
             if not isinstance(model, nn.Module):
                 raise ParallelConfigError(
                     f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, "
                     f"got {type(model).__name__}"
                 )
-            if init["meta_device_init"]:
-                materialise(model, init["param_init_fn"])
+            if init.meta_device_init:
+                materialise(model, init.param_init_fn)
             move_to_transport(model)
     assert model is not None
-    if config["sequence_parallel"] and context.tp.degree > 1 and not is_sequence_parallel_model(model):
+    if config.sequence_parallel and context.tp.degree > 1 and not is_sequence_parallel_model(model):
         raise ParallelConfigError(
             "sequence_parallel=True, but no layer of the model has sequence_parallel_enabled=True: pass it to its "
             "parallel layers and norms (see nxd_infer.parallel_layers.sequence_parallel), or leave the option out"
@@ -67,7 +69,7 @@ def same_random_numbers(context: ParallelContext) -> Iterator[None]:
     if context.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    device = default_device()
+    device = transport_device()
     mine = torch.get_rng_state()
     first = mine.to(device, copy=True)
     dist.broadcast(first, 0)
@@ -113,7 +115,7 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
                 f"meta_device_init=True: {', '.join(bare[:6])} cannot initialise itself (no reset_parameters); pass "
                 'model_init_config={"param_init_fn": function of a module}'
             )
-    model.to_empty(device=default_device())
+    model.to_empty(device=transport_device())
     for key, several in places.items():
         holder, name = several[0]
         param = holder._parameters[name]
@@ -122,7 +124,7 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
         for mark, value in marks[key].items():
             setattr(param, mark, value)
     for module, name, buffer in held:
-        module._buffers[name] = buffer.to(default_device())
+        module._buffers[name] = buffer.to(transport_device())
     for module in model.modules():
         if not module._parameters and not module._buffers:
             continue
@@ -134,14 +136,8 @@ def materialise(model: nn.Module, param_init_fn: Callable[[nn.Module], object] |
                 param_init_fn(module)
 
 
-def default_device() -> torch.device:
-    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def move_to_transport(model: nn.Module) -> None:
-    """Move the model to the device that the process group communicates from; does nothing for the CPU."""
-    device = default_device()
-    if device.type != "cpu":
+    """Move the model to the device whose memory the process group communicates; it stays where that is the CPU."""
+    device = transport_device()
+    if device != HOST:
         move_model_to_device(model, device)

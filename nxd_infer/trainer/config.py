@@ -1,12 +1,12 @@
-"""The training configuration: a plain dict with every option in it, checked once.
+"""The training configuration: :class:`TrainConfig`, a dictionary of declared options.
 
-Source: NxD Core training API, "Initialize NxD Core config". Options beyond the document are marked so.
+Source: NxD Core training API, "Initialize NxD Core config". Options beyond the document are marked "ours".
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,44 +17,215 @@ from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
-from nxd_infer.util.suggest import did_you_mean
+from nxd_infer.trainer.options import Check, Options, option, section
 
-__all__ = ["neuronx_distributed_config"]
+__all__ = ["TrainConfig", "neuronx_distributed_config"]
 
-OPTIMIZER = {
-    "zero_one_enabled": False,
-    "grad_clipping": True,
-    "max_grad_norm": 1.0,
-    "on_nonfinite": "raise",  # ours: or "skip"
-    "bucket_cap_mb": 25.0,  # ours
-}
-MODEL_INIT = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
-MIXED_PRECISION = {
-    "use_master_weights": None,  # as zero_one_enabled
-    "use_fp32_grad_acc": None,  # as zero_one_enabled
-    "use_master_weights_in_ckpt": False,
-}
-PIPELINE = (
-    "transformer_layer_cls",
-    "num_microbatches",
-    "output_loss_value_spec",
-    "return_mb_loss",
-    "broadcast_and_average_loss",
-    "pipeline_cuts",
-    "input_names",
-    "leaf_module_cls",
-    "autowrap_functions",
-    "autowrap_modules",
-    "tracer_cls",
-    "param_init_fn",
-    "trace_file_path",
-    "use_zero1_optimizer",
-    "use_optimizer_wrapper",
-    "auto_partition",
-    "virtual_pipeline_size",
-    "fuse_microbatches",
-)
 MOVE_FACTORS = range(1, 33)
+
+
+# --- what values must be ----------------------------------------------------------------------------------
+
+
+def _require(fits: Callable[[Any], Any], wanted: str) -> Check:
+    def check(what: str, value: Any) -> Any:
+        if not fits(value):
+            raise ParallelConfigError(f"{what} must be {wanted}, got {value!r}")
+        return value
+
+    return check
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _one_stage(what: str, value: Any) -> int:
+    _DEGREE(what, value)
+    if value > 1:
+        raise ParallelConfigError(
+            f"{what}={value}: pipelines are not supported yet; use 1 and raise tensor_parallel_size instead"
+        )
+    return value
+
+
+def _recomputed(what: str, value: Any) -> Any:
+    classes = list(value) if isinstance(value, list | tuple | set | frozenset) else value
+    several = classes if isinstance(classes, list) else [classes]
+    fits = classes is None or classes == "full" or (several and all(_module_class(one) for one in several))
+    _require(lambda _: fits, '"full", a class derived from torch.nn.Module, several, or None')(what, value)
+    return classes
+
+
+def _anything(what: str, value: Any) -> Any:
+    return value
+
+
+def _lora(what: str, value: Any) -> LoraConfig | None:
+    return None if value is None else LoraConfig.of(value)
+
+
+_DEGREE = _require(lambda value: _whole(value) and value >= 1, "a whole number of at least 1")
+_BOOLEAN = _require(lambda value: isinstance(value, bool), "True or False")
+_BOOLEAN_OR_NONE = _require(lambda value: value is None or isinstance(value, bool), "True or False")
+_POSITIVE = _require(_positive, "a number above 0")
+
+
+# --- the options ------------------------------------------------------------------------------------------
+
+
+class PipelineOptions(Options):
+    """Kept for pipelines as they are given; None where one is not."""
+
+    name = "pipeline_config"
+    only_given = True
+
+    transformer_layer_cls: type[nn.Module] | None = option(None, 'for activation_checkpoint_config="full"', _anything)
+    num_microbatches: int | None = option(None, "", _anything)
+    output_loss_value_spec: Any = option(None, "where in the model's output the loss is", _anything)
+    return_mb_loss: Any = option(None, "", _anything)
+    broadcast_and_average_loss: Any = option(None, "", _anything)
+    pipeline_cuts: Any = option(None, "", _anything)
+    input_names: Any = option(None, "", _anything)
+    leaf_module_cls: Any = option(None, "", _anything)
+    autowrap_functions: Any = option(None, "", _anything)
+    autowrap_modules: Any = option(None, "", _anything)
+    tracer_cls: Any = option(None, "", _anything)
+    param_init_fn: Any = option(None, "", _anything)
+    trace_file_path: Any = option(None, "", _anything)
+    use_zero1_optimizer: Any = option(None, "", _anything)
+    use_optimizer_wrapper: Any = option(None, "", _anything)
+    auto_partition: Any = option(None, "", _anything)
+    virtual_pipeline_size: Any = option(None, "", _anything)
+    fuse_microbatches: Any = option(None, "", _anything)
+
+
+class OptimizerOptions(Options):
+    name = "optimizer_config"
+
+    zero_one_enabled: bool = option(
+        False, "ZeRO-1: each data-parallel rank steps and keeps the state of `1/dp` of the elements", _BOOLEAN
+    )
+    grad_clipping: bool = option(True, "scale gradients down to `max_grad_norm`", _BOOLEAN)
+    max_grad_norm: float = option(1.0, "largest 2-norm of the whole model's gradients", _POSITIVE)
+    on_nonfinite: str = option(
+        "raise",
+        'ours: or `"skip"`: what a NaN or infinite gradient does to the step',
+        _require(lambda value: value in ("raise", "skip"), '"raise" or "skip"'),
+        shown='"raise"',
+    )
+    bucket_cap_mb: float = option(
+        25.0, "ours: gradients are reduced in buckets of about this size while the backward runs", _POSITIVE
+    )
+
+
+class ModelInitOptions(Options):
+    name = "model_init_config"
+
+    sequential_move_factor: int = option(
+        11,
+        "ranks that build their model at a time, 1 to 32",
+        _require(lambda value: _whole(value) and value in MOVE_FACTORS, "1 to 32"),
+    )
+    meta_device_init: bool = option(False, "build without memory, then fill what each module holds", _BOOLEAN)
+    param_init_fn: Callable[[nn.Module], object] | None = option(
+        None,
+        "what fills a module; None: its `reset_parameters`",
+        _require(lambda value: value is None or callable(value), "a function of a module, or None"),
+    )
+
+
+class MixedPrecisionOptions(Options):
+    name = "mixed_precision_config"
+
+    use_master_weights: bool = option(  # None until a TrainConfig knows what zero_one_enabled is
+        None, "step float32 copies of bfloat16 weights", _BOOLEAN_OR_NONE, shown="as `zero_one_enabled`"
+    )
+    use_fp32_grad_acc: bool = option(
+        None,
+        "sum bfloat16 gradients over backward passes in float32",
+        _BOOLEAN_OR_NONE,
+        shown="as `zero_one_enabled`",
+    )
+    use_master_weights_in_ckpt: bool = option(
+        False, "accepted: checkpoints always hold the masters, in the optimizer's state", _BOOLEAN
+    )
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        if values.get("use_master_weights_in_ckpt") and values.get("use_master_weights") is False:
+            raise ParallelConfigError(
+                "mixed_precision_config: use_master_weights_in_ckpt=True needs use_master_weights=True, or there are "
+                "none"
+            )
+
+
+class TrainConfig(Options):
+    """Every option of a training job, by key (``config["optimizer_config"]["max_grad_norm"]``) and by attribute.
+
+    Raises ParallelConfigError for keys that there are not, naming the nearest, and for values out of range.
+    """
+
+    name = "nxd_config"
+    inner = False
+
+    tensor_parallel_size: int = option(
+        1, "ranks that share each layer; data parallelism takes what is left of the world", _DEGREE
+    )
+    pipeline_parallel_size: int = option(1, "only 1 for now", _one_stage)
+    pipeline_config: PipelineOptions = section(
+        PipelineOptions, "`transformer_layer_cls` and `output_loss_value_spec` are used without a pipeline too"
+    )
+    optimizer_config: OptimizerOptions = section(OptimizerOptions)
+    activation_checkpoint_config: Any = option(
+        None,
+        'computed again in the backward pass: `"full"` (every transformer layer), a module class, or several',
+        _recomputed,
+    )
+    pad_model: bool = option(False, "pad attention heads that do not divide over the ranks", _BOOLEAN)
+    sequence_parallel: bool = option(
+        False, "split activations between the parallel blocks along the sequence", _BOOLEAN
+    )
+    model_init_config: ModelInitOptions = section(ModelInitOptions)
+    lora_config: LoraConfig | None = option(
+        None, "a `nxd_infer.modules.lora.LoraConfig`, or a dict of its options: train adapters", _lora
+    )
+    mixed_precision_config: MixedPrecisionOptions = section(MixedPrecisionOptions)
+
+    def __init__(self, given: Any = None):
+        super().__init__(given)
+        precision = self.mixed_precision_config
+        for key in ("use_master_weights", "use_fp32_grad_acc"):
+            if precision[key] is None:
+                precision[key] = self.optimizer_config.zero_one_enabled
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> TrainConfig:
+        """``config`` itself, or what a dictionary of some of its options stands for."""
+        if isinstance(config, TrainConfig):
+            return config
+        if not isinstance(config, Mapping):
+            raise ParallelConfigError(
+                f"nxd_config is what neuronx_distributed_config() returns, got {type(config).__name__}"
+            )
+        return cls(config)
+
+    @classmethod
+    def table(cls) -> str:
+        """The options as a table of Markdown: option, default, what it does."""
+        rows = ["| option | default | |", "|---|---|---|"]
+        for key, declared in cls.declared().items():
+            rows.append(f"| `{key}` | {declared.shown} | {declared.says} |")
+            inner = {} if declared.inner is None or declared.inner.only_given else declared.inner.declared()
+            rows += [f"| · `{name}` | {one.shown} | {one.says} |" for name, one in inner.items()]
+        return "\n".join(rows)
 
 
 def neuronx_distributed_config(
@@ -69,35 +240,19 @@ def neuronx_distributed_config(
     lora_config: Any = None,
     *,
     mixed_precision_config: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> TrainConfig:
     """Check the options of a training job, fill in the defaults, and initialise model parallelism.
 
-    Args:
-        tensor_parallel_size: ranks that share each layer; data parallelism takes what is left of the world.
-        pipeline_parallel_size: must be 1 for now.
-        pipeline_config: options of the pipeline; kept for it. ``transformer_layer_cls`` and ``output_loss_value_spec``
-            are used without one too.
-        optimizer_config: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0); ours:
-            ``on_nonfinite`` ("raise" or "skip"), ``bucket_cap_mb`` (25.0).
-        activation_checkpoint_config: "full" (every transformer layer is computed again in the backward pass), a module
-            class or several, or None.
-        pad_model: pad attention heads that do not divide over the ranks.
-        sequence_parallel: split activations outside the parallel layers along the sequence. The model is built for it;
-            see ``nxd_infer.parallel_layers.sequence_parallel``.
-        model_init_config: ``sequential_move_factor`` (11; ranks that build their model at a time, 1 to 32),
-            ``meta_device_init`` (False), ``param_init_fn`` (None: each module's ``reset_parameters``).
-        lora_config: a ``nxd_infer.modules.lora.LoraConfig`` or a dict of its options: train adapters. None: train all.
-        mixed_precision_config: ``use_master_weights`` and ``use_fp32_grad_acc`` (by default what ``zero_one_enabled``
-            is), ``use_master_weights_in_ckpt`` (False).
-
-    Returns a dict of dicts with all of it, independent of what was passed. Where this process is one of several, by its
-    ``torch.distributed`` process group or by its launcher, ``initialize_model_parallel`` has been called (once; with
-    other degrees it must be destroyed first). It starts the process group that a launched program has not started.
+    {options}
+    Returns a dict of dicts with all of it, independent of what was passed; what is set in it later is checked then.
+    Where this process is one of several, by its ``torch.distributed`` process group or by its launcher,
+    ``initialize_model_parallel`` has been called (once; with other degrees it must be destroyed first). It starts the
+    process group that a launched program has not started.
 
     Raises ParallelConfigError for unknown keys (naming the nearest known one), values out of range, and degrees that do
     not fit the world or what is initialised already.
     """
-    config = checked(
+    config = TrainConfig(
         {
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
@@ -115,117 +270,20 @@ def neuronx_distributed_config(
     return config
 
 
-def checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A complete configuration of its own, from a complete or partial one. Starts nothing; checking twice is once."""
-    if not isinstance(config, Mapping):
-        raise ParallelConfigError(
-            f"nxd_config is what neuronx_distributed_config() returns, got {type(config).__name__}"
-        )
-    defaults = {name: p.default for name, p in inspect.signature(neuronx_distributed_config).parameters.items()}
-    full = _filled("nxd_config", config, defaults)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        _check(name, full[name], _whole(full[name]) and full[name] >= 1, "a whole number of at least 1")
-    if full["pipeline_parallel_size"] > 1:
-        raise ParallelConfigError(
-            f"pipeline_parallel_size={full['pipeline_parallel_size']}: pipelines are not supported yet; use 1 and "
-            "raise tensor_parallel_size instead"
-        )
-    for name in ("pad_model", "sequence_parallel"):
-        _check(name, full[name], isinstance(full[name], bool), "True or False")
-    if full["lora_config"] is not None:
-        full["lora_config"] = LoraConfig.of(full["lora_config"])
-    full["pipeline_config"] = _filled("pipeline_config", full["pipeline_config"], dict.fromkeys(PIPELINE), sparse=True)
-    full["optimizer_config"] = _optimizer(full["optimizer_config"])
-    full["activation_checkpoint_config"] = _activation_checkpoint(full["activation_checkpoint_config"])
-    full["model_init_config"] = _model_init(full["model_init_config"])
-    full["mixed_precision_config"] = _mixed_precision(full["mixed_precision_config"], full["optimizer_config"])
-    return full
+neuronx_distributed_config.__doc__ = inspect.cleandoc(neuronx_distributed_config.__doc__ or "").replace(
+    "{options}", f"{TrainConfig.table()}\n"
+)
 
 
-def _optimizer(given: Any) -> dict[str, Any]:
-    full = _filled("optimizer_config", given, OPTIMIZER)
-    for name in ("zero_one_enabled", "grad_clipping"):
-        _check(f"optimizer_config[{name!r}]", full[name], isinstance(full[name], bool), "True or False")
-    for name in ("max_grad_norm", "bucket_cap_mb"):
-        _check(f"optimizer_config[{name!r}]", full[name], _number(full[name]) and full[name] > 0, "a number above 0")
-    how = full["on_nonfinite"]
-    _check("optimizer_config['on_nonfinite']", how, how in ("raise", "skip"), '"raise" or "skip"')
-    return full
-
-
-def _activation_checkpoint(given: Any) -> Any:
-    classes = list(given) if isinstance(given, list | tuple | set | frozenset) else given
-    several = classes if isinstance(classes, list) else [classes]
-    fits = classes is None or classes == "full" or (several and all(_module_class(one) for one in several))
-    _check(
-        "activation_checkpoint_config", given, fits, '"full", a class derived from torch.nn.Module, several, or None'
-    )
-    return classes
-
-
-def _module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def _model_init(given: Any) -> dict[str, Any]:
-    full = _filled("model_init_config", given, MODEL_INIT)
-    factor, meta, fill = full["sequential_move_factor"], full["meta_device_init"], full["param_init_fn"]
-    where = "model_init_config"
-    _check(f"{where}['sequential_move_factor']", factor, _whole(factor) and factor in MOVE_FACTORS, "1 to 32")
-    _check(f"{where}['meta_device_init']", meta, isinstance(meta, bool), "True or False")
-    _check(f"{where}['param_init_fn']", fill, fill is None or callable(fill), "a function of a module, or None")
-    return full
-
-
-def _mixed_precision(given: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
-    full = _filled("mixed_precision_config", given, MIXED_PRECISION)
-    for name in ("use_master_weights", "use_fp32_grad_acc"):
-        if full[name] is None:
-            full[name] = optimizer["zero_one_enabled"]
-    for name, value in full.items():
-        _check(f"mixed_precision_config[{name!r}]", value, isinstance(value, bool), "True or False")
-    if full["use_master_weights_in_ckpt"] and not full["use_master_weights"]:
-        raise ParallelConfigError(
-            "mixed_precision_config: use_master_weights_in_ckpt=True needs use_master_weights=True, or there are none"
-        )
-    return full
-
-
-def _filled(what: str, given: Any, defaults: Mapping[str, Any], sparse: bool = False) -> dict[str, Any]:
-    """A new dict: the defaults with ``given`` over them (``sparse``: only what is given). Unknown keys are refused."""
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        raise ParallelConfigError(f"{what} must be a dict or None, got {type(given).__name__}")
-    for key in given:
-        if key not in defaults:
-            hint = did_you_mean(str(key), defaults) or f"; known are {', '.join(defaults)}"
-            raise ParallelConfigError(f"{what} has no key {key!r}{hint}")
-    return dict(given) if sparse else {**defaults, **given}
-
-
-def _check(what: str, value: Any, fits: Any, wanted: str) -> None:
-    if not fits:
-        raise ParallelConfigError(f"{what} must be {wanted}, got {value!r}")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def initialize(config: Mapping[str, Any]) -> None:
+def initialize(config: TrainConfig) -> None:
     """Initialise model parallelism where this process is one of several; what is there already must be the same."""
     if model_parallel_is_initialized():
         require_degrees(config)
     elif (dist.is_available() and dist.is_initialized()) or launched_world() > 1:
-        initialize_model_parallel(config["tensor_parallel_size"], config["pipeline_parallel_size"])
+        initialize_model_parallel(config.tensor_parallel_size, config.pipeline_parallel_size)
 
 
-def require_degrees(config: Mapping[str, Any]) -> None:
+def require_degrees(config: TrainConfig) -> None:
     """Raise unless the current context has the degrees of ``config``."""
     context = current_context()
     for name, found in (("tensor_parallel_size", context.tp.degree), ("pipeline_parallel_size", context.pp.degree)):

@@ -20,7 +20,7 @@ from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_infer.parallel_layers.pad import pad_model
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
 from nxd_infer.trainer.build import build_model, same_random_numbers
-from nxd_infer.trainer.config import checked, initialize, neuronx_distributed_config, require_degrees
+from nxd_infer.trainer.config import TrainConfig, initialize, neuronx_distributed_config, require_degrees
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]
 
@@ -35,16 +35,16 @@ def initialize_parallel_model(
 
     Raises ParallelConfigError for a configuration that does not fit the model or the current degrees.
     """
-    config = checked(nxd_config)
+    config = TrainConfig.of(nxd_config)
     initialize(config)
     require_degrees(config)
     model = build_model(config, model_fn, model_args, model_kwargs)
-    if config["pad_model"]:
+    if config.pad_model:
         pad_model(model, current_context().tp.degree, _heads(model))
-    if config["lora_config"] is not None and config["lora_config"].enable_lora:
+    if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
-            model = LoRAModel(model, config["lora_config"])
-    apply_activation_checkpoint(model, config["activation_checkpoint_config"], config["pipeline_config"])
+            model = LoRAModel(model, config.lora_config)
+    apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
     return NxDModel(model, config)
 
 
@@ -59,31 +59,31 @@ def initialize_parallel_optimizer(
     ``parameters`` are the wrapped model's, in any form that an optimizer takes. Returns a ``torch.optim.Optimizer``,
     with ``zero_one_enabled`` a NeuronZero1Optimizer. Every rank must call it.
     """
-    config = checked(nxd_config)
+    config = TrainConfig.of(nxd_config)
     initialize(config)
     require_degrees(config)
-    options, precision = config["optimizer_config"], config["mixed_precision_config"]
+    options, precision = config.optimizer_config, config.mixed_precision_config
     common = {
-        "grad_clipping": options["grad_clipping"],
-        "on_nonfinite": options["on_nonfinite"],
-        "bucket_cap_mb": options["bucket_cap_mb"],
+        "grad_clipping": options.grad_clipping,
+        "on_nonfinite": options.on_nonfinite,
+        "bucket_cap_mb": options.bucket_cap_mb,
     }
-    if options["zero_one_enabled"]:
+    if options.zero_one_enabled:
         return NeuronZero1Optimizer(
             parameters,
             optimizer_class,
-            master_weights=precision["use_master_weights"],
-            max_norm=options["max_grad_norm"],
-            use_grad_acc_hook=precision["use_fp32_grad_acc"],
+            master_weights=precision.use_master_weights,
+            max_norm=options.max_grad_norm,
+            use_grad_acc_hook=precision.use_fp32_grad_acc,
             **common,
             **defaults,
         )
     return NxDOptimizer(
         parameters,
         optimizer_class,
-        max_grad_norm=options["max_grad_norm"],
-        master_weights=precision["use_master_weights"],
-        fp32_grad_acc=precision["use_fp32_grad_acc"],
+        max_grad_norm=options.max_grad_norm,
+        master_weights=precision.use_master_weights,
+        fp32_grad_acc=precision.use_fp32_grad_acc,
         defaults=defaults,
         **common,
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nxd_infer.util.control_groups import GROUPS, MOUNTS, control_groups
 
-_MEMINFO = Path("/proc/meminfo")
-_GUESS = 4 << 30
-"""Bytes that a system is taken to have that does not say."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 20
 """Bytes that the system is asked for by themselves: more than any read of a socket."""
@@ -23,22 +21,27 @@ _FILES = {
 say how much of it are pages of files, which are dropped where memory is short."""
 
 
-def total_memory(meminfo: Path = _MEMINFO, groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
+def total_memory(groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
     """Bytes of the machine, or the least that a control group of this process may hold."""
-    limits = [limit for limit, _ in _limits(groups, mounts)]
-    return min([_fields(meminfo).get("MemTotal:", _GUESS), *limits])
+    return min([_machine().total, *(limit for limit, _ in _limits(groups, mounts))])
 
 
-def available_memory(meminfo: Path = _MEMINFO, groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
+def available_memory(groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
     """Bytes that can be had without swapping, and without being killed for a container's limit."""
-    left = [limit - held for limit, held in _limits(groups, mounts)]
-    return max(0, min([_fields(meminfo).get("MemAvailable:", _GUESS), *left]))
+    return max(0, min([_machine().available, *(limit - held for limit, held in _limits(groups, mounts))]))
+
+
+def _machine() -> Any:
+    import psutil  # a server's start does without: it takes as long as the rest of this package
+
+    return psutil.virtual_memory()
 
 
 def held_memory(process: int | str = "self") -> int | None:
     """Bytes that a process holds and the system cannot take back: private and shared memory, without pages of files.
 
-    What it shares is divided among those who do, so that processes can be summed. None where the system does not say.
+    What it shares is divided among those who do, so that processes can be summed; psutil's ``pss`` counts pages of
+    files too. None where the system does not say.
     """
     fields = _fields(Path(f"/proc/{process}/smaps_rollup"))
     return fields["Pss_Anon:"] + fields.get("Pss_Shmem:", 0) if "Pss_Anon:" in fields else None

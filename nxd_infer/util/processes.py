@@ -19,7 +19,10 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def process_start(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 when unknown. Tells a reused process id apart."""
+    """When the process started, in clock ticks since boot; 0 when unknown. Tells a reused process id apart.
+
+    Not psutil's ``create_time``, which moves with the system's clock.
+    """
     fields = _stat_fields(pid)
     return int(fields[19]) if fields and len(fields) > 19 else 0
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_server.engine.params import SamplingParams
+    from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.llm import LLM, CompletionOutput, RequestOutput
 
 _HOMES = {
     "LLM": "nxd_server.llm",
     "CompletionOutput": "nxd_server.llm",
     "RequestOutput": "nxd_server.llm",
-    "SamplingParams": "nxd_server.engine.params",
+    "SamplingParams": "nxd_server.engine.sampling_params",
 }
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'nxd_server' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

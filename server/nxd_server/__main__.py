@@ -1,6 +1,6 @@
 """``python -m nxd_server DIR --port 8000``: the server without the command line's other tools.
 
-Every setting of :class:`~nxd_server.config.ServerSettings` is an option of the same name.
+Every setting is an option, as of ``nxd-infer serve``; one that is on or off takes ``true`` or ``false``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nxd_server.config import ServerSettings, SettingsError
-from nxd_server.run import serve
+from nxd_server.app.run import serve
+from nxd_server.errors import SettingsError
+from nxd_server.settings import ServerSettings
+from nxd_server.settings_options import setting_options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,11 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nxd_server", description="Serve an artifact over HTTP.")
     parser.add_argument("artifact", help="directory that `nxd-infer trace` wrote")
     parser.add_argument("--config", help="JSON or YAML file with settings")
-    parser.add_argument("--api-key", dest="api_keys", action="append", help="key that opens the server; repeatable")
-    parser.add_argument("--lora", action="append", help="LoRA adapter to begin with, as NAME=PATH; repeatable")
-    for name, field in ServerSettings.model_fields.items():
-        if name not in ("api_keys", "lora"):
-            parser.add_argument("--" + name.replace("_", "-"), dest=name, help=field.description)
+    for option in setting_options():
+        flag = option.flag.partition("/")[0]
+        action = "append" if option.repeats else "store"
+        parser.add_argument(flag, dest=option.setting, action=action, help=option.help.replace("%", "%%"))
     given = vars(parser.parse_args(arguments))
     artifact, config = given.pop("artifact"), given.pop("config")
     try:

@@ -53,6 +53,10 @@ class ServerError(NxdError):
     """Base of the errors that the engine and the HTTP half raise themselves."""
 
 
+class SettingsError(NxdError, ValueError):
+    """A setting that cannot be used; names the setting, never the value of a secret."""
+
+
 class GenerateOnlyError(ServerError, ModelConfigError):
     """A setting that only artifacts which generate can have."""
 

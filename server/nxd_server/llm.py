@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.engine.encoder import Encoded, TextEncoder
-from nxd_server.engine.engine import Engine
+from nxd_server.engine.classifier_scores import likeliest, probabilities
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, TokenEvent, Usage
-from nxd_server.engine.oneshot import OneShotEngine
-from nxd_server.engine.params import SamplingParams
+from nxd_server.engine.generation_engine import Engine
+from nxd_server.engine.oneshot_engine import OneShotEngine
 from nxd_server.engine.request import Ticket, max_new_tokens
-from nxd_server.engine.weights import WholeRequest
+from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.text_encoder import Encoded, TextEncoder
+from nxd_server.engine.weight_swap import WholeRequest
 from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.outputs import ClassificationOutput, CompletionOutput, RequestOutput, TokenLogprob
-from nxd_server.scores import likeliest, probabilities
-from nxd_server.text.chat import ChatTemplate
-from nxd_server.text.files import TextFiles
+from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
+from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
-    from nxd_server.text.files import Source
+    from nxd_server.text.tokenizer_files import Source
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

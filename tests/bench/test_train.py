@@ -9,7 +9,7 @@ from bench import train
 from bench.options import Options
 from bench.plain_llama import PlainLlama
 from bench.train_ranks import QUICK_SIZES, decoder_config
-from nxd_models.llama import CausalLM
+from nxd_models.llama.model import CausalLM
 
 
 def test_the_plain_llama_is_the_model():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,7 +87,7 @@ def test_the_packages_are_programs_that_explain_themselves_without_torch(module,
 def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(artifact):
     """One prompt is wider than the terminal, has a tab, and has what rich would draw as a picture."""
     prompts = ["def f", "[bold]\tx :warning: def f"]
-    asked = ("generate", artifact, "--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", 24)
+    asked = ("generate", artifact, prompts[0], prompts[1], "--max-tokens", 24)
     done = nxd_infer(*asked, "--json")
     assert done.status == 0, done.err
     records = [json.loads(line) for line in done.out.splitlines()]
@@ -99,6 +102,27 @@ def test_generate_answers_each_prompt_the_same_way_twice_and_prints_it_as_it_is(
     assert "loading" not in plain.err  # a spinner is for who looks
 
 
+@pytest.mark.check
+def test_a_prompt_may_have_its_former_name(capsys, monkeypatch):
+    done = nxd_infer_here(capsys, monkeypatch, "generate", "/no/such/artifact", "--prompt", "x")
+    assert (
+        done.status == 1 and 'note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"' in done.err
+    )
+    assert "/no/such/artifact" in done.err
+
+
+@pytest.mark.check
+def test_shells_complete_commands_and_options():
+    code = "import sys; sys.argv = ['nxd-infer']; from nxd_infer.cli.main import main; main()"
+    for typed, found in (("nxd-infer ge", ["generate"]), ("nxd-infer trace --prompt", ["--prompt-buckets"])):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        environment = {**os.environ, "_NXD_INFER_COMPLETE": "complete_bash", **words}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment
+        )
+        assert done.stdout.split() == found, done.stderr
+
+
 def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path, capsys, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_text("precious")
@@ -110,7 +134,7 @@ def test_the_demo_leaves_a_directory_alone_that_is_not_of_a_demo(tmp_path, capsy
 
 def test_generate_refuses_what_does_not_fit_and_cuts_only_its_default(artifact, capsys, monkeypatch):
     """The artifact's longest prompt and answer are 64 tokens together."""
-    asked = (capsys, monkeypatch, "generate", artifact, "--prompt", "def f", "--json")
+    asked = (capsys, monkeypatch, "generate", artifact, "def f", "--json")
     done = nxd_infer_here(*asked, "--max-tokens", 64)
     refused(done, "max_tokens: 64 tokens do not fit", "maximum context length is 64 tokens", "which leaves")
     done = nxd_infer_here(*asked)
@@ -181,7 +205,7 @@ def test_code_that_chooses_buckets_can_be_refused(command, model_dir, tmp_path, 
         return tensors, torch.tensor([0])
 
     path = toy.build(tmp_path / "kernel", degree=1, kernel=kernel)
-    more = {"serve": ["--port", 0], "generate": ["--prompt", "x"], "verify": [model_dir]}[command]
+    more = {"serve": ["--port", 0], "generate": ["x"], "verify": [model_dir]}[command]
     arguments = (command, path, *more, "--no-kernel")
     # One that serves sets up logging: in a process of its own.
     done = nxd_infer(*arguments) if command == "serve" else nxd_infer_here(capsys, monkeypatch, *arguments)
@@ -263,13 +287,14 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["trace", "MODEL", "--out", "a", "--tp", "0"], ["--tp", "0", "1"]),
         (["trace", "MODEL", "--out", "a", "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),
         (["serve", "MODEL", "--port", "99999"], ["--port", "99999", "65535"]),
-        (["generate", "MODEL", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "0"]),
-        (["generate", "MODEL", "--prompt", "x", "--seed", "late"], ["--seed", "'late'"]),
+        (["generate", "MODEL", "x", "--temperature", "-1"], ["--temperature", "-1", "0"]),
+        (["generate", "MODEL", "x", "--seed", "late"], ["--seed", "'late'"]),
         (["serve", "/no/such/artifact"], ["/no/such/artifact"]),
-        (["generate", "/no/such/artifact", "--prompt", "x"], ["/no/such/artifact"]),
-        (["generate", "/no/such/artifact", "--prompt", "x", "--prompt", ""], ["a prompt is empty"]),
-        (["generate", "/no/such/artifact", "--prompt", "x", "--temperature", "9"], ["temperature", "0 to 2"]),
-        (["generate", "MODEL", "--prompt", "x"], ["a model to trace", "nxd-infer trace"]),
+        (["generate", "/no/such/artifact", "x"], ["/no/such/artifact"]),
+        (["generate", "/no/such/artifact", "x", ""], ["a prompt is empty"]),
+        (["generate", "/no/such/artifact", "x", "--temperature", "9"], ["temperature", "0 to 2"]),
+        (["generate", "MODEL", "x"], ["a model to trace", "nxd-infer trace"]),
+        (["generate", "MODEL"], ["PROMPT", "give the text to continue"]),
         (["verify", "/no/such/artifact", "MODEL"], ["/no/such/artifact"]),
         (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is not a directory", "--out"]),
         (["demo", "--dir", "/etc/hostname", "--seconds", "1"], ["is not a directory", "/etc/hostname"]),
@@ -298,7 +323,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(artifact):
     import sys
 
     code = (
-        f"import sys; sys.argv = ['nxd-infer', 'generate', {str(artifact)!r}, '--prompt', 'x']\n"
+        f"import sys; sys.argv = ['nxd-infer', 'generate', {str(artifact)!r}, 'x']\n"
         "sys.modules['tokenizers'] = None  # as if it were not installed\n"
         "from nxd_infer.cli.main import main; main()"
     )

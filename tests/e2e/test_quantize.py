@@ -37,7 +37,7 @@ def test_a_llama_in_eight_bits_is_traced_verified_and_generates(model_dir, tmp_p
     assert "weights rounded to eight bits" in done.out
     assert re.search(r"logits +differ by [0-9.e-]+ at most", done.out), done.out
     assert re.search(r"next tokens +\d+ of 64 are the same", done.out), done.out
-    done = nxd_infer_here(capsys, monkeypatch, "generate", out, "--prompt", "def f", "--max-tokens", 8)
+    done = nxd_infer_here(capsys, monkeypatch, "generate", out, "def f", "--max-tokens", 8)
     assert done.status == 0, done.err
 
 

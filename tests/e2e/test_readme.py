@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.command import ROOT
 
 README = (ROOT / "README.md").read_text()
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Made shorter, not left out: a test need not train for a minute, nor compile what other tests compile.
 SHORTER = {"--seconds 60": "--seconds 2 --backend eager", "--dtype float32": "--dtype float32 --backend eager"}
 PORT = "8000"
@@ -38,14 +39,19 @@ def test_the_make_commands_are_targets():
 
 @pytest.mark.check
 def test_every_link_leads_somewhere():
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     broken = [
         f"{page.name}: {target}"
-        for page in pages
+        for page in PAGES
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text())
         if not target.startswith("http") and not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+@pytest.mark.check
+def test_every_path_that_contributors_are_told_is_there():
+    paths = re.findall(r"`((?:nxd_infer|tests|docs|models|server)/[\w./]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(paths) > 8 and [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.check
@@ -54,7 +60,7 @@ def test_every_command_that_the_pages_name_exists():
 
     known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     known |= {group.name for group in app.registered_groups}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in PAGES:
         for name in re.findall(r"^(?:\$ )?nxd-infer (\w+)", page.read_text(), re.MULTILINE):
             assert name in known, f"{page.name} names `nxd-infer {name}`"
 

@@ -12,7 +12,7 @@ SLOTS, MAX_LEN, PROMPT_BUCKETS, BATCHES = 4, 64, (8, 16), (1, 4)
 def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
     """Write a tiny Llama and its artifact for ``tp`` ranks; (model directory, artifact directory)."""
     import nxd_infer as nxd
-    from nxd_models import tasks
+    from nxd_models.serving import tasks
 
     model_dir = write_tiny("llama", directory / "llama")
     sizes = {"batch_sizes": BATCHES, "length_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
@@ -32,7 +32,7 @@ def costs_of(artifact):
 def trace_encoder(directory, family, task, tp=1, **changes):
     """Write a tiny encoder, ``changes`` in its config.json, and its artifact; (model directory, artifact directory)."""
     import nxd_infer as nxd
-    from nxd_models import tasks
+    from nxd_models.serving import tasks
 
     model_dir = write_tiny(family, directory / family, **changes)
     plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), length_buckets=(8, 32), dtype=torch.float32)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nxd_server.engine.costs import Graph, StepCosts
-from nxd_server.engine.params import SamplingParams
-from nxd_server.engine.scheduler import Scheduler
-from nxd_server.engine.sequence import Sequence
+from nxd_server.engine.core.scheduler import Scheduler
+from nxd_server.engine.core.sequence import Sequence
+from nxd_server.engine.core.step_costs import Graph, StepCosts
+from nxd_server.engine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams()
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nxd_infer.errors import ArtifactVersionError, ModelConfigError
-from nxd_models.config import parse_config
+from nxd_models.registry import parse_config
 from nxd_server import LLM
 from nxd_server.engine import OneShotEngine, TextEncoder
-from nxd_server.http.embeddings import verdict_on
-from nxd_server.scores import scores_of
+from nxd_server.engine.classifier_scores import scores_of
+from nxd_server.http.openai.embeddings import verdict_on
 from tests.e2e.command import nxd_infer_here
 from tests.engine.real_artifacts import trace_encoder
 from tests.engine.toy_oneshot import ToyOneShot

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_server.engine import Engine, SamplingParams
-from nxd_server.engine.sequence import derive_seed
+from nxd_server.engine.core.sequence import derive_seed
 from nxd_server.errors import (
     EngineUnavailableError,
 )
@@ -159,7 +159,7 @@ def test_a_drain_that_takes_too_long_ends_and_closing_fails_the_rest():
         assert engine.drain(0.05) is False
         closing = threading.Thread(target=engine.close)
         closing.start()
-        wait_until(lambda: engine._closing)
+        wait_until(lambda: engine.thread._closing)
     closing.join(60)
     engine.close()
     assert isinstance(listener.end.error, EngineUnavailableError) and engine.state == "closed"
@@ -215,7 +215,7 @@ def test_a_step_is_begun_while_the_one_before_it_runs(engines):
 
 def test_the_tensors_of_a_step_have_the_manifests_dtypes():
     model = ToyModel(ahead=False)
-    inputs = Engine(model)._inputs["decode_b4"].tensors
+    inputs = Engine(model)._batcher.padding_inputs("decode_b4")
     for spec in model.manifest.bucket("decode_b4").inputs:
         assert inputs[spec.name].dtype == spec.torch_dtype and list(inputs[spec.name].shape) == spec.shape
     assert torch.equal(inputs["top_p"], torch.ones(4)) and torch.equal(inputs["repetition_penalty"], torch.ones(4))

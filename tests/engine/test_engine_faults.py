@@ -42,7 +42,7 @@ def test_a_step_that_fails_ends_its_own_requests_only(engines):
 
 def test_a_row_that_cannot_be_written_fails_alone_and_its_place_is_free_for_others(engines, monkeypatch):
     engine = engines(ToyModel(slots=3, batch_sizes=(4,), delay=0.001))
-    for inputs in engine._inputs.values():
+    for inputs in engine._batcher._steps.inputs.values():
         put = inputs.put
 
         def refuse(place, row, sampler, put=put):
@@ -65,7 +65,7 @@ def test_a_prompt_whose_rows_cannot_all_be_written_fails_alone(engines, monkeypa
     """In the middle of those that it has in a decode step: what was written of it lies in a slot that is free then."""
     engine = engines(ToyModel(slots=3, batch_sizes=(1,), delay=0.001, prompt_rows=8), stall_ratio=1.0)
     submitted = threading.Event()
-    for inputs in engine._inputs.values():
+    for inputs in engine._batcher._steps.inputs.values():
         put = inputs.put
 
         def refuse(place, row, sampler, put=put):
@@ -215,7 +215,7 @@ def test_a_warm_up_that_fails_is_an_error_of_start(caplog):
 
 
 def test_a_step_that_hangs_makes_the_engine_not_ready(engines, monkeypatch):
-    monkeypatch.setattr("nxd_server.engine.runner.OVERDUE_SECONDS", 0.05)
+    monkeypatch.setattr("nxd_server.engine.core.step_runner.OVERDUE_SECONDS", 0.05)
     model = ToyModel()
     engine = engines(model, idle_probe=None)
     gate = threading.Event()

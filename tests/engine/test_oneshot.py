@@ -19,7 +19,7 @@ from nxd_infer.errors import (
     RankFailedError,
 )
 from nxd_server.engine import OneShotEngine, TextEncoder
-from nxd_server.engine.batching import batches_rows
+from nxd_server.engine.oneshot_batching import batches_rows
 from nxd_server.errors import (
     DeadlineExceededError,
     EngineFailedError,
@@ -48,7 +48,7 @@ def engines():
     yield make
     for engine in made:
         engine.close()
-        assert engine._inside == engine._untold == 0
+        assert engine.parts.queue.inside == engine.parts.queue.untold == 0
 
 
 def request(rows, length, seed=0):

@@ -76,7 +76,7 @@ def test_threads_keep_to_their_cores_and_the_engine_off_the_first(traced, tmp_pa
         llm.generate(prompt_of(5), GREEDY)
         leads = llm.model.lead_cores
         assert len(leads) == (1 if threads > 1 else 0)
-        assert os.sched_getaffinity(llm.engine._thread.native_id) == everywhere - set(leads)
+        assert os.sched_getaffinity(llm.engine.thread.native_id) == everywhere - set(leads)
         assert os.sched_getaffinity(0) == everywhere  # the caller's own threads are left alone
         for again in (False, True):
             if again:
@@ -154,7 +154,7 @@ def test_steps_begun_ahead_over_all_ranks_change_no_answer(llm, ranks, monkeypat
     for spare in (0, 1):
         monkeypatch.setattr(RankModel, "spare_cores", spare)
         with Engine(ranks.model, ranks.tokenizer) as engine:
-            depth = engine._flights._depth
+            depth = engine._batcher._steps.depth
             listeners = [Listener() for _ in prompts]
             tickets = [engine.submit(*asked) for asked in zip(prompts, params, listeners, strict=True)]
             assert all(ticket.wait(60) for ticket in tickets)

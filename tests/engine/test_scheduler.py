@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_server.engine.costs import StepCosts
-from nxd_server.engine.scheduler import UNKNOWN, Step
-from nxd_server.engine.sequence import Sequence
-from nxd_server.engine.slots import SlotPool
+from nxd_server.engine.core.scheduler import UNKNOWN, Step
+from nxd_server.engine.core.sequence import Sequence
+from nxd_server.engine.core.slots import SlotPool
+from nxd_server.engine.core.step_costs import StepCosts
 from tests.engine.schedules import decoding, graphs, scheduler, sequence
 
 arrivals = st.lists(

@@ -7,7 +7,7 @@ import torch
 
 from nxd_infer.cli.trace import SAME_ROUNDING
 from nxd_infer.errors import ModelConfigError
-from nxd_models.generation import step_inputs
+from nxd_models.serving.decoder_step import step_inputs
 from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from tests.engine.real_artifacts import MAX_LEN, costs_of, trace_llama
@@ -25,7 +25,7 @@ def llms(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("speculation")
     if request.param == 1:  # few graphs, as compiling takes its time
         few = {"batch_sizes": [4], "length_buckets": [16], "dtype": torch.bfloat16}
-        artifact = trace_llama(directory, 1, "inductor", [SAME_ROUNDING], speculate=GUESSES, **few)[1]
+        artifact = trace_llama(directory, 1, "inductor", [f"{SAME_ROUNDING}=True"], speculate=GUESSES, **few)[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]
     costs = costs_of(artifact)

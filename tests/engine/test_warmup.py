@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nxd_server.engine import warmup
-from nxd_server.engine.costs import Graph, StepCosts
-from nxd_server.engine.runner import FIRST_SECONDS, OVERDUE_SECONDS, StepRunner
+from nxd_server.engine.core.step_costs import Graph, StepCosts
+from nxd_server.engine.core.step_runner import FIRST_SECONDS, OVERDUE_SECONDS, StepRunner
 from nxd_server.engine.warmup import WARM_UP_SECONDS, warm_up, when_idle
 from tests.engine.toy_model import ToyModel
 from tests.processes import wait_until

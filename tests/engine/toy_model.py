@@ -20,6 +20,7 @@ import numpy as np
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError, WeightSchemaError
+from nxd_infer.runtime.ranks.health import RankHealth
 from nxd_infer.util.beneath import require_unchanged
 
 VOCAB = 97
@@ -102,6 +103,7 @@ class ToyModel:
     second step before the first one's result is taken."""
 
     ahead = False
+    spare_cores, lead_cores, failure = 1, (), None
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
@@ -242,16 +244,25 @@ class ToyModel:
         finally:
             self.running.release()
 
+    def reset_states(self):
+        self._forget()
+
     def restart(self):
         self.restarts += 1
         self.dead = False
         self._forget()
 
     def health(self):
-        return [{"rank": 0, "alive": not self.dead, "steps": len(self.steps)}]
+        return [toy_rank(not self.dead, len(self.steps))]
 
     def close(self):
         self.dead = True
+
+
+def toy_rank(alive, steps=0):
+    """The one rank of a toy, which is no process."""
+    state = "running" if alive else "ended"
+    return RankHealth(0, None, alive, state, steps, collectives=0, busy_seconds=0.0, last_step_age=None)
 
 
 def _tensors(arrays):

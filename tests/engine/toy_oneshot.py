@@ -10,7 +10,7 @@ import torch
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputSpec
 from nxd_infer.errors import ModelClosedError
-from tests.engine.toy_model import ToyWeights
+from tests.engine.toy_model import ToyWeights, toy_rank
 
 
 def expected(row: torch.Tensor) -> torch.Tensor:
@@ -21,6 +21,8 @@ def expected(row: torch.Tensor) -> torch.Tensor:
 
 class ToyOneShot:
     """Inputs ``input_ids`` and ``attention_mask`` [B, S]; outputs ``embedding`` [B, 3] and ``echo`` [B, S]."""
+
+    arrays, spare_cores, lead_cores, failure = False, 1, (), None
 
     def __init__(self, batches=(1, 4), lengths=(8, 16), delay=0.0, pad_batch=True, requires=(), metadata=None):
         shapes = [(b, s) for b in batches for s in lengths]
@@ -70,7 +72,7 @@ class ToyOneShot:
         self.dead = False
 
     def health(self):
-        return [{"rank": 0, "alive": not self.dead}]
+        return [toy_rank(not self.dead)]
 
 
 def _bucket(batch, length, pad_batch):

@@ -16,6 +16,7 @@ from nxd_infer.artifact.manifest import MANIFEST_NAME, WeightSpec
 from nxd_infer.artifact.rank_weights import load_weights
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_bytes, manifest_checksum
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, CheckpointError
+from nxd_infer.graph.canonical import stored_graph
 from nxd_infer.graph.ir import Program, graph_to_ir, ir_to_graph
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, ir_text, read_graph, read_ir
 from nxd_infer.layout.sources import SafetensorsSource
@@ -52,7 +53,7 @@ def manifest(place: Path) -> Target:
 
 
 def graph(place: Path) -> Target:
-    """A graph's IR, as it is read for running and for compiling; what was accepted can be stored again."""
+    """A graph's IR, as it is read for running and for passes over it; what was accepted can be stored again."""
     root = toy.build(place / "artifact", degree=1, buckets=toy.BUCKETS[:1])
     (folder,) = (root / "graphs").iterdir()
     made = dict(zip(("graph", "ir"), ((folder / name).read_bytes() for name in (GRAPH_FILE, IR_FILE)), strict=True))
@@ -66,6 +67,7 @@ def graph(place: Path) -> Target:
         again = graph_to_ir(ir_to_graph(ir))
         assert ir_text(graph_to_ir(ir_to_graph(again))) == ir_text(again)
         read_graph(folder)
+        stored_graph(folder)
 
     example = json.dumps({name: json.loads(text) for name, text in made.items()}).encode()
     return Target("graph", object_with(read, "graph", "ir"), (ArtifactCorruptError,), [example])

@@ -19,10 +19,10 @@ from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout
-from nxd_infer.layout.files.files import parse_json
 from nxd_infer.layout.files.manifest import DONE, MANIFEST, mark_of
 from nxd_infer.layout.files.unpack import unpack
 from nxd_infer.layout.files.values import pack
+from nxd_infer.util.reading import parse_json
 from tests.fuzz.forms import TORCH_FILE
 from tests.fuzz.target import Target, object_with
 

@@ -12,23 +12,20 @@ import torch
 from safetensors.torch import save
 
 from nxd_server.errors import RequestError
-from nxd_server.http.errors import ApiError
-from nxd_server.http.predict import read_tensors, unpack
-from nxd_server.http.schemas import (
-    AdapterBody,
+from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.schemas import (
     ChatBody,
     ClassifyBody,
     CompletionBody,
-    DetokenizeBody,
     EmbeddingBody,
-    PredictBody,
-    TokenizeBody,
-    WeightsBody,
     texts_or_pairs,
     token_lists,
 )
+from nxd_server.http.predict import PredictBody, read_tensors, unpack
 from nxd_server.http.tensors import tensor_from_json, tensor_to_json
-from nxd_server.text.chat import normalise_messages
+from nxd_server.http.tokenize import DetokenizeBody, TokenizeBody
+from nxd_server.text.chat_template import normalise_messages
 from nxd_server.text.strict_json import parse_json
 from tests.fuzz.target import Target
 

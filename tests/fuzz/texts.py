@@ -9,9 +9,9 @@ from typing import Any
 from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import RequestError
-from nxd_server.text.chat import ChatTemplate, TemplateSources
-from nxd_server.text.lanes import BoundedTemplate
-from nxd_server.text.process import JobFailed
+from nxd_server.text.chat_template import ChatTemplate, TemplateSources
+from nxd_server.text.text_process import JobFailed
+from nxd_server.text.text_process_jobs import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from tests.fuzz.target import Target, object_with
 from tests.text.text_tokenizers import KINDS, byte_level

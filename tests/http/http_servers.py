@@ -27,7 +27,7 @@ class ServerProcess:
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None):
         self.lines: list[str] = []
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("NXD_API")}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("NXD_INFER_API")}
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nxd_infer.errors import RankDiedError
-from nxd_server.config import ServerSettings
-from nxd_server.http import logs
-from nxd_server.run import serve_service
-from nxd_server.service import Service
-from nxd_server.text.chat import TemplateSources
+from nxd_server.app.run import serve_service
+from nxd_server.app.service import Service
+from nxd_server.http.ops import logs
+from nxd_server.settings import ServerSettings
+from nxd_server.text.chat_template import TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
 from tests.engine.toy_model import EOS, VOCAB, ToyModel
 

@@ -12,16 +12,17 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from nxd_server.config import ServerSettings
+from nxd_server.app.served_model import ServedModel
 from nxd_server.errors import DeadlineExceededError
-from nxd_server.http.body import Bodies, ClientLeft, default_limit
-from nxd_server.http.embeddings import tokens_of
-from nxd_server.http.errors import ApiError
-from nxd_server.http.requests import encode_prompts, json_body
-from nxd_server.http.schemas import Body, SamplingBody
-from nxd_server.served import Served
-from nxd_server.text.bounds import ANY
-from nxd_server.text.lanes import BoundedJson, Lane
+from nxd_server.http.body_schema import Body
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.openai.embeddings import tokens_of
+from nxd_server.http.openai.schemas import SamplingBody
+from nxd_server.http.request_body import Bodies, ClientLeft, default_limit
+from nxd_server.http.request_context import encode_prompts, json_body
+from nxd_server.settings import ServerSettings
+from nxd_server.text.body_limits import ANY
+from nxd_server.text.text_process_jobs import BoundedJson, ConcurrencyLimit
 from tests.http.http_servers import http_request, is_error, raw, toy_server
 from tests.processes import descendants
 
@@ -67,7 +68,7 @@ def test_the_limit_of_a_body_follows_from_the_models_length(toy, tmp_path):
     is_error(toy.post(COMPLETIONS, content=b'{"prompt": "' + b"a" * 3 * 2**20 + b'"}'), 413)
 
     def limit(**metadata):
-        service = Served(tmp_path, ServerSettings())
+        service = ServedModel(tmp_path, ServerSettings())
         service._manifest = type("Manifest", (), {"metadata": metadata})  # pyright: ignore
         return default_limit(service)
 
@@ -292,7 +293,7 @@ def test_of_texts_to_encode_none_is_begun_after_their_client_has_left():
             assert left.wait(20)
 
     async def main():
-        context = SimpleNamespace(encoders=Lane("prompts", 1, 1))
+        context = SimpleNamespace(encoders=ConcurrencyLimit("prompts", 1, 1))
         texts = ["a" * 3000] * 64
         work = asyncio.create_task(tokens_of(context, Encoder(), texts, lambda place: "input"))  # pyright: ignore
         assert await asyncio.to_thread(first.wait, 20)

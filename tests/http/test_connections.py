@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nxd_server.config import ServerSettings
 from nxd_server.http.connections import BODY_PIECE, Connections
+from nxd_server.settings import ServerSettings
 from tests.http.http_servers import http_request, is_error, raw, read_all, toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nxd_server.config import ServerSettings
+from nxd_server.settings import ServerSettings
 from tests.engine.toy_oneshot import expected
 from tests.http.http_servers import http_request, is_error, raw, toy_server, wait_for
 from tests.processes import descendants

@@ -9,10 +9,10 @@ import weakref
 import pytest
 
 from nxd_server.errors import RequestError
-from nxd_server.http.errors import ApiError
-from nxd_server.http.keys import Keys
+from nxd_server.http.api_keys import Keys
+from nxd_server.http.error_responses import ApiError
 from nxd_server.http.middleware import InFlight, RequestMiddleware
-from nxd_server.text.lanes import Lane
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 pytestmark = pytest.mark.check
 
@@ -42,7 +42,7 @@ async def refused_in_a_lane(body):
         held = body  # as the frames do of what asks a process
         raise RequestError("prompt", f"{type(held).__name__} is too long")
 
-    await Lane("bodies", 1, 1).run(work)
+    await ConcurrencyLimit("bodies", 1, 1).run(work)
 
 
 @pytest.mark.parametrize("handler", [refused, refused_because, refused_in_a_lane])

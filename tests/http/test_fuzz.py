@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nxd_server.http.schemas import ChatBody, CompletionBody, TokenizeBody
+from nxd_server.http.openai.schemas import ChatBody, CompletionBody
+from nxd_server.http.tokenize import TokenizeBody
 from tests.http.http_servers import events_of, http_request, is_error, raw, read_all
 
 scalars = st.one_of(

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import generation_config, tasks
+from nxd_models.hf.generation_config import GenerationConfig
+from nxd_models.serving import tasks
 from nxd_server import LLM, SamplingParams
 from tests.e2e.command import nxd_infer_here
 from tests.http.http_artifacts import real_server, trace_tiny
@@ -60,9 +61,9 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
         llm.sampling_defaults["temperature"] = 0.0
         silent, greedy = llm.generate(ASKED["prompt"]), llm.generate(ASKED["prompt"], mine.replace(temperature=0))
         assert silent[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids
-    asked = ("generate", artifact, "--prompt", ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
+    asked = ("generate", artifact, ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
     assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked).out)["text"] == expected
-    monkeypatch.setenv("NXD_GENERATION_DEFAULTS", "false")
+    monkeypatch.setenv("NXD_INFER_GENERATION_DEFAULTS", "false")
     with real_server(artifact) as server:
         assert text(server) == neutral
         (card,) = server.get("/v1/models").json()["data"]
@@ -94,7 +95,7 @@ def test_what_a_file_says(tmp_path, fields, expected):
 def test_what_no_request_could_have_is_refused_by_name(tmp_path, fields):
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelConfigError, match=rf"generation_config\.json: {next(iter(fields))} = "):
-        generation_config.sampling_defaults(tmp_path)
+        GenerationConfig.of(tmp_path)
 
 
 def test_a_model_that_does_not_sample_is_greedy(expect):

@@ -16,8 +16,8 @@ import time
 import httpx
 import pytest
 
-from nxd_server.config import ServerSettings
-from nxd_server.http.logs import TextFormatter
+from nxd_server.http.ops.logs import TextFormatter
+from nxd_server.settings import ServerSettings
 from tests.engine.toy_model import ToyModel
 from tests.http.http_servers import events_of, http_request, is_error, raw, read_all, toy_server, wait_for
 from tests.http.http_toy import ToyService
@@ -110,7 +110,7 @@ def test_what_does_not_finish_in_time_is_cut_and_says_so():
 
 def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
     """The engine is done with it long before; what waits in the server's memory must not be lost."""
-    from nxd_server.run import FLUSH_SECONDS
+    from nxd_server.app.run import FLUSH_SECONDS
 
     body = json.dumps({**LONG, "max_tokens": 2000, "n": 4, "logprobs": 5, "stream": True}).encode()
     toy = {"delay": 0.0, "max_len": 2100}

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from nxd_server.http.generation import Doorbell, Mailbox
+from nxd_server.http.openai.event_mailbox import Doorbell, Mailbox
 
 SOON, LATE = 0.05, 30.0
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nxd_infer import trace
-from nxd_models import tasks
+from nxd_models.serving import tasks
 from tests.engine.real_artifacts import trace_encoder
 from tests.http.http_artifacts import real_server
 from tests.http.http_servers import is_error
-from tests.models.test_sentence import write_sentence_model
+from tests.models.test_sentence_transformers import write_sentence_model
 
 EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/v1/classify"
 TEXTS = ["A raise", "x"]

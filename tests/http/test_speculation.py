@@ -97,7 +97,7 @@ def test_a_stop_string_cuts_a_run_of_right_guesses(server):
 
 
 def test_generate_says_the_same_with_guesses(artifact):
-    command = ["generate", str(artifact), "--prompt", PROMPT, "--prompt", "for", "--max-tokens", "40", "--json"]
+    command = ["generate", str(artifact), PROMPT, "for", "--max-tokens", "40", "--json"]
     answers = [CliRunner().invoke(app, [*command, *more]) for more in ([], ["--speculate", "3"])]
     assert [done.exit_code for done in answers] == [0, 0]
     assert answers[0].output == answers[1].output
@@ -105,7 +105,7 @@ def test_generate_says_the_same_with_guesses(artifact):
 
 
 def test_generate_tells_how_many_guesses_were_right(artifact):
-    command = ["generate", str(artifact), "--prompt", PROMPT, "--max-tokens", "40"]
+    command = ["generate", str(artifact), PROMPT, "--max-tokens", "40"]
     plain, guessing = (CliRunner().invoke(app, [*command, *more]).output for more in ([], ["--speculate", "3"]))
     found = re.search(r"\[speculation: (\d+) of (\d+) guessed tokens were right\]", guessing)
     assert found and int(found[1]) <= int(found[2]), guessing  # how many depends on what the graphs take
@@ -119,7 +119,7 @@ def test_the_traced_graphs_equal_the_plain_model(artifact, model_dir):
 
 def test_more_than_was_traced_is_refused_with_the_fix(artifact, model_dir):
     fix = "trace the model again with --speculate 5"
-    done = CliRunner().invoke(app, ["generate", str(artifact), "--prompt", "for", "--speculate", "5"])
+    done = CliRunner().invoke(app, ["generate", str(artifact), "for", "--speculate", "5"])
     assert done.exit_code == 1 and fix in str(done.exception)
     with real_server(artifact, "--speculate", "5", wait=False) as server:
         assert server.wait(60) != 0

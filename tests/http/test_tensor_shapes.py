@@ -14,13 +14,12 @@ import pytest
 import torch
 from starlette.requests import Request
 
-from nxd_server.config import ServerSettings
 from nxd_server.errors import QueueFullError
-from nxd_server.http.errors import ApiError
-from nxd_server.http.predict import predict, read_tensors, unpack
-from nxd_server.http.schemas import PredictBody
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.predict import PredictBody, predict, read_tensors, unpack
 from nxd_server.http.tensors import tensor_from_json, tensors_from_safetensors, tensors_to_safetensors
-from nxd_server.text.lanes import Lane
+from nxd_server.settings import ServerSettings
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 SHAPES = [[549755813888, 549755813888, 0], [0, 2**63], [0, 2**62], [2**64, 0], [0] * 100, [2**31, 2**31, 0], [-1, 0]]
 
@@ -101,7 +100,7 @@ def test_what_waits_to_be_made_tensors_has_a_limit(body):
     """Threads that nothing limits held the bodies of all requests, those of clients that had left too."""
 
     async def main():
-        gate, lane = threading.Event(), Lane("tensors", 1, 0)
+        gate, lane = threading.Event(), ConcurrencyLimit("tensors", 1, 0)
         busy = asyncio.create_task(lane.run(lambda: gate.wait(20)))
         await asyncio.sleep(0)
         service = SimpleNamespace(model_name="m", task="", require_ready=lambda: None, input_specs=dict)

@@ -181,8 +181,8 @@ def test_long_and_short_texts_are_answered_alike(toy, tokenizer):
 def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
     """It is compiled in the process too: constants are computed then, here more of them than any memory holds."""
     from nxd_infer.errors import ModelConfigError
-    from nxd_server.text.chat import TemplateSources
-    from nxd_server.text.lanes import BoundedTemplate
+    from nxd_server.text.chat_template import TemplateSources
+    from nxd_server.text.text_process_jobs import BoundedTemplate
 
     for source, says in (("{% for x in %}", "not valid jinja2"), ("{{ 'x' * 10**11 }}", "256 MiB of memory")):
         template = BoundedTemplate(TemplateSources(source), seconds=5, queue=1)

@@ -68,7 +68,7 @@ def traced_run(model, step):
 
     Rows and positions that are left over are idle: the scratch slot, no tokens.
     """
-    from nxd_models.generation import step_inputs
+    from nxd_models.serving.decoder_step import step_inputs
 
     shapes = {bucket.name: tuple(bucket.inputs[0].shape) for bucket in model.manifest.buckets}
 

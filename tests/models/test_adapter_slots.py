@@ -14,8 +14,10 @@ from nxd_infer.errors import AdapterError, InputRangeError, ModelConfigError, Pa
 from nxd_infer.modules.lora import LoraConfig, LoRAModel, add_adapter_slots
 from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.trace import parallel_model_load, parallel_model_save, parallel_model_trace
-from nxd_models import hf, registry, tasks
-from nxd_models.generation import generate_eager
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_models.serving.eager_generation import generate_eager
 from tests.adapter_files import ALL, PREFIX, merge, write_adapter
 from tests.models.helpers import (
     assert_greedy,

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_infer.errors import CheckpointError, NxdError, WeightMismatchError
-from nxd_models import hf, registry
+from nxd_models import registry
+from nxd_models.hf import weights as hf
 from tests.tiny_models import write_tiny
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nxd_infer import ops
 from nxd_infer.ops import adjust_logits
 from nxd_infer.ops.sampling import random_bits, smallest_threshold, truncation, uniform
-from nxd_models.sampling import LOGPROB_FLOOR, allowed_words, pack_allowed, sample
+from nxd_models.serving.sampling import LOGPROB_FLOOR, allowed_words, pack_allowed, sample
 
 
 def rows(**values):

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from nxd_infer.errors import ModelConfigError
-from nxd_models import hf, registry, tasks
-from nxd_models.generation import DecoderStep, generate_eager, step_inputs
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.llama.family import LlamaStep
+from nxd_models.serving import tasks
+from nxd_models.serving.decoder_step import step_inputs
+from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import prompts_of
 from tests.tiny_models import VOCAB_SIZE, write_tiny
 
@@ -27,7 +31,7 @@ def path(tmp_path_factory):
 @pytest.fixture
 def step(path):
     config = registry.load_config(path).config
-    return hf.load(DecoderStep(config, slots=4, max_len=48, draft_tokens=GUESSES), registry.weights(path)).eval()
+    return hf.load(LlamaStep(config, slots=4, max_len=48, draft_tokens=GUESSES), registry.weights(path)).eval()
 
 
 def run(step, rows, length=GUESSES + 1, **settings):
@@ -113,5 +117,5 @@ def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
     longest = config.rope.original_max_position
     assert longest < config.max_length
     with pytest.raises(ModelConfigError, match=f"trace with max_len = {longest} at most"):
-        DecoderStep(config, slots=1, max_len=longest + 1, draft_tokens=2)
-    DecoderStep(config, slots=1, max_len=longest, draft_tokens=2)
+        LlamaStep(config, slots=1, max_len=longest + 1, draft_tokens=2)
+    LlamaStep(config, slots=1, max_len=longest, draft_tokens=2)

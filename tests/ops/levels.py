@@ -11,7 +11,7 @@ import pytest
 from nxd_infer.native import NativeLibrary
 
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
-"""Each includes those before it; ``NXD_CPU_LEVEL`` takes them."""
+"""Each includes those before it; ``NXD_INFER_CPU_LEVEL`` takes them."""
 
 
 def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2, **variables: str) -> str:
@@ -22,7 +22,7 @@ def run_at(library: NativeLibrary, level: str, code: str, threads: int = 2, **va
     here = library.cpu_level()
     if LEVELS.index(level) > LEVELS.index(here):
         pytest.skip(f"this machine's best instructions are {here}, not {level}")
-    environment = {**os.environ, "NXD_CPU_LEVEL": level, "OMP_NUM_THREADS": str(threads), **variables}
+    environment = {**os.environ, "NXD_INFER_CPU_LEVEL": level, "OMP_NUM_THREADS": str(threads), **variables}
     check = f"from nxd_infer import native\nassert native.load().cpu_level() == {level!r}\n"
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", check + code],

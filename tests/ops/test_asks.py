@@ -1,4 +1,4 @@
-"""Kernels that ask for what they read soon, and those that leave it to the processor (``NXD_CPU_ASKS``): same bits."""
+"""Kernels that ask for what they read soon, or leave it to the processor (``NXD_INFER_CPU_ASKS``): same bits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ print(found.hexdigest())
 def test_asking_changes_no_bit(level):
     library = native.load()
     found = {
-        run_at(library, level, CODE, threads, NXD_CPU_ASKS=asks) for asks, threads in (("0", 1), ("1", 1), ("0", 2))
+        run_at(library, level, CODE, threads, NXD_INFER_CPU_ASKS=asks)
+        for asks, threads in (("0", 1), ("1", 1), ("0", 2))
     }
     assert len(found) == 1
 
 
 def test_another_answer_is_refused():
-    with pytest.raises(AssertionError, match="NXD_CPU_ASKS='no' is neither 0 nor 1"):
-        run_at(native.load(), "avx2", CODE, NXD_CPU_ASKS="no")
+    with pytest.raises(AssertionError, match="NXD_INFER_CPU_ASKS='no' is neither 0 nor 1"):
+        run_at(native.load(), "avx2", CODE, NXD_INFER_CPU_ASKS="no")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.runtime.rank.memory import Memory
+from nxd_infer.util.mapped_memory import Memory
 
 PAGE = 2 << 20
 HEADS, LENGTH, WIDTH = 4, 4096, 64

@@ -285,7 +285,7 @@ def test_a_traced_graph_draws_as_the_module_does(backend):
     arguments = {"tp_degree": 1, "checkpoint_loader_callable": dict, "inline_weights_to_neff": False}
     with parallel_model_trace(step, calls[0], backend=backend, **arguments) as model:
         model.reset_states()
-        (ir,) = model.artifact.path.rglob("ir.json")
+        (ir,) = model.artifact.path.rglob("program.json")
         operators = ir.read_text()
         for name in ("sample", "sample_adjusted", "remember_tokens"):
             assert re.search(rf"nxd_[0-9a-f]{{8}}\.{name}\.default", operators), "the native operator is in the graph"

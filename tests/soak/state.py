@@ -8,7 +8,7 @@ import math
 import time
 from typing import Any
 
-from nxd_server.http.generation import DEADLINE_GRACE
+from nxd_server.http.openai.generation import DEADLINE_GRACE
 from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Question, Told, told
 from tests.soak.wire import Answer, Pace, Violation, Wire, request

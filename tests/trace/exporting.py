@@ -1,17 +1,21 @@
-"""One module exported and lowered in this process, loaded with the eager backend."""
+"""Modules traced and lowered for the CPU in this process, and loaded with the eager backend."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from nxd_infer import backends
-from nxd_infer.backends.base import Executable
+from nxd_infer.artifact.manifest import GraphSpec
+from nxd_infer.backends import registry
+from nxd_infer.backends.base import Executable, RankGraph
+from nxd_infer.backends.cpu.lower import PROGRAM_FILE, lower
 from nxd_infer.context import make_context
+from nxd_infer.graph.canonical import Graph, name_lowered, trace_graph
 from nxd_infer.graph.export import Step
-from nxd_infer.graph.lower import lower
 from nxd_infer.graph.names import named_inputs, named_tensors
 from nxd_infer.graph.stored import Lowered, write_graph
 
@@ -24,23 +28,59 @@ class Runtime:
         raise AssertionError(content_hash)
 
 
-def lowered(module: nn.Module, *example: Tensor, **more: Any) -> tuple[Lowered, Step]:
+class Entry:
+    """One bucket: its canonical graph, and what the CPU's passes made of it (``ir``)."""
+
+    def __init__(self, canonical: Graph, lowered: Lowered, configuration: Mapping[str, Any]):
+        self.canonical, self.lowered = canonical, lowered
+        name_lowered(lowered, canonical.ir(), configuration)
+        self.graph, self.digest = lowered.graph, lowered.graph.digest
+        self.ir = json.loads(lowered.files[PROGRAM_FILE])
+        self.constants, self.structure = canonical.constants, canonical.structure
+
+
+def entries(
+    steps: Sequence[Step],
+    library: Any = None,
+    options: Mapping[str, Any] | None = None,
+    configuration: Mapping[str, Any] | None = None,
+) -> list[Entry]:
+    """The buckets of one rank. ``options``: the backend's, by default none is packed."""
+    graphs = [trace_graph(step) for step in steps]
+    made = lower(graphs, options or {}, library)
+    return [Entry(graph, lowered, configuration or {}) for graph, lowered in zip(graphs, made, strict=True)]
+
+
+def lowered(module: nn.Module, *example: Tensor, **more: Any) -> tuple[Entry, Step]:
     tensors, keyword = named_inputs(module.eval(), list(example))
     step = Step(module, tensors, keyword, **more)
-    return lower(step, None, {})[0], step
+    return entries([step])[0], step
 
 
-def loaded(module: nn.Module, entry: Lowered, path: Path) -> tuple[Executable, dict[str, Tensor], dict[str, Tensor]]:
+def load(
+    backend: str, path: Path, spec: GraphSpec, states: dict[str, Any], weights: dict[str, Any], runtime: Any = None
+) -> Executable:
+    """One graph of one rank."""
+    return registry.get(backend).load([RankGraph(path, spec, states, weights)], runtime or Runtime())
+
+
+def loaded(module: nn.Module, entry: Entry, path: Path) -> tuple[Executable, dict[str, Tensor], dict[str, Tensor]]:
     """The graph loaded on copies of the module's tensors: executable, states, weights."""
-    write_graph(entry, path)
+    write_graph(entry.canonical.ir(), entry.lowered, path)
     own = named_tensors(module)
     states = {spec.name: own[spec.name].detach().clone() for spec in entry.graph.states}
     weights = {
         spec.name: entry.constants[spec.name] if spec.name in entry.constants else own[spec.name].detach().clone()
         for spec in entry.graph.weights
     }
-    return backends.get("eager").load(path, entry.graph.spec(), states, weights, Runtime()), states, weights
+    return load("eager", path, entry.graph.spec(), states, weights), states, weights
 
 
-def operators(entry: Lowered) -> list[str]:
+def operators(entry: Entry) -> list[str]:
     return [node[0] for node in entry.ir["nodes"]]
+
+
+def joined_calls(entry: Entry, operator: Any) -> list[int]:
+    """How many layers each call of an operator on several packed linears holds."""
+    found = [arguments for name, arguments, *_ in entry.ir["nodes"] if name == str(operator)]
+    return [len(tensors) // (2 if biased else 1) for _, tensors, biased in found]

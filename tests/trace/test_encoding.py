@@ -17,18 +17,18 @@ import nxd_infer as nxd
 from nxd_infer import native
 from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.backends.cpu.options import OPTION, packed_option
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
-from nxd_infer.graph import packing
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
-from nxd_infer.graph.lower import encode, lower, weight_nodes
 from nxd_infer.ops import packed
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank.rank import Rank, Runtime
 from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
 from tests.trace import packed_models
+from tests.trace.exporting import entries
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -52,14 +52,14 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
     """What is chosen over buckets with these inputs, and what each bucket's graph returns with the packed weights."""
     library = native.load()
     results = []
-    pairs = [lower(Step(module, one), library, {}) for one in inputs]
-    chosen = packing.choose([weight_nodes(*pair) for pair in pairs], 1)
+    steps = [Step(module, one) for one in inputs]
+    plain, packs = entries(steps, library), entries(steps, library, {OPTION: 1})
+    chosen: dict[str, str] = {}
     tensors = dict(module.named_parameters())
-    for one, (lowered, exported) in zip(inputs, pairs, strict=True):
-        before = lowered.digest
-        encode(lowered, exported, chosen, library, {})
-        changed = [spec.name for spec in lowered.graph.weights if spec.encoding]
-        assert (lowered.digest != before) == bool(changed)
+    for one, before, lowered in zip(inputs, plain, packs, strict=True):
+        changed = {spec.name: spec.encoding for spec in lowered.graph.weights if spec.encoding}
+        chosen.update(changed)
+        assert (lowered.digest != before.digest) == bool(changed)
         values = [
             packed.pack(tensors[spec.name].detach()) if spec.encoding else tensors[spec.name].detach()
             for spec in lowered.graph.weights
@@ -180,13 +180,12 @@ def test_a_tied_table_is_packed_and_gathered_from() -> None:
 
 def test_small_weights_stay_plain_unless_asked_for() -> None:
     module = nn.Linear(128, 128, bias=False)  # 64 KiB
-    lowered = lower(Step(module, {"x": torch.randn(2, 128)}), native.load(), {})
-    nodes = [weight_nodes(*lowered)]
-    assert packing.choose(nodes, packing.packed_option(True)) == {"weight": PACKED}
-    assert packing.choose(nodes, packing.packed_option((64 << 10) + 1)) == {}
-    assert packing.choose(nodes, packing.packed_option(False)) == {}
+    step = Step(module, {"x": torch.randn(2, 128)})
+    for option, encoding in ((True, PACKED), ((64 << 10) + 1, ""), (False, "")):
+        (entry,) = entries([step], native.load(), {OPTION: packed_option(option)})
+        assert [spec.encoding for spec in entry.graph.weights] == [encoding]
     with pytest.raises(TraceConfigError, match="nxd_packed='yes' must be True, False"):
-        packing.packed_option("yes")
+        packed_option("yes")
     with pytest.raises(TraceConfigError, match="takes no compiler_args but 'nxd_packed'"):
         nxd.trace.parallel_model_trace(
             packed_models.tied, torch.zeros(1, dtype=torch.int64), compiler_args={"other": 1}, backend="eager"
@@ -259,7 +258,8 @@ def test_new_weights_are_packed_in_place(tp_degree: int, tmp_path: Path) -> None
 
 def addresses(model: Any) -> dict[str, int]:
     rank = model._ranks._rank
-    return {name: rank.weights[name].data_ptr() for name in rank._packed.specs}
+    (place,) = rank._places
+    return {name: place.weights[name].data_ptr() for name in place._packed.specs}
 
 
 def test_a_rank_whose_packing_failed_half_way_does_not_run_again(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_rank_whose_packing_failed_half_way_does_not_run_again(tmp_path: Path)
         copy.write_bytes(file.read())
     rank = Rank(model.artifact, 0, Runtime(LOCAL, 1, model.artifact))
     rank.run(0, [TOKENS])
-    rank.prepare_weights(copy)
+    rank.prepare_weights([copy])
     os.truncate(copy, 0)
     with pytest.raises(Exception, match="cannot be read as safetensors"):
         rank.commit_weights()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxd_infer import backends
+from nxd_infer.backends.cpu.lower import PROGRAM_FILE
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import (
     ArtifactCorruptError,
@@ -21,11 +21,10 @@ from nxd_infer.errors import (
 )
 from nxd_infer.graph import ir
 from nxd_infer.graph.export import Step
-from nxd_infer.graph.lower import lower
 from nxd_infer.graph.names import named_inputs
 from nxd_infer.graph.stored import ir_text, read_ir
 from tests.trace import models
-from tests.trace.exporting import Runtime, loaded, lowered, operators
+from tests.trace.exporting import entries, load, loaded, lowered, operators
 
 
 @pytest.mark.check
@@ -34,7 +33,6 @@ def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
     module.register_buffer("memory", torch.zeros(2, 3))
     entry, _ = lowered(module, torch.randn(2, 4), states=["memory"])
     run, states, weights = loaded(module, entry, tmp_path)
-    load = backends.get("eager").load
     spec = entry.graph.spec()
     for name, wrong in (
         ("dtype", weights["weight"].double()),
@@ -42,13 +40,13 @@ def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
         ("stride", weights["weight"].t().contiguous().t()),
     ):
         with pytest.raises(WeightSchemaError, match=f"'weight' has {name}"):
-            load(tmp_path, spec, states, {**weights, "weight": wrong}, Runtime())
+            load("eager", tmp_path, spec, states, {**weights, "weight": wrong})
         with pytest.raises(WeightSchemaError, match=f"'weight' has {name}"):
             run.update_weights({"weight": wrong})
     with pytest.raises(InputMismatchError, match="'memory' has stride"):
-        load(tmp_path, spec, {"memory": torch.zeros(3, 2).t()}, weights, Runtime())
+        load("eager", tmp_path, spec, {"memory": torch.zeros(3, 2).t()}, weights)
     with pytest.raises(WeightSchemaError, match="'bias' is missing"):
-        load(tmp_path, spec, states, {"weight": weights["weight"]}, Runtime())
+        load("eager", tmp_path, spec, states, {"weight": weights["weight"]})
     for wrong in (torch.randn(2, 4).double(), torch.randn(1, 4), "text"):
         with pytest.raises(InputMismatchError, match="'input'"):
             run([wrong])
@@ -58,7 +56,7 @@ def test_decision_5_dtype_shape_and_stride_of_everything_are_checked(tmp_path):
     assert torch.allclose(run([x.t()])[0], module(x.t()))  # an input's stride is put right
 
 
-def test_update_weights_reset_states_and_close(tmp_path):
+def test_update_weights_states_in_place_and_close(tmp_path):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,9 +72,7 @@ def test_update_weights_reset_states_and_close(tmp_path):
     assert run([torch.ones(1)])[0] == 3
     run.update_weights({"scale": torch.tensor([10.0])})
     assert run([torch.ones(1)])[0] == 12
-    run.reset_states()
-    assert run([torch.ones(1)])[0] == 11
-    run.reset_states({"count": torch.tensor([5.0])})
+    states["count"].fill_(5.0)
     assert run([torch.ones(1)])[0] == 16 and states["count"] == 6
     with pytest.raises(WeightSchemaError, match="'other'"):
         run.update_weights({"other": torch.ones(1)})
@@ -146,7 +142,7 @@ def test_decision_12_the_digest_covers_configuration_and_specs():
     assert base != lowered(module, torch.randn(3, 4))[0].digest
     assert base != lowered(nn.Linear(4, 4, bias=False), x)[0].digest
     tensors, keyword = named_inputs(module, [x])
-    assert base != lower(Step(module, tensors, keyword), None, {"options": {"cpp.threads": 2}})[0].digest
+    assert base != entries([Step(module, tensors, keyword)], configuration={"options": {"cpp.threads": 2}})[0].digest
 
 
 class Nested(nn.Module):
@@ -220,7 +216,7 @@ def test_inputs_are_named_by_the_signature_and_outputs_by_their_keys():
     assert entry.structure == {"total": "total", "parts": ["parts.0", ["parts.1.0"]]}
     tensors, keyword = named_inputs(Many(), {"a": torch.ones(2), "pair": (torch.ones(2), torch.ones(2))})
     assert keyword and list(tensors) == ["a", "pair.0", "pair.1"]
-    assert lower(Step(Many(), tensors, keyword), None, {})[0].structure["total"] == "total"
+    assert entries([Step(Many(), tensors, keyword)])[0].structure["total"] == "total"
 
 
 def test_what_is_no_tensor_is_left_out_of_the_outputs():
@@ -277,8 +273,9 @@ class Odd(nn.Module):
 def test_decision_15_the_graph_is_plain_data_that_runs_and_rebuilds(tmp_path):
     entry, _ = lowered(Odd(), torch.ones(2, 3))
     run, _, _ = loaded(Odd(), entry, tmp_path)
-    stored = read_ir(tmp_path)
+    stored = read_ir(tmp_path, PROGRAM_FILE)
     assert stored == json.loads(json.dumps(entry.ir))
+    assert read_ir(tmp_path) == json.loads(json.dumps(entry.canonical.ir()))
     rebuilt = ir.ir_to_graph(stored)
     for x in (torch.randn(2, 3), -torch.ones(2, 3), torch.ones(2, 3)):
         want = Odd()(x)

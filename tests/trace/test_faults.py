@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_load_says_why(path, tmp_path):
 
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
     model = parallel_model_load(copy, call_timeout=TIMEOUT, start_timeout=600)
-    for graph in (copy / "graphs").glob("*/ir.json"):
+    for graph in (copy / "graphs").glob("*/program.json"):
         graph.write_text("x" * graph.stat().st_size)
     with pytest.raises(RankFailedError, match=r"(?s)rank [01] of 2 raised during start.*ArtifactCorruptError"):
         model.start()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.graph import packing
+from nxd_infer.backends.cpu.options import OPTION
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
-from nxd_infer.graph.lower import encode, lower, weight_nodes
 from nxd_infer.ops import packed
+from tests.trace.exporting import entries, joined_calls
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -62,13 +62,8 @@ def test_linears_of_one_input_become_one_call(name: str) -> None:
     forward, groups = SIBLINGS[name]
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    lowered, exported = lower(Step(module, {"x": x}), library, {})
-    chosen = packing.choose([weight_nodes(lowered, exported)], 1)
-    encode(lowered, exported, chosen, library, {})
-    joined = library.op("packed_linears")
-    calls = [node for node in exported.module.graph.nodes if node.target is joined]
-    found = [len(node.meta["val"]) for node in calls]
-    assert found == groups
+    (lowered,) = entries([Step(module, {"x": x})], library, {OPTION: 1})
+    assert joined_calls(lowered, library.op("packed_linears")) == groups
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
         for spec in lowered.graph.weights
@@ -122,9 +117,7 @@ def test_compiled_linears_of_one_input_are_called_directly(
 def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:
     module, x = Siblings(_of_a_changing_state), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    lowered, exported = lower(Step(module, {"x": x}, states=["seen"]), library, {})
-    chosen = packing.choose([weight_nodes(lowered, exported)], 1)
-    encode(lowered, exported, chosen, library, {})
+    (lowered,) = entries([Step(module, {"x": x}, states=["seen"])], library, {OPTION: 1})
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
         for spec in lowered.graph.weights
@@ -153,10 +146,8 @@ def test_linears_stay_on_their_side_of_a_write_to_what_they_read(name: str) -> N
 
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    lowered, exported = lower(Step(module, {"x": x}), library, {})
-    encode(lowered, exported, packing.choose([weight_nodes(lowered, exported)], 1), library, {})
-    calls = [node for node in exported.module.graph.nodes if node.target is library.op("packed_linears")]
-    assert [len(node.meta["val"]) for node in calls] == [2, 2]
+    (lowered,) = entries([Step(module, {"x": x})], library, {OPTION: 1})
+    assert joined_calls(lowered, library.op("packed_linears")) == [2, 2]
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
         for spec in lowered.graph.weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nxd_infer.artifact.manifest import TensorSpec
-from nxd_infer.runtime.rank.memory import Memory, UntouchedZeros
-from nxd_infer.runtime.rank.rank import _extent, _placed
+from nxd_infer.backends.cpu.placement import extent, placed
+from nxd_infer.util.mapped_memory import Memory, UntouchedZeros
 from nxd_infer.util.memory import held_memory
 
 
@@ -36,11 +36,11 @@ def test_a_tensor_outlives_the_object_that_made_its_memory() -> None:
 def test_states_of_any_stride_lie_in_it_and_empty_ones_too() -> None:
     for tensor in (torch.zeros(3, 4).T, torch.zeros(2, 0, 5), torch.zeros(()), torch.zeros(4, 6)[:, ::2].expand(4, 3)):
         spec = TensorSpec.of("state", tensor)
-        placed = _placed(spec, Memory(_extent(spec)).bytes)
-        assert placed.shape == tensor.shape and placed.stride() == tensor.stride()
-        assert torch.equal(placed, tensor)
-        placed.fill_(2.0)
-        assert torch.equal(placed, torch.full_like(tensor, 2.0))
+        found = placed(spec, Memory(extent(spec)).bytes)
+        assert found.shape == tensor.shape and found.stride() == tensor.stride()
+        assert torch.equal(found, tensor)
+        found.fill_(2.0)
+        assert torch.equal(found, torch.full_like(tensor, 2.0))
 
 
 def test_zeros_of_a_trace_take_no_memory_until_they_are_written() -> None:

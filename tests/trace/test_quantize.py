@@ -103,7 +103,7 @@ def test_without_a_compiler_the_eager_backend_computes_the_same(tmp_path: Path) 
     code = (
         "import sys, torch\n"
         "from tests.trace import test_quantize as test\n"
-        "from nxd_infer.graph.operators import native_library\n"
+        "from nxd_infer.backends.cpu.operators import native_library\n"
         "assert native_library() is None\n"
         "with test.trace() as model:\n"
         "    assert not model.manifest.ops\n"

@@ -104,7 +104,7 @@ def test_a_tensor_parallel_model_takes_arrays_where_ranks_are_processes(tmp_path
 def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
     """They run meanwhile, and are gone when the files turn out to be damaged; so is what they would have loaded."""
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    (graph, *_) = sorted((copy / "graphs").glob("*/ir.json"))
+    (graph, *_) = sorted((copy / "graphs").glob("*/program.json"))
     graph.write_text("x" * graph.stat().st_size)
     artifact = load_artifact(copy, later=True)
     seen: list[list[str]] = []
@@ -118,7 +118,7 @@ def test_no_rank_reads_the_artifact_before_it_is_verified(path, tmp_path):
 
     model = RankModel(artifact, start_timeout=600, before_load=verify)
     for _ in range(2):  # a start that failed verifies again
-        with pytest.raises(ArtifactCorruptError, match=r"graphs/.*/ir\.json of .* is altered"):
+        with pytest.raises(ArtifactCorruptError, match=r"graphs/.*/program\.json of .* is altered"):
             model.start()
         assert model.health() == []
     assert seen == [["running", "running"]] * 2

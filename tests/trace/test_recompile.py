@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nxd_infer as nxd
-from nxd_infer.errors import ArtifactError, ArtifactVersionError, BackendUnavailableError, TraceConfigError, TraceError
+from nxd_infer.errors import ArtifactError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.runtime.load import load_artifact
 from tests.trace import models, toy
 
@@ -109,8 +109,6 @@ def test_what_cannot_be_recompiled_is_refused_before_anything_is_written(tmp_pat
         recompile(path, mine)
     with pytest.raises(ArtifactError, match="no such directory"):
         recompile(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(BackendUnavailableError, match="native collectives could not be built"):
-        recompile(path, tmp_path / "out", backend="inductor")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "toy"]
 
 

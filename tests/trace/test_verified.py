@@ -13,14 +13,15 @@ import torch
 
 from nxd_infer import native
 from nxd_infer.artifact.structure import weight_name
+from nxd_infer.backends.cpu import placement
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactCorruptError, RankDiedError, RankFailedError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank import rank
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.save_load import parallel_model_load
-from nxd_server.config import ServerSettings
-from nxd_server.service import Service
+from nxd_server.app.service import Service
+from nxd_server.settings import ServerSettings
 from tests.processes import wait_until
 from tests.trace import toy
 from tests.trace.rank_processes import X, pids_of, started
@@ -121,7 +122,7 @@ def test_a_file_that_is_another_one_only_while_it_is_read_is_refused(artifact, m
     """What is hashed, before and after, is the right one each time."""
     loaded = load_artifact(artifact)
     (file,) = (file for file in (artifact / kind).iterdir() if file.name != "rank_01.safetensors")
-    monkeypatch.setattr(rank, "load_initial_states", elsewhere(file, rank.load_initial_states))
+    monkeypatch.setattr(placement, "load_initial_states", elsewhere(file, placement.load_initial_states))
     with pytest.raises(ArtifactCorruptError, match=rf"{kind}/{file.name} of \S+ was changed while it was loaded"):
         rank.Rank(loaded, 0, rank.Runtime(LOCAL, 1, loaded))
 

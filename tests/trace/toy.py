@@ -27,8 +27,10 @@ from nxd_infer.artifact.manifest import (
 )
 from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, weight_name
 from nxd_infer.artifact.writer import ArtifactWriter
+from nxd_infer.backends.cpu.lower import PROGRAM_FILE
 from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.graph import ir
+from nxd_infer.graph.functional import functional
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, GraphFile, ir_text
 from nxd_infer.layout import AxisPlan, ParamLayout
 from nxd_infer.util.machine import versions
@@ -131,7 +133,9 @@ def build(
             graph = GraphFile(digest=digest, inputs=inputs, outputs=outputs, states=states, weights=specs)
             folder = f"graphs/{digest}"
             writer.write_bytes(f"{folder}/{GRAPH_FILE}", graph.model_dump_json().encode())
-            writer.write_bytes(f"{folder}/{IR_FILE}", ir_text(ir.graph_to_ir(traced)).encode())
+            canonical = ir.graph_to_ir(functional(traced, len(states)), ir.FUNCTIONAL)
+            writer.write_bytes(f"{folder}/{IR_FILE}", ir_text(canonical).encode())
+            writer.write_bytes(f"{folder}/{PROGRAM_FILE}", ir_text(ir.graph_to_ir(traced)).encode())
             graphs[digest] = graph.spec()
             bucket_specs.append(
                 BucketSpec(

@@ -14,10 +14,10 @@ from nxd_infer.parallel_layers.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
-from nxd_models.config import DecoderConfig
-from nxd_models.llama import CausalLM
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.model import CausalLM
 
-CONFIG = DecoderConfig(
+CONFIG = LlamaConfig(
     model_type="llama",
     vocab_size=61,  # does not divide: the vocabulary is padded
     hidden_size=32,

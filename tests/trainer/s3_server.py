@@ -112,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
 
     def _list(self, query: dict[str, str]) -> None:
+        if self._key() == "missing":
+            self._error(404, "NoSuchBucket")
+            return
         bucket, prefix, delimiter = self._key(), query.get("prefix", ""), query.get("delimiter", "")
         entries = set()
         for key in list(self.objects):  # others may put and delete meanwhile

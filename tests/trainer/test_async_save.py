@@ -11,7 +11,9 @@ import torch
 
 from nxd_infer.checkpoint import save as checkpoint_write
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.save import Content, rank_stem, wait_for_ranks, write_rank
+from nxd_infer.checkpoint.contents import Content
+from nxd_infer.checkpoint.folder import rank_stem
+from nxd_infer.checkpoint.save import wait_for_ranks, write_rank
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.errors import CheckpointError
 from tests.trainer.test_storage import bucket  # noqa: F401  (a fixture)
@@ -71,7 +73,10 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
     """However long it takes in all; one where nothing happens is given up."""
     monkeypatch.setattr(checkpoint_write, "SILENCE", 0.0)
     whole = {f"{rank_stem(0)}.json": 1}
-    wait_for_ranks(Folder(tmp_path, [*({"rank_00000.alive": n} for n in range(20)), whole]), "a", 1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"sha256": {"file": "its"}}')
+    looks = [*({"rank_00000.alive": n} for n in range(20)), whole]
+    assert wait_for_ranks(Folder(tmp_path, looks), "a", 1)["file"] == "its"
     silent = Folder(tmp_path, [{"rank_00000.alive": 1}] * 1000)
     with pytest.raises(CheckpointError, match=r"nothing came for 0 s; missing: \['rank_00000.json'\]"):
         wait_for_ranks(silent, "a", 1)

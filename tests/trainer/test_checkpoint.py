@@ -17,7 +17,7 @@ import torch
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.save import Outstanding
+from nxd_infer.checkpoint.async_save import Outstanding
 from nxd_infer.checkpoint.storage import LocalStorage
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NxdError, WeightMismatchError

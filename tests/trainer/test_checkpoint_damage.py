@@ -19,9 +19,9 @@ from torch import nn
 
 import nxd_infer as nxd
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
+from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
-from nxd_infer.optimizer.sharded_files import in_turns
 from tests.ranks import run_ranks
 from tests.trainer.jobs import ZERO1, AdamW, training
 from tests.trainer.models import mlp, vectors

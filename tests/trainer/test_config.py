@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
-from nxd_infer.trainer.config import checked
+from nxd_infer.trainer.config import TrainConfig
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.check
@@ -74,7 +77,7 @@ def test_the_callers_dicts_are_left_alone():
     config["pipeline_config"]["num_microbatches"] = 2
     assert given == before
     assert nxd.neuronx_distributed_config()["model_init_config"]["sequential_move_factor"] == 11
-    assert checked(config) == config and checked(config) is not config
+    assert TrainConfig(config) == config and TrainConfig.of(config) is config
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,39 @@ def test_bad_options(options: dict, message: str):
     with pytest.raises(ParallelConfigError) as raised:
         nxd.neuronx_distributed_config(**options)
     assert message in str(raised.value)
+
+
+def test_what_is_set_later_is_checked_then():
+    """However it is set; a copy knows its options too, and what was refused is not there."""
+    config = nxd.neuronx_distributed_config()
+    for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        options = one["optimizer_config"]
+        for change in (
+            lambda options=options: options.__setitem__("max_grad_norm", -1),
+            lambda options=options: options.update(max_grad_norm=-1),
+            lambda options=options: options.__ior__({"max_grad_norm": -1}),
+            lambda one=one: one.update(optimizer_config={"max_grad_norm": -1}),
+        ):
+            with pytest.raises(ParallelConfigError, match="'max_grad_norm'] must be a number above 0, got -1"):
+                change()
+        with pytest.raises(ParallelConfigError, match="no key 'max_norm'"):
+            options.setdefault("max_norm", 1.0)
+        with pytest.raises(ParallelConfigError, match="needs use_master_weights=True"):
+            one["mixed_precision_config"]["use_master_weights_in_ckpt"] = True
+        assert one == config == nxd.neuronx_distributed_config()
+        options["max_grad_norm"] = 2
+        assert one.optimizer_config.max_grad_norm == 2
+        options["max_grad_norm"] = 1.0
+
+
+def test_one_table_says_it_all():
+    """The signature, the documentation and the guide."""
+    declared = {name: one.default for name, one in TrainConfig.declared().items()}
+    signature = inspect.signature(nxd.neuronx_distributed_config).parameters
+    assert {name: one.default for name, one in signature.items()} == declared
+    table = TrainConfig.table()
+    assert table in (nxd.neuronx_distributed_config.__doc__ or "")
+    assert table in (Path(__file__).parents[2] / "docs/training.md").read_text()
 
 
 def test_unknown_keyword():

@@ -11,7 +11,7 @@ import torch
 
 from nxd_infer import parallel_state
 from nxd_infer.testing import Reference, Training, compare_with, train_single
-from nxd_models.llama import Attention, FeedForward
+from nxd_models.llama.model import Attention, FeedForward
 from tests.ranks import run_ranks
 from tests.trainer.models import FAMILIES, MLP, decoder, tokens, vectors
 

@@ -19,7 +19,7 @@ from nxd_infer.parallel_layers import ColumnParallelLinear
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_infer.trainer import NxDModel
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint, transformer_layers
-from nxd_models.llama import Attention, CausalLM, DecoderLayer, FeedForward
+from nxd_models.llama.model import Attention, CausalLM, DecoderLayer, FeedForward
 from tests.ranks import run_ranks
 from tests.trainer.jobs import wrapped
 from tests.trainer.models import MLP, decoder, llama, mlp, tokens, vectors

@@ -12,7 +12,7 @@ import torch
 
 from nxd_infer.checkpoint.neuronx.archive import open_reference
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import read_pickle, read_reference_xser
+from nxd_infer.layout.files.pickles import read_pickle, read_reference_xser
 from tests.trainer.test_reference_files import TensorReference, write
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints in a bucket: boto3 against an HTTP server that speaks the few calls."""
+"""Checkpoints in stores: s3fs against an HTTP server that speaks the few calls, and what fsspec itself brings."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from nxd_infer.checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint, wait_for_save
-from nxd_infer.checkpoint.storage import LocalStorage, S3Storage, storage_of
+from nxd_infer.checkpoint.storage import LocalStorage, RemoteStorage, storage_of
 from nxd_infer.errors import CheckpointError
 from tests.e2e.command import nxd_infer_here
 from tests.ranks import run_ranks
@@ -84,10 +85,10 @@ def test_damage_in_a_bucket(bucket):
     assert load_checkpoint("s3://models", model=model) == "older"
     save_checkpoint("s3://models", "b", model)
     assert {key.split("/")[1] for key in objects} == {"older.00000001", "b.00000003"}  # the next save has tidied up
-    with pytest.raises(CheckpointError, match=r"s3://forbidden/x.*AccessDenied"):
-        S3Storage("s3://forbidden").read("x")
+    with pytest.raises(CheckpointError, match=r"s3://forbidden/x: Forbidden"):
+        RemoteStorage("s3://forbidden").read("x")
     with pytest.raises(FileNotFoundError, match="s3://models/x does not exist"):
-        S3Storage("s3://models").read("x")
+        RemoteStorage("s3://models").read("x")
 
 
 def of_two_ranks(endpoint: str) -> None:
@@ -117,27 +118,90 @@ def test_ranks_and_tools_in_a_bucket(bucket, tmp_path: Path, capsys, monkeypatch
     assert done.status == 0 and " 0 differ" in done.out
 
 
-def test_the_process_ends_when_its_save_is_whole(bucket):
-    """Uploading needs no thread of its own, which an interpreter that ends would refuse."""
-    code = (
-        "import torch; from nxd_infer.checkpoint.api import save_checkpoint; "
-        "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)"
-    )
+LAST_SAVES = (
+    "import torch; from nxd_infer.checkpoint.api import save_checkpoint; "
+    "save_checkpoint('s3://models', 'last', torch.nn.Linear(300, 300), user_content=1, async_save=True)",
+    # What another rank than the first does, which meets the store for the first time when its process ends.
+    "import torch; from nxd_infer.checkpoint.async_save import outstanding; "
+    "from nxd_infer.checkpoint.contents import Content; from nxd_infer.checkpoint.save import write_rank; "
+    "from nxd_infer.checkpoint.storage import storage_of; "
+    "storage, content = storage_of('s3://models'), Content({'a': {'b': torch.zeros(3)}}, {}); "
+    "outstanding.start(storage, 'last', 1, lambda: write_rank(storage, 'last', 1, content))",
+)
+
+
+@pytest.mark.parametrize("code", LAST_SAVES, ids=["first", "other"])
+def test_the_process_ends_when_its_save_is_whole(code: str, bucket):
+    """A store finds addresses in threads of its own, which an interpreter that ends would refuse."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert load_checkpoint("s3://models", model=nn.Linear(300, 300)) == 1
+    _, objects, _ = bucket
+    assert "models/last.00000001/done" in objects or "models/last/rank_00001.json" in objects
 
 
 @pytest.mark.check
-def test_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_path_names(tmp_path: Path):
     assert isinstance(storage_of(tmp_path), LocalStorage)
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+    for url in (f"file://{tmp_path}", f"local://{tmp_path}"):
+        storage = storage_of(url)
+        assert isinstance(storage, LocalStorage) and storage.root == tmp_path
     for url in ("s3://bucket/a/b/", Path("s3://bucket/a/b")):
         storage = storage_of(url)
-        assert isinstance(storage, S3Storage) and storage.where("c") == "s3://bucket/a/b/c"
+        assert isinstance(storage, RemoteStorage) and storage.where("c") == "s3://bucket/a/b/c"
     with pytest.raises(CheckpointError, match="names no bucket"):
         storage_of("s3://")
+    for text in ("simplecache::s3://bucket/a", "S3://bucket/a"):
+        with pytest.raises(CheckpointError, match="is no URL of one store"):
+            storage_of(text)
+    with pytest.raises(CheckpointError, match="nowhere://a: Protocol not known: nowhere"):
+        storage_of("nowhere://a")
+
+
+@pytest.mark.check
+def test_a_store_whose_package_is_absent_names_it(monkeypatch: pytest.MonkeyPatch):
+    for package in ("s3fs", "gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    loaded = importlib.import_module("fsspec.registry")._registry
+    for scheme in ("s3", "gs", "abfs"):
+        monkeypatch.delitem(loaded, scheme, raising=False)
+    for url, fix in (
+        ("s3://b/c", r"Install s3fs .*pip install 'nxd-infer\[s3\]'"),
+        ("gs://b", "gcsfs"),
+        ("abfs://b", "adlfs"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{url} needs a package: .*{fix}"):
+            save_checkpoint(url, "a", MLP())
+
+
+@pytest.mark.check
+def test_a_store_that_fsspec_brings():
+    """As in a bucket, without a package of its own."""
+    root = "memory://jobs/run"
+    assert not has_checkpoint(root) and load_checkpoint(root) is None
+    model, other = MLP(), MLP()
+    for step in range(4):
+        with torch.no_grad():
+            model.unused.fill_(step)
+        save_checkpoint(root, f"step_{step}", model, user_content=step, num_kept_ckpts=2, async_save=step == 3)
+    wait_for_save()
+    assert storage_of(root).folders() == ["step_2.00000003", "step_3.00000004"]
+    assert load_checkpoint(root, model=other) == 3 and torch.equal(other.unused, model.unused)
+    storage = storage_of(root)
+    name = "step_3.00000004/model.tp_rank_00.pp_rank_00.safetensors"
+    data = storage.read(name)
+    storage.write(name, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"memory://jobs/run/step_3.00000004/model.*differs from its checksum"):
+        load_checkpoint(root, model=other)
+    storage.delete("step_3.00000004/done")  # as a killed job leaves it
+    assert load_checkpoint(root, model=other) == 2
+    save_checkpoint(root, "step_2", model, user_content="again")
+    assert storage.folders() == ["step_2.00000005"] and load_checkpoint(root) == "again"
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_folder(bucket):
+    """A job that resumes from a misspelled one would begin anew."""
+    with pytest.raises(CheckpointError, match="s3://missing/run: NoSuchBucket"):
+        load_checkpoint("s3://missing/run")
 
 
 def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch):

@@ -19,11 +19,10 @@ from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.peft import read_config
 from nxd_infer.util import beneath, open_beneath
 from nxd_infer.util.beneath import opened_beneath, require_unchanged
-from nxd_server import paths
 from nxd_server.errors import ForbiddenPathError, RequestError
-from nxd_server.http import weights
-from nxd_server.http.errors import ApiError
-from nxd_server.paths import opened_under
+from nxd_server.http.admin import allowed_paths, update_weights
+from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.error_responses import ApiError
 from tests.flipping import flipping
 
 REFUSED = (ForbiddenPathError, RequestError, CheckpointError, OSError)
@@ -137,14 +136,17 @@ def test_a_checkpoint_of_many_files_takes_few_descriptors(root, monkeypatch):
         for name in ("w0", "w1"):
             with pytest.raises(CheckpointError, match=r"00\d.safetensors was changed while it was read"):
                 source.read(name)
-    monkeypatch.setattr(weights, "trim_soon", lambda: None)  # which is for the server's loop
+    monkeypatch.setattr(update_weights, "trim_soon", lambda: None)  # which is for the server's loop
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with opened_beneath(root, "step") as path, contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, most[1]))
-        with pytest.raises(ApiError, match=r"ulimit -n") as refused, weights.unchanged("nothing is swapped", "weights"):
+        with (
+            pytest.raises(ApiError, match=r"ulimit -n") as refused,
+            update_weights.unchanged("nothing is swapped", "weights"),
+        ):
             SafetensorsSource(path)
         assert refused.value.status == 503
 
@@ -227,7 +229,7 @@ def test_a_folder_of_any_number_of_files_is_not_read_to_its_end(root, monkeypatc
             yield entries()
 
     monkeypatch.setattr(os, "scandir", counted)
-    for module in (beneath, paths):
+    for module in (beneath, allowed_paths):
         monkeypatch.setattr(module, "MOST_ENTRIES", 3)
     with pytest.raises(RequestError, match="more than 3 files lie under"), opened_under(root, "step"):
         pass

@@ -40,7 +40,9 @@ MODULES = (
     "nxd_server",
     "nxd_server.engine",
     "nxd_models.registry",
-    "nxd_models.tasks",
+    "nxd_models.serving.task_plan",
+    "nxd_models.serving.tasks",
+    "nxd_models.spec",
 )
 
 

@@ -78,4 +78,4 @@ def test_there_is_one_way_to_start_python():
     ways = r"\bsys\.executable\b|\bget_context\(|\bProcess\(|\bProcessPoolExecutor\b|\bmp\.spawn\b"
     files = [file for folder in ("nxd_infer", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {file.name for file in files if re.search(ways, file.read_text())}
-    assert found == {"python_command.py", "doctor.py", "process.py"}
+    assert found == {"python_command.py", "doctor.py", "text_process.py"}

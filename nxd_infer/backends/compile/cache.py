@@ -8,7 +8,6 @@ appear by a rename, are checked file by file when used, and the least recently u
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -18,11 +17,12 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.util.cache_dir import cache_dir, opened
+from nxd_infer.util.locks import only_one
+from nxd_infer.util.reading import sha256_of
 
 ENTRY = "entry.json"
 LIMIT = 4 << 30
@@ -69,28 +69,9 @@ def _key(digest: str) -> str:
     return f"{digest}-{hashlib.sha256(compiler_version().encode()).hexdigest()[:8]}"
 
 
-@contextlib.contextmanager
-def _locked(root: Path, exclusive: bool) -> Iterator[None]:
-    """Readers share, the one that removes entries is alone. Raises OSError after ``WAIT`` seconds."""
-    end = time.monotonic() + WAIT
-    with open(root / ".lock", "a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-        yield
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
+    """Entries are copied and removed by one at a time. Raises OSError after ``WAIT`` seconds."""
+    return only_one(root / ".lock", WAIT)
 
 
 def fetch(digest: str, graph_dir: Path) -> bool:
@@ -101,21 +82,21 @@ def fetch(digest: str, graph_dir: Path) -> bool:
     entry = root / _key(digest)
     copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
     try:
-        with _locked(root, exclusive=False):
+        with _locked(root):
             with opened(entry / ENTRY) as file:  # others' entries are refused; the files are what ours says they are
                 files = json.load(file)
             for name, checksum in files.items():
                 target = copy / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(entry / name, target)
-                if _hash(target) != checksum:
+                if sha256_of(target) != checksum:
                     raise ValueError(f"{name} is damaged")
             os.utime(entry / ENTRY)
     except (OSError, ValueError, AttributeError) as error:
         shutil.rmtree(copy, ignore_errors=True)
         # A full disk, or a lock that another process keeps, says nothing about the entry.
         if isinstance(error, (ValueError, AttributeError, FileNotFoundError)) and entry.exists():
-            with contextlib.suppress(OSError), _locked(root, exclusive=True):
+            with contextlib.suppress(OSError), _locked(root):
                 shutil.rmtree(entry, ignore_errors=True)
         return False
     shutil.rmtree(graph_dir, ignore_errors=True)
@@ -139,7 +120,7 @@ def store(digest: str, graph_dir: Path) -> None:
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-            files[name] = _hash(target)
+            files[name] = sha256_of(target)
         (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
         (temporary / ENTRY).chmod(0o600)  # whatever the umask: one that others may write to is refused
         os.rename(temporary, entry)
@@ -154,7 +135,7 @@ def prune(limit: int | None = None) -> None:
     root = _root()
     if root is None:
         return
-    with contextlib.suppress(OSError), _locked(root, exclusive=True):
+    with contextlib.suppress(OSError), _locked(root):
         entries: list[tuple[float, int, Path]] = []
         for path in root.iterdir():
             if path.name.startswith(".tmp-") and time.time() - path.stat().st_mtime > 3600:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.backends import registry
 from nxd_infer.backends.compile import footprint
 from nxd_infer.errors import TraceConfigError, TraceError
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
@@ -136,15 +137,9 @@ def _start(backend: str, place: Path) -> _Worker:
     answers, theirs = os.pipe()
     temporary = place / "tmp"
     temporary.mkdir(exist_ok=True)
-    environment = child_environment(
-        TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"),
-        TRITON_CACHE_DIR=str(place / "triton"),
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        # What the target needs is known, and the compiler is given its flags: trying them out first takes seconds.
-        TORCHINDUCTOR_VEC_ISA_OK="1",
-        TMPDIR=str(temporary),
-        PYTHONWARNINGS="ignore",
-    )
+    own = registry.get(backend).environment(place)
+    environment = child_environment(**own, TMPDIR=str(temporary), PYTHONWARNINGS="ignore")
+    environment = registry.with_import_path(environment, backend)
     log = place / f"compile-{secrets.token_hex(4)}.log"
     try:
         with open(log, "wb") as errors:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import GraphSpec, TensorSpec, dtype_name
-from nxd_infer.backends.base import RankRuntime
+from nxd_infer.artifact.manifest import TensorSpec, dtype_name
+from nxd_infer.backends.base import RankGraph, RankRuntime
+from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
-from nxd_infer.graph.stored import GraphFile
+from nxd_infer.graph.stored import GraphFile, read_graph
 
 
 def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:
@@ -46,7 +47,8 @@ class CpuExecutable:
         self.graph = graph
         self._run: Callable[[list[Tensor]], Sequence[Tensor]] | None = run
         self._states = _take(graph.states, states, "state", InputMismatchError)
-        self._weights = _take(graph.weights, weights, "weight", WeightSchemaError)
+        self._specs = [encoded_spec(spec, spec.encoding) for spec in graph.weights]
+        self._weights = _take(self._specs, weights, "weight", WeightSchemaError)
         self._checks = [(spec, spec.torch_dtype, torch.Size(spec.shape)) for spec in graph.inputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -71,20 +73,13 @@ class CpuExecutable:
                 raise InputMismatchError(f"input {spec.name!r} {mismatch(spec, tensor, stride=False)}")
         return [tensor.contiguous() for tensor in inputs]
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
         names = {weight.name for weight in self.graph.weights}
         unknown = [name for name in weights if name not in names]
         if unknown:
             raise WeightSchemaError(f"the graph reads no weight {unknown[0]!r}")
         current = dict(zip((w.name for w in self.graph.weights), self._weights, strict=True))
-        self._weights = _take(self.graph.weights, {**current, **weights}, "weight", WeightSchemaError)
-
-    def reset_states(self, initial: Mapping[str, Tensor] | None = None) -> None:
-        for spec, state in zip(self.graph.states, self._states, strict=True):
-            if initial is not None and spec.name in initial:
-                state.copy_(initial[spec.name])
-            else:
-                state.zero_()
+        self._weights = _take(self._specs, {**current, **weights}, "weight", WeightSchemaError)
 
     def close(self) -> None:
         self._run = None
@@ -103,10 +98,12 @@ def _take(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], what: str,
     return taken
 
 
-def check_spec(graph: GraphFile, spec: GraphSpec, runtime: RankRuntime) -> None:
-    """``graph`` is the one the manifest describes, and its operator libraries are registered."""
+def checked_graph(rank: RankGraph, runtime: RankRuntime) -> GraphFile:
+    """The graph that the manifest describes, its operator libraries registered. Raises ArtifactCorruptError."""
+    graph = read_graph(rank.directory, rank.spec.digest)
     expected = graph.spec()
-    if (expected.states, expected.weights) != (spec.states, spec.weights):
-        raise ArtifactCorruptError(f"graph {spec.digest} takes other states or weights than the manifest says")
+    if (expected.states, expected.weights) != (rank.spec.states, rank.spec.weights):
+        raise ArtifactCorruptError(f"graph {rank.spec.digest} takes other states or weights than the manifest says")
     for content_hash in graph.ops:
         runtime.library(content_hash)
+    return graph

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nxd_infer.artifact.manifest import GraphSpec
-from nxd_infer.backends.base import Availability, Executable, RankRuntime
-from nxd_infer.backends.cpu.executable import CpuExecutable, check_spec
-from nxd_infer.backends.cpu.package import strays
+from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
+from nxd_infer.backends.cpu.base import CpuBackend
+from nxd_infer.backends.cpu.options import OPTION, QUANTIZE, packed_option, quantize_option
 from nxd_infer.backends.cpu.target import cpu_target
-from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, BackendUnavailableError, TraceConfigError
-from nxd_infer.graph.packing import OPTION as PACKED_OPTION
-from nxd_infer.graph.packing import packed_option
-from nxd_infer.graph.stored import read_graph
-from nxd_infer.util.machine import architecture, cpu_features, torch_minor
+from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError, TraceConfigError
+from nxd_infer.util.machine import architecture, cpu_features, torch_version
 from nxd_infer.util.suggest import did_you_mean
 
 PACKAGE = "inductor"
@@ -48,7 +41,7 @@ _FIXED: dict[str, Any] = {
 """What the artifact's form depends on; not the user's to change."""
 
 
-class InductorBackend:
+class InductorBackend(CpuBackend):
     """``backend="inductor"``. ``compiler_args`` are options of ``torch._inductor.config``, ``cpu_target``, and
     ``nxd_packed`` (False keeps linears over plain weights)."""
 
@@ -56,9 +49,9 @@ class InductorBackend:
     compiles = True
 
     def probe(self) -> Availability:
-        versions = {"torch": torch.__version__}
+        versions = {"torch": torch_version()}
         if _loader_class() is None:
-            return Availability(False, f"torch {torch.__version__} has no AOTInductor package loader", versions)
+            return Availability(False, f"torch {torch_version()} has no AOTInductor package loader", versions)
         return Availability(True, "", versions)
 
     def probe_compiler(self) -> Availability:
@@ -73,7 +66,7 @@ class InductorBackend:
     def has_option(self, name: str) -> bool:
         return name in _known_options()
 
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         """The user's options checked and completed.
 
         Raises TraceConfigError for an unknown option (with close matches), one this package sets itself, or a value
@@ -83,7 +76,7 @@ class InductorBackend:
         target = cpu_target(given.pop(CPU_TARGET, None), cpu_features())
         options: dict[str, Any] = {
             CPU_TARGET: target.name,
-            PACKED_OPTION: packed_option(given.pop(PACKED_OPTION, True)),
+            OPTION: packed_option(given.pop(OPTION, True)),
             "cpp.march": target.march,
             "cpp.dynamic_threads": True,
         }
@@ -95,7 +88,18 @@ class InductorBackend:
             if "cpp.threads" in given:
                 options.setdefault("cpp.dynamic_threads", False)
                 options["cpp.dynamic_threads"] = given.get("cpp.dynamic_threads", False)
-        return dict(sorted(options.items()))
+        return dict(sorted({**options, **quantize_option(quantize, options)}.items()))
+
+    def prepare_trace(self, tp_degree: int) -> None:
+        """Compiled graphs of several ranks cannot do without the native operators."""
+        from nxd_infer import native
+        from nxd_infer.backends.cpu.operators import native_library
+
+        if native_library() is None and tp_degree > 1:
+            raise BackendUnavailableError(
+                f"the {self.name} backend needs the native collectives for tp_degree={tp_degree}: "
+                f"{native.availability().reason or 'they could not be built'}; use backend='eager'"
+            )
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         chosen = cpu_target(options.get(CPU_TARGET), cpu_features())
@@ -103,50 +107,38 @@ class InductorBackend:
         features = chosen.features if march == chosen.march else tuple(sorted(cpu_features()))
         found: dict[str, Any] = {"arch": architecture(), "march": march, "cpu_features": sorted(features)}
         if not options.get("cpp.dynamic_threads"):
+            import torch
+
             found["threads"] = options.get("cpp.threads") or torch.get_num_threads()
         return found
 
-    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        needed = torch_minor(versions.get("torch", ""))
-        if needed != torch_minor(torch.__version__):
-            raise ArtifactVersionError(
-                f"the graphs were compiled by torch {versions.get('torch', 'of an unknown version')}, this is "
-                f"{torch.__version__}: trace again, or install torch {needed}"
-            )
-        arch = target.get("arch", architecture())
-        missing = sorted(set(target.get("cpu_features", ())) - cpu_features()) if cpu_features() else []
-        if arch != architecture() or missing:
-            what = f"lacks {', '.join(missing)}" if missing else f"is {architecture()}"
-            raise ArtifactVersionError(
-                f"the graphs were compiled for {arch} ({target.get('march', 'unknown')}) and this machine {what}: "
-                "trace again here, or with cpu_target for the machine that serves"
-            )
+    def environment(self, workdir: Path) -> Mapping[str, str]:
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(workdir / "inductor"),
+            "TRITON_CACHE_DIR": str(workdir / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # What the target needs is known, and the compiler is given its flags: trying them out takes seconds.
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        }
 
-    def compile(
-        self,
-        graph_dir: str | os.PathLike[str],
-        options: Mapping[str, Any],
-        workdir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        from nxd_infer.backends.compile.pool import compile_graphs
+    def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
+        from nxd_infer.backends.cpu.compiling import compile_here
 
-        compile_graphs(self.name, [Path(graph_dir)], options, workdir=Path(workdir) if workdir else None, workers=1)
+        settings = {key: value for key, value in options.items() if key not in (CPU_TARGET, OPTION, QUANTIZE)}
+        simdlen = cpu_target(options.get(CPU_TARGET), cpu_features()).simdlen
+        compile_here(graph_dir, {**settings, **_FIXED}, graph_dir / CODE, simdlen)
 
-    def load(
-        self,
-        graph_dir: str | os.PathLike[str],
-        spec: GraphSpec,
-        states: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        runtime: RankRuntime,
-    ) -> Executable:
-        graph = read_graph(graph_dir, spec.digest)
-        check_spec(graph, spec, runtime)
-        package = Path(graph_dir) / PACKAGE
-        if not list((Path(graph_dir) / CODE).glob("*.so")):
+    def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
+        from nxd_infer.backends.cpu.executable import CpuExecutable, checked_graph
+        from nxd_infer.backends.cpu.package import strays
+
+        (rank,) = ranks
+        graph = checked_graph(rank, runtime)
+        package = rank.directory / PACKAGE
+        if not list((rank.directory / CODE).glob("*.so")):
             raise ArtifactCorruptError(f"{package} holds no compiled graph; trace again")
-        if found := strays(Path(graph_dir) / CODE):
-            raise ArtifactCorruptError(f"{package} holds {found[0]!r}, which might be run as code: remove that file")
+        if strange := strays(rank.directory / CODE):
+            raise ArtifactCorruptError(f"{package} holds {strange[0]!r}, which might be run as code: remove that file")
         found = _loader_class()
         if found is None:
             raise BackendUnavailableError(self.probe().reason)
@@ -157,17 +149,19 @@ class InductorBackend:
             raise ArtifactCorruptError(f"{package} cannot be loaded: {error}") from error
         if loader.get_constant_fqns():
             raise ArtifactCorruptError(f"{package} holds constants of its own; it was not written by this package")
-        return CpuExecutable(graph, states, weights, loader.run)
+        return CpuExecutable(graph, rank.states, rank.weights, loader.run)
 
 
 def _loader_class() -> Any:
+    import torch
+
     return getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
 
 
 def _known_options() -> set[str]:
     import torch._inductor
 
-    return {*torch._inductor.list_options(), CPU_TARGET, PACKED_OPTION}
+    return {*torch._inductor.list_options(), CPU_TARGET, OPTION}
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
@@ -193,37 +187,6 @@ def _same_type(default: Any, value: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float))
     return isinstance(value, type(default))
-
-
-def compile_here(graph_dir: Path, options: Mapping[str, Any]) -> None:
-    """Compile in this process, which is one made for it: inductor keeps global state and reads its environment."""
-    import torch._inductor
-
-    from nxd_infer.backends.cpu.package import collectives_of_package, unpack
-    from nxd_infer.graph.lower import graph_module
-    from nxd_infer.graph.operators import register_operators
-    from nxd_infer.graph.stored import read_graph
-    from nxd_infer.native import link_name, linkable, shims
-
-    graph = read_graph(graph_dir)
-    direct = [library for library in register_operators(graph, graph_dir) if shims([library])]
-    examples = [
-        torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
-        for spec in (*graph.states, *graph.inputs, *graph.weights)
-    ]
-    settings = {**{k: v for k, v in options.items() if k not in (CPU_TARGET, PACKED_OPTION)}, **_FIXED}
-    settings["aot_inductor.custom_ops_to_c_shims"] = shims(direct)
-    settings["aot_inductor.custom_op_libs"] = [link_name(library.hash) for library in direct]
-    with torch.no_grad(), linkable(direct):
-        files = torch._inductor.aot_compile(graph_module(graph_dir), tuple(examples), options=settings)
-    code = graph_dir / CODE
-    unpack(files, code)
-    found = collectives_of_package(files, graph.ops)
-    if found is not None:
-        graph.collectives = found
-        from nxd_infer.graph.stored import GRAPH_FILE
-
-        (graph_dir / GRAPH_FILE).write_text(graph.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 BACKEND = InductorBackend()

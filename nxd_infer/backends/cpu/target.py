@@ -7,10 +7,12 @@ can say what it needs in three words and runs on other machines of that level.
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from nxd_infer.errors import TraceConfigError
-from nxd_infer.util.machine import architecture
+from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError
+from nxd_infer.util.machine import architecture, cpu_features
 
 _V2 = ("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3")
 _V3 = (*_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")
@@ -59,3 +61,19 @@ def cpu_target(name: str | None, present: frozenset[str], machine: str | None = 
 def describe_target() -> dict[str, object]:
     """``manifest.target`` for code that needs no CPU feature beyond the architecture's baseline."""
     return {"arch": architecture(), "cpu_features": []}
+
+
+def check_cpu(target: Mapping[str, Any]) -> None:
+    """``Backend.check_target``: raise ArtifactVersionError for a processor that lacks what the graphs need."""
+    arch = target.get("arch")
+    if arch and arch != architecture():
+        raise ArtifactVersionError(f"was compiled for {arch} and this machine is {architecture()}: trace it again here")
+    features = target.get("cpu_features") or []
+    if not isinstance(features, list):
+        raise ArtifactCorruptError(f"has a damaged manifest: its cpu_features are {features!r:.80}")
+    missing = sorted({str(feature) for feature in features} - cpu_features()) if cpu_features() else []
+    if missing:
+        raise ArtifactVersionError(
+            f"was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
+            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
+        )

@@ -1,12 +1,4 @@
-"""Checkpoints that the reference wrote, read without unpickling anything but tensors and plain values.
-
-::
-
-    ckpts/step_100/checkpoint, done, user_content.pt, scheduler.pt              save_checkpoint of its trainer
-                   model/dp_rank_00_tp_rank_00_pp_rank_00.pt [and .pt.tensors/tensor_0.pt with use_xser]
-                   optim/dp_rank_00_tp_rank_00_pp_rank_00.pt [...]              of every rank with ZeRO-1
-    ckpts/tp_rank_00_pp_rank_00/checkpoint.pt                                   its parallel_layers.save
-    ckpts/tp_rank_00_pp_rank_00 and tp_rank_00_pp_rank_00.tensors/tensor_0.pt   the same with save_xser
+"""A checkpoint that the reference wrote, open for reading. What lies where: :mod:`nxd_infer.checkpoint.neuronx.folder`.
 
 These files hold each rank's tensors and not what they are parts of. That comes from the model that is loaded
 (:meth:`ReferenceArchive.know`), or offline from a model's configuration, from rules, or from the tensors themselves
@@ -18,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,42 +17,19 @@ from typing import Any
 from torch import Tensor
 
 from nxd_infer.checkpoint.archive import Archive, Piece
+from nxd_infer.checkpoint.neuronx.folder import MARK, Place, files_of_ranks, find_reference, read_rank
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import DictSource, ParamLayout, duplicates
-from nxd_infer.layout.files import files
 from nxd_infer.optimizer.sharded_files import MASTER
-
-MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
-_RANK = re.compile(r"^(?:dp_rank_(\d+)_)?(ep_rank_\d+_)?tp_rank_(\d+)_pp_rank_(\d+)(?:_dp_rank_(\d+))?(?:\.pt)?$")
-
-Place = tuple[int, int, int]
-"""Data-parallel, tensor-parallel and pipeline rank."""
-
-
-def find(root: Path, tag: str | None) -> Path | None:
-    """The folder of the reference's checkpoint of ``tag``; without, that of the newest complete one, or ``root``."""
-    if tag is not None:
-        return root / tag if _is_whole(root / tag) else None
-    if _is_whole(root):
-        return root
-    there = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
-    return max(there, key=_saved_at, default=None)
-
-
-def _saved_at(folder: Path) -> tuple[int, str]:
-    done = folder / DONE
-    return (done if done.exists() else folder).stat().st_mtime_ns, folder.name
-
-
-def _is_whole(folder: Path) -> bool:
-    trainers = (folder / MARK).exists() and (folder / DONE).exists() and not (folder / "manifest.json").exists()
-    return trainers or any(_RANK.match(path.name.removesuffix(TENSORS)) for path in folder.glob("tp_rank_*"))
 
 
 def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
-    """:func:`find` and open. Raises CheckpointError when there is none, or a rank's file is missing or there twice."""
-    folder = find(root, tag)
+    """What :func:`find_reference` finds, opened.
+
+    Raises CheckpointError when there is none, or a rank's file is missing or there twice.
+    """
+    folder = find_reference(root, tag)
     if folder is None:
         raise CheckpointError(f"{root} holds no checkpoint of the reference" + (f" {tag!r}" if tag else ""))
     return ReferenceArchive(folder)
@@ -74,8 +42,8 @@ class ReferenceArchive:
         self.where = str(folder)
         self._folder = folder
         self._flat = not (folder / MARK).exists()  # of parallel_layers.save
-        self._model = _ranks(folder if self._flat else folder / "model")
-        self._optimizer = self._model if self._flat else _ranks(folder / "optim")
+        self._model = files_of_ranks(folder if self._flat else folder / "model")
+        self._optimizer = self._model if self._flat else files_of_ranks(folder / "optim")
         places = [*self._model, *self._optimizer]
         self.degrees: dict[str, int] = dict.fromkeys(AXES, 1)
         for axis, number in (("dp", 0), ("tp", 1), ("pp", 2)):
@@ -105,7 +73,7 @@ class ReferenceArchive:
 
     def _load(self, path: Path) -> Any:
         if path not in self._states:
-            self._states[path] = _read(path)
+            self._states[path] = read_rank(path)
         return self._states[path]
 
     def _state(self, ranks: Mapping[Place, Path], place: Place, key: str) -> Any:
@@ -171,7 +139,7 @@ class ReferenceArchive:
 
     def _beside(self, path: Path) -> Any:
         try:
-            return _read(path) if path.exists() else None
+            return read_rank(path) if path.exists() else None
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Move {path.name} away to load the rest of the checkpoint") from error
 
@@ -324,41 +292,6 @@ def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
             axes = [dict(getattr(plan, "named", ())).get(part, plan) for plan in layout.axes]
             found[name] = ParamLayout.of(axes, name)
     return found
-
-
-def _ranks(folder: Path) -> dict[Place, Path]:
-    """The file, or the folder, of each rank."""
-    found: dict[Place, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _RANK.match(path.name.removesuffix(TENSORS))
-        if match is None:
-            continue
-        if path.name.endswith(TENSORS):
-            if not path.with_name(path.name.removesuffix(TENSORS)).is_file():
-                raise CheckpointError(f"{path} lacks the file {path.name.removesuffix(TENSORS)} beside it; restore it")
-            continue
-        dp, ep, tp, pp, dp_last = match.groups()
-        if ep:
-            raise CheckpointError(f"{path}: checkpoints of expert parallelism cannot be read")
-        place = int(dp or dp_last or 0), int(tp), int(pp)
-        if place in found:
-            raise CheckpointError(f"{found[place].name} and {path.name} of {folder} are of the same rank; keep one")
-        found[place] = path
-    return found
-
-
-def _read(path: Path) -> Any:
-    """A file or folder of one rank in whatever form it has."""
-    if path.is_dir():
-        ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
-        if ours.is_file() and theirs.is_file():
-            raise CheckpointError(f"{path} has both {ours.name} and {theirs.name}; keep one")
-        return files.read_one_file(ours)[0] if ours.is_file() else files.read_pickle(theirs, mapped=True)
-    if not files.tensors_folder(path).is_dir():
-        return files.read_pickle(path, mapped=True)
-    if files.is_pickle(path):
-        return files.read_reference_xser(path, mapped=True)
-    return files.read_many_files(path)[0]
 
 
 def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:

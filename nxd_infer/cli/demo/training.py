@@ -28,6 +28,7 @@ from nxd_infer.cli.demo.corpus import BEGIN, END, VOCAB_SIZE, split, write_token
 from nxd_infer.cli.demo.optimizer import MuonAndAdamW, groups_of
 from nxd_infer.context import current_context
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
+from nxd_infer.util.devices import HOST
 from nxd_infer.util.processes import die_with_parent
 
 CONFIG = {
@@ -98,7 +99,7 @@ def rate(done: float) -> float:
 @contextlib.contextmanager
 def narrow() -> Iterator[None]:
     """Run matrix products in bfloat16, without fused attention, whose backward is slower there than plain products."""
-    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+    with torch.autocast(HOST.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from nxd_infer.context import AXES
 from nxd_infer.errors import CheckpointError
-from nxd_infer.layout.files.files import parse_json
+from nxd_infer.util.reading import parse_json
 
 FORMAT = "nxd-checkpoint 1.0"
 MANIFEST, DONE = "manifest.json", "done"

@@ -27,12 +27,13 @@ from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
-from nxd_infer.layout.files.files import REMOVING, replacing, sha256_of
+from nxd_infer.layout.files.atomic import REMOVING, replacing
 from nxd_infer.layout.files.manifest import marked_number, read_manifest
 from nxd_infer.layout.sources import open_safetensors
 from nxd_infer.modules.lora.base import LoraLayer, Place
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.util.beneath import AnyPath
+from nxd_infer.util.reading import sha256_of
 
 __all__ = ["load_adapter", "save_adapter"]
 

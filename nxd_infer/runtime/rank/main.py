@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ class WorkerConfig:
     artifact: str
     digest: str
     rank: int
+    """Which rank this process is, or 0 where it runs all of them."""
     degree: int
+    together: bool
+    """Whether this process runs all ranks."""
     parent: int
     socket: int
     arena: int
@@ -90,6 +92,8 @@ def main(arguments: list[str]) -> int:
     request, fds = message
     started = time.monotonic_ns()
     try:
+        for fd in fds[1:]:
+            os.close(fd)
         rank = load_rank(config, fds[0])
         arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
     except BaseException:
@@ -179,7 +183,7 @@ def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
             if kind == Kind.ROUTE:
                 rank.route(fds[0])
             else:
-                rank.prepare_weights(Path(f"/proc/self/fd/{fds[0]}"))
+                rank.prepare_weights([f"/proc/self/fd/{fd}" for fd in fds])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -205,11 +209,12 @@ def load_rank(config: WorkerConfig, stamps: int) -> Rank:
         from nxd_infer.errors import ArtifactCorruptError
 
         raise ArtifactCorruptError(f"the artifact {config.artifact} was replaced while it was loaded; load it again")
-    artifact.verify_again(config.rank)  # before any of its code runs
+    for each in range(config.degree) if config.together else [config.rank]:
+        artifact.verify_again(each)  # before any of its code runs
     key = "ranks" if config.degree > 1 else "local"
     context = make_context(config.degree, config.rank, tp=config.degree, collectives=key)
     set_default_context(context)
-    if config.degree > 1:
+    if config.degree > 1 and not config.together:
         connect(config, context)
     runtime = Runtime(context, config.threads, artifact)
     rank = Rank(artifact, config.rank, runtime)

@@ -1,4 +1,4 @@
-"""One rank: its weights mapped, its states allocated, every bucket's graph loaded. Knows nothing of processes."""
+"""What one process runs of an artifact: one rank, or all where the backend says so. Knows nothing of processes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_infer import backends
-from nxd_infer.artifact.manifest import PACKED_INT8, TensorSpec, WeightSpec
-from nxd_infer.artifact.rank_weights import load_entries, load_initial_states, load_weights
+from nxd_infer.artifact.manifest import TensorSpec
+from nxd_infer.artifact.rank_weights import load_entries, load_weights
 from nxd_infer.artifact.reader import LoadedArtifact
-from nxd_infer.backends.base import Executable
+from nxd_infer.backends import registry
+from nxd_infer.backends.base import Executable, RankGraph
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
 from nxd_infer.runtime.bucket_kernel import answer, load_kernel
-from nxd_infer.runtime.rank.memory import Memory
-from nxd_infer.runtime.rank.packed_weights import PackedWeights
 
 
 @dataclass
 class Runtime:
-    """What this rank offers the graphs it loads (``backends.RankRuntime``)."""
+    """What this process offers the graphs it loads (``backends.RankRuntime``)."""
 
     context: ParallelContext
     threads: int
@@ -49,18 +47,10 @@ class Runtime:
         for library in self._libraries.values():
             library.engage_crew(self.threads, cores)
 
-    def packer(self) -> Any | None:
-        """A library of the artifact that can pack weights; None where no graph reads packed ones, or it has none."""
-        encodings = {spec.encoding for spec in self.artifact.manifest.weights if spec.encoding}
-        if not encodings:
-            return None
-        needed = "pack_int8" if PACKED_INT8 in encodings else "pack"
-        libraries = [self.library(content_hash) for content_hash in self.artifact.manifest.ops]
-        return next((library for library in libraries if needed in library.ops), None)
-
 
 class Rank:
-    """The tensors and graphs of one rank of an artifact, whose files the caller has verified (``verify_again``).
+    """The tensors and graphs of rank ``rank`` of an artifact, or of all its ranks, whose files the caller has verified
+    (``verify_again``).
 
     Raises ArtifactCorruptError when they have changed until all is read.
     """
@@ -69,25 +59,25 @@ class Rank:
         self.artifact = artifact
         self.rank = rank
         manifest = artifact.manifest
-        file = artifact.weight_file(rank)
-        self._packed = PackedWeights(manifest.weights, runtime.packer())
-        self._packed.fill(lambda spec: load_weights(file, [spec])[spec.name])
-        self.weights = {**load_weights(file, _plain(manifest.weights)), **self._packed.tensors}
-        self._initial = load_initial_states(artifact.weight_file(rank), manifest.states)
-        self._memory = {spec.name: Memory(_extent(spec)) for spec in manifest.states}
-        self.states = {spec.name: _placed(spec, self._memory[spec.name].bytes) for spec in manifest.states}
-        self.reset_states()
-        backend = backends.get(manifest.backend)
-        self.graphs: dict[str, Executable] = {}
+        backend = registry.get(manifest.backend)
+        self.ranks = range(manifest.tp_degree) if backend.one_process else range(rank, rank + 1)
+        self._places = [backend.place(manifest, artifact.weight_file(each), runtime) for each in self.ranks]
+        loaded: dict[tuple[str, ...], Executable] = {}
+        self._buckets: list[Executable] = []
         for bucket in manifest.buckets:
-            digest = bucket.graphs[rank]
-            if digest not in self.graphs:
-                spec = manifest.graphs[digest]
-                self.graphs[digest] = backend.load(artifact.graph_dir(digest), spec, self.states, self.weights, runtime)
+            digests = tuple(bucket.graphs[each] for each in self.ranks)
+            if digests not in loaded:
+                graphs = [
+                    RankGraph(artifact.graph_dir(digest), manifest.graphs[digest], place.states, place.weights)
+                    for digest, place in zip(digests, self._places, strict=True)
+                ]
+                loaded[digests] = backend.load(graphs, runtime)
+            self._buckets.append(loaded[digests])
+        self._graphs = list(loaded.values())
         self._kernel = load_kernel(artifact) if rank == 0 else None
-        artifact.require_unchanged(rank)
-        self._buckets = [self.graphs[bucket.graphs[rank]] for bucket in manifest.buckets]
-        self._staged: _Staged | None = None
+        for each in self.ranks:
+            artifact.require_unchanged(each)
+        self._staged: list[_Staged] = []
         self._broken = ""
 
     def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -119,59 +109,72 @@ class Rank:
             answer(self._kernel, fd)
 
     def reset_states(self) -> None:
-        """Put every state back to its traced value, in place: the graphs keep their references."""
-        for name, state in self.states.items():
-            if name in self._initial:
-                state.copy_(self._initial[name])
-            else:
-                self._memory[name].clear()
+        """Put every state back to its traced value."""
+        for place in self._places:
+            place.reset_states()
 
-    def prepare_weights(self, file: str | os.PathLike[str]) -> None:
-        """Map new weights, check them and read them from disk, without using them yet. Raises WeightSchemaError."""
+    def prepare_weights(self, files: Sequence[str | os.PathLike[str]]) -> None:
+        """Map new weights, a file for each rank, check them and read them from disk, without using them yet. Raises
+        WeightSchemaError."""
         self.abort_weights()
+        for file in files:
+            self._staged.append(self._prepare(file))
+
+    def _prepare(self, file: str | os.PathLike[str]) -> _Staged:
+        specs = self.artifact.manifest.weights
         try:
-            found = load_weights(Path(file), self.artifact.manifest.weights, partial=True)
-            entries = load_entries(Path(file), self.artifact.manifest.weights)
+            found = load_weights(Path(file), specs, partial=True)
+            entries = load_entries(Path(file), specs)
         except ArtifactCorruptError as error:
             raise WeightSchemaError(str(error)) from error
-        packed = [name for name in found if name in self._packed.specs]
-        plain = {name: tensor for name, tensor in found.items() if name not in self._packed.specs}
-        for tensor in plain.values():
+        encoded = {spec.name for spec in specs if spec.encoding}
+        kept = {name: tensor for name, tensor in found.items() if name not in encoded}
+        for tensor in kept.values():
             _touch(tensor)  # here, where it may take as long as a start: the next call has a call's time
-        self._staged = _Staged(plain, packed, entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        return _Staged(kept, list(found), entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def commit_weights(self) -> None:
         """Use the prepared weights from the next step on."""
-        if self._staged is None:
+        if not self._staged:
             raise WeightSchemaError("no new weights were prepared")
-        staged, self._staged = self._staged, None
+        staged, self._staged = self._staged, []
         try:
-            # Read again, each by itself: its pages are given back as soon as it is packed.
-            source = Path(f"/proc/self/fd/{staged.fd}")
-            self._packed.fill(lambda spec: load_weights(source, [spec])[spec.name], staged.packed)
-            self.weights = {**self.weights, **staged.plain}
-            for graph in self.graphs.values():
-                names = {weight.name for weight in graph.graph.weights}
-                graph.update_weights({name: tensor for name, tensor in staged.plain.items() if name in names})
-            for (name, slot), entry in staged.entries.items():
-                self.weights[name][slot] = entry  # in place: it is the tensor that the graphs read
+            for place, (number, new) in zip(self._places, enumerate(staged), strict=True):
+                moved = place.replace_weights(new.names, self._reader(new))
+                for graph in self._graphs:
+                    own = {weight.name for weight in graph.graph.weights} & moved.keys()
+                    if own:
+                        graph.update_weights({name: moved[name] for name in own}, number)
+                for (name, slot), entry in new.entries.items():
+                    place.replace_entry(name, slot, entry)
         except BaseException as error:
             self._broken = f"new weights replaced only some of the old ones ({error}); restart the model"
             raise
         finally:
-            os.close(staged.fd)
+            for new in staged:
+                os.close(new.fd)
+
+    def _reader(self, new: _Staged) -> Callable[[str], Tensor]:
+        """Those that are encoded are read again, each by itself: its pages are given back as soon as that is done."""
+        source = Path(f"/proc/self/fd/{new.fd}")
+        specs = {spec.name: spec for spec in self.artifact.manifest.weights}
+
+        def read(name: str) -> Tensor:
+            return new.tensors[name] if name in new.tensors else load_weights(source, [specs[name]])[name]
+
+        return read
 
     def abort_weights(self) -> None:
-        if self._staged is not None:
-            os.close(self._staged.fd)
-        self._staged = None
+        for new in self._staged:
+            os.close(new.fd)
+        self._staged = []
 
     def close(self) -> None:
-        for graph in self.graphs.values():
+        for graph in self._graphs:
             graph.close()
         self.abort_weights()
-        self._packed.tensors.clear()
-        self.weights, self.states, self._initial, self._memory = {}, {}, {}, {}
+        for place in self._places:
+            place.close()
 
 
 def _check_outputs(outputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -187,33 +190,16 @@ def _check_outputs(outputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> No
 
 @dataclass
 class _Staged:
-    """New weights that were checked: the plain ones mapped, the names of those to pack, entries of the tables of
-    adapters by table and slot, and their open file."""
+    """One rank's new weights, checked: the plain ones mapped, the names of all, entries of the tables of adapters by
+    table and slot, and their open file."""
 
-    plain: dict[str, Tensor]
-    packed: list[str]
+    tensors: dict[str, Tensor]
+    names: list[str]
     entries: dict[tuple[str, int], Tensor]
     fd: int
-
-
-def _plain(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
-    return [spec for spec in specs if not spec.encoding]
 
 
 def _touch(tensor: Tensor) -> None:
     """Have the pages of a mapped tensor in memory."""
     if tensor.is_contiguous() and tensor.numel() > 0:  # another one was copied out of its file
         tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
-
-
-def _extent(spec: TensorSpec) -> int:
-    """Bytes from the first element of a tensor of ``spec`` to the end of its last."""
-    if 0 in spec.shape:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-    return (last + 1) * spec.torch_dtype.itemsize
-
-
-def _placed(spec: TensorSpec, memory: Tensor) -> Tensor:
-    """A tensor of ``spec`` in ``memory``."""
-    return memory.view(spec.torch_dtype).as_strided(spec.shape, spec.stride)

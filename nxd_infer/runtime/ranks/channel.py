@@ -20,6 +20,8 @@ _MAGIC = 0x4E584431
 _REQUEST = struct.Struct("<IBBHQ")
 _RESPONSE = struct.Struct("<IHHQQI")
 _MAX_TEXT = 48 << 10
+_DESCRIPTORS = socket.CMSG_SPACE(4 * 253)
+"""Room for as many descriptors as Linux lets a record carry: a process that runs all ranks gets one for each."""
 AWAKE_SECONDS = 0.005
 """How long a rank that has answered stays awake for the next request; between steps of decoding pass 0.1 to 0.4 ms."""
 
@@ -135,7 +137,7 @@ class Channel:
         while not self._poll.poll(0) and time.monotonic() < awake:
             os.sched_yield()  # the caller may need this core to ask
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(_REQUEST.size, socket.CMSG_SPACE(4 * 4))
+            data, ancillary, _, _ = self.socket.recvmsg(_REQUEST.size, _DESCRIPTORS)
         except ConnectionResetError:
             return None
         if len(data) != _REQUEST.size:

@@ -77,7 +77,7 @@ class LocalRank:
                 self._rank.reset_states()
             elif kind == Kind.PREPARE_WEIGHTS:
                 assert fds is not None
-                self._rank.prepare_weights(f"/proc/self/fd/{fds[0]}")
+                self._rank.prepare_weights([f"/proc/self/fd/{fds[0]}"])
             elif kind == Kind.COMMIT_WEIGHTS:
                 self._rank.commit_weights()
             elif kind == Kind.ABORT_WEIGHTS:

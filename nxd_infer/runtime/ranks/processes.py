@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
 from nxd_infer.runtime.rank.main import WorkerConfig
@@ -57,6 +58,9 @@ class RankProcesses:
     ):
         self.artifact = artifact
         self.degree = artifact.manifest.tp_degree
+        self.together = registry.get(artifact.manifest.backend).one_process
+        self.count = 1 if self.together else self.degree
+        """How many processes there are: one for each rank, or one that runs all."""
         self.threads = threads
         self.arena: Arena | None = None
         self.channels: list[Channel] = []
@@ -66,7 +70,7 @@ class RankProcesses:
         self._on_exit = on_exit
         self._processes: list[subprocess.Popen[bytes]] = []
         self._counters: list[mmap.mmap] = []
-        self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.degree)]
+        self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.count)]
         self._cores: list[list[int]] = []
         self._crews = know_crews(artifact)
         self._directory: str | None = None
@@ -152,6 +156,10 @@ class RankProcesses:
 
     # --- what the ranks are doing ---
 
+    def process_of(self, rank: int) -> int:
+        """The process that runs the rank, as a rank: that one, or the one that runs all."""
+        return 0 if self.together else rank
+
     def pid(self, rank: int) -> int | None:
         return self._processes[rank].pid if rank < len(self._processes) else None
 
@@ -179,7 +187,7 @@ class RankProcesses:
             fds.append(create_arena(arena_layout(manifest)))
             self.arena = Arena(fds[0], manifest, writable_inputs=True)
             libraries: list[tuple[str, int]] = []
-            for path in _libraries(self.artifact):
+            for path in [] if self.together else _libraries(self.artifact):
                 segment = create_segment(self.degree)
                 fds.append(segment)
                 libraries.append((path, segment))
@@ -187,11 +195,11 @@ class RankProcesses:
                 self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
             with self._going():
                 # Without one where they meet in shared memory, nothing is left of a caller that is killed.
-                if self.degree > 1 and not libraries:
+                if self.count > 1 and not libraries:
                     self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
                 directory = self._directory or ""
-                cores = self._cores = choose_cores(self.degree, self.threads)
-            for rank in range(self.degree):  # with what was made here: kill() takes the fields away at any moment
+                cores = self._cores = choose_cores(self.count, self.threads * self.degree // self.count)
+            for rank in range(self.count):  # with what was made here: kill() takes the fields away at any moment
                 self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))
         finally:
             for fd in fds:
@@ -214,6 +222,7 @@ class RankProcesses:
             digest=self.artifact.digest,
             rank=rank,
             degree=self.degree,
+            together=self.together,
             parent=os.getpid(),
             socket=theirs.fileno(),
             arena=fds[0],
@@ -224,6 +233,7 @@ class RankProcesses:
             libraries=libraries,
             rendezvous=f"{directory}/rendezvous",
         )
+        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads))
         command = python_module("nxd_infer.runtime.rank.main", "rank", str(rank), "--config", config.to_json())
         try:
             with self._going():
@@ -232,7 +242,7 @@ class RankProcesses:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads)),
+                    env=registry.with_import_path(environment, self.artifact.manifest.backend),
                     pass_fds=(theirs.fileno(), *fds),
                     start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
                 )

@@ -37,7 +37,7 @@ class Exchange:
     kind: Kind
     sequence: int
     waiting: set[int]
-    """Ranks that have not answered yet."""
+    """Ranks that have not answered yet; 0 stands for all where one process runs them."""
     failures: dict[int, str] = field(default_factory=dict)
     """Tracebacks of the ranks that raised."""
     nanoseconds: int = 0
@@ -143,19 +143,22 @@ class Supervisor:
         fds: list[int] | None = None,
         timeout: float | None = None,
     ) -> Exchange:
-        """Send one record to every rank; ``fds`` holds one descriptor a rank. Ranks do what they are sent in order.
+        """Send one record to every rank; ``fds`` holds one descriptor for each. Ranks do what they are sent in order.
         ``timeout``: seconds that it may take, from when somebody waits for it.
 
         Raises RankDiedError or ModelClosedError; the ranks have been ended then.
         """
         self.check()
         self._sequence += 1
-        exchange = self._open[self._sequence] = Exchange(kind, self._sequence, set(range(self.degree)), timeout=timeout)
+        exchange = self._open[self._sequence] = Exchange(
+            kind, self._sequence, set(range(self._processes.count)), timeout=timeout
+        )
         record = Request(kind, bucket, self._sequence, side).record()
         rank = 0
         try:
             for rank, channel in enumerate(self._processes.channels):
-                channel.send(record, (fds[rank],) if fds else ())
+                own = fds if self._processes.together else fds and fds[rank : rank + 1]
+                channel.send(record, tuple(own or ()))
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
@@ -283,13 +286,14 @@ class Supervisor:
         """Every rank as it is now. Reads shared counters; disturbs nothing and takes no lock."""
         ranks = []
         for rank in range(self.degree):
-            begun, finished, clock = self.arena.progress(rank) if self.arena is not None else (0, 0, 0)
-            state = self._processes.state(rank)
+            process = self._processes.process_of(rank)
+            begun, finished, clock = self.arena.progress(process) if self.arena is not None else (0, 0, 0)
+            state = self._processes.state(process)
             age = (time.monotonic_ns() - clock) / 1e9 if clock else None
             ranks.append(
                 RankHealth(
                     rank=rank,
-                    pid=self._processes.pid(rank),
+                    pid=self._processes.pid(process),
                     alive=state != "ended",
                     state=state,
                     steps=finished,

@@ -60,10 +60,10 @@ def write_weights(
 
 def write_graphs(graphs: RankGraphs, directory: Path) -> None:
     """``graphs/<digest>/`` below ``directory``, with the canonical text of each for comparing ranks."""
-    for entry in graphs.lowered:
+    for ir, entry in zip(graphs.ir, graphs.lowered, strict=True):
         path = directory / "graphs" / entry.digest
         if not path.exists():
-            write_graph(entry, path)
+            write_graph(ir, entry, path)
             (path / CANONICAL_FILE).write_text(entry.text, encoding="utf-8")
 
 

@@ -26,12 +26,12 @@ from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
-from nxd_infer.graph.operators import native_library
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
-from nxd_infer.runtime.rank.memory import UntouchedZeros
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.util.devices import HOST
+from nxd_infer.util.mapped_memory import UntouchedZeros
 from nxd_infer.util.memory import give_back
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ def trace_ranks_here(
         raise
     except Exception as error:
         raise TraceError(f"checkpoint_loader_callable raised {type(error).__name__}: {error}") from error
-    library = native_library() if request.native else None
     total = request.tp_degree * len(request.buckets)
     results = []
     progress("trace ranks", 0, total, "")
@@ -60,7 +59,7 @@ def trace_ranks_here(
             progress("trace ranks", done + index + 1, total, f"rank {rank}: {request.buckets[index].name}")
 
         with _as_rank(request, rank):
-            results.append(_trace(request, rank, rank_directory(build, rank), source, library, report))
+            results.append(_trace(request, rank, rank_directory(build, rank), source, report))
         gc.collect()  # graphs are cycles: neither the next rank nor the compilers should find them in memory
         give_back()
     progress("trace ranks", total, total, "")
@@ -83,13 +82,11 @@ def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
         unregister_collectives(key)
 
 
-def _trace(
-    request: TraceRequest, rank: int, out: Path, source: Any, library: Any, report: Callable[[int], None]
-) -> TracedRank:
+def _trace(request: TraceRequest, rank: int, out: Path, source: Any, report: Callable[[int], None]) -> TracedRank:
     start = time.monotonic()
     with _weightless(), UntouchedZeros():
         built = _build(request, rank)
-    graphs = one_rank.trace_buckets(request, built, library, report)
+    graphs = one_rank.trace_buckets(request, built, report)
     rank_files.write_graphs(graphs, out)
     layouts = rank_files.layouts(graphs)
     shared = rank_files.shared_names(request, graphs)
@@ -211,7 +208,7 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
                 continue
             if id(param) not in made:
                 with mode:
-                    fake = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+                    fake = torch.empty(param.shape, dtype=param.dtype, device=HOST)
                 made[id(param)] = nn.Parameter(fake, requires_grad=False)
                 for key, value in vars(param).items():
                     setattr(made[id(param)], key, value)

@@ -15,15 +15,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import PACKED, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.backends import registry
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
-from nxd_infer.graph import packing
-from nxd_infer.graph.export import Exported, Step
-from nxd_infer.graph.lower import encode, lower, rename_weights, weight_nodes
+from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
+from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs, named_tensors, shared_memory, state_name
-from nxd_infer.graph.stored import Lowered
+from nxd_infer.graph.stored import GraphFile, Lowered
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
 from nxd_infer.trace.request import TracedBucket, TraceRequest
+from nxd_infer.util.devices import on_host
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,24 @@ class RankGraphs:
     """All buckets of one rank, lowered, with the tables they share."""
 
     built: list[Built]
-    lowered: list[Lowered]
-    buckets: list[TracedBucket]
+    constants: list[dict[str, Tensor]]
+    """Each bucket's weights that are neither parameters nor buffers."""
+    ir: list[dict[str, Any]] = field(default_factory=list)
+    """The canonical graphs."""
+    lowered: list[Lowered] = field(default_factory=list)
+    buckets: list[TracedBucket] = field(default_factory=list)
     states: dict[str, TensorSpec] = field(default_factory=dict)
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     origin: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Weight -> the bucket whose module (or constants) holds it, and its name there."""
+    _tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Parameters and buffers of a bucket's module, by every name; buckets may share one."""
+        module = self.built[index].module
+        if id(module) not in self._tensors:
+            self._tensors[id(module)] = named_tensors(module)
+        return self._tensors[id(module)]
 
 
 def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = None) -> list[Built]:
@@ -132,31 +145,32 @@ def require_values(module: nn.Module) -> None:
                 "not fill such tensors (unless with assign=True). Build the model on the CPU in func, or give a "
                 "checkpoint_loader_callable, which needs no memory for weights while tracing"
             )
-        if tensor.device.type != "cpu":
+        if not on_host(tensor):
             raise TraceError(f"{name!r} of {type(module).__name__} is on {tensor.device}: return the model on the CPU")
     make_contiguous(module)
 
 
-def trace_buckets(
-    request: TraceRequest, built: list[Built], library: Any, report: Callable[[int], None] | None = None
-) -> RankGraphs:
-    """Export and lower every bucket. Raises TraceError naming the bucket."""
+def trace_buckets(request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None) -> RankGraphs:
+    """Export every bucket, and have the backend lower them all. Raises TraceError naming the bucket."""
     steps = [_step(request, bucket, built) for bucket in request.buckets]
-    lowered: list[tuple[Lowered, Exported] | None] = [None] * len(steps)
+    found: list[Graph | None] = [None] * len(steps)
     pending = list(range(len(steps)))
     while pending:
         for index in pending:
-            lowered[index] = _lower(request, request.buckets[index], steps[index], library)
+            found[index] = _trace(request.buckets[index], steps[index])
             if report is not None:
                 report(index)
-        pending = _states_read_elsewhere(steps, [entry[0] for entry in lowered if entry is not None])
-    pairs = [entry for entry in lowered if entry is not None]
-    done = [entry for entry, _ in pairs]
-    graphs = RankGraphs(built, done, [])
-    _share(request, graphs)
-    _encode(request, graphs, [exported for _, exported in pairs], library if request.native else None)
-    for bucket, step, entry in zip(request.buckets, steps, done, strict=True):
-        graphs.buckets.append(_describe(bucket, step, entry))
+        pending = _states_read_elsewhere(steps, [graph for graph in found if graph is not None])
+    traced = [graph for graph in found if graph is not None]
+    graphs = RankGraphs(built, [graph.constants for graph in traced])
+    _share(request, graphs, traced)
+    graphs.ir = [graph.ir() for graph in traced]
+    graphs.lowered = registry.get(request.backend).passes(traced, request.options)
+    for bucket, step, graph, ir, lowered in zip(request.buckets, steps, traced, graphs.ir, graphs.lowered, strict=True):
+        name_lowered(lowered, ir, configuration(request.backend, request.options))
+        for spec in lowered.graph.weights:
+            graphs.weights[spec.name].encoding = spec.encoding
+        graphs.buckets.append(_describe(bucket, step, lowered.graph, graph.structure))
     return graphs
 
 
@@ -234,20 +248,20 @@ def _views(
     return places
 
 
-def _lower(request: TraceRequest, bucket: Bucket, step: Step, library: Any) -> tuple[Lowered, Exported]:
+def _trace(bucket: Bucket, step: Step) -> Graph:
     try:
-        return lower(step, library if request.native else None, request.configuration)
+        return trace_graph(step)
     except NxdError as error:
         error.args = (f"bucket {bucket.name!r}: {error.args[0] if error.args else error}", *error.args[1:])
         raise
 
 
-def _states_read_elsewhere(steps: list[Step], lowered: list[Lowered]) -> list[int]:
-    """Declare the states of one bucket in every other that reads them; the buckets to lower again."""
+def _states_read_elsewhere(steps: list[Step], traced: list[Graph]) -> list[int]:
+    """Declare the states of one bucket in every other that reads them; the buckets to trace again."""
     union = list(dict.fromkeys(name for step in steps for name in step.states))
     again = []
-    for index, (step, entry) in enumerate(zip(steps, lowered, strict=True)):
-        read = {weight.name for weight in entry.graph.weights}
+    for index, (step, graph) in enumerate(zip(steps, traced, strict=True)):
+        read = {weight.name for weight in graph.file.weights}
         missed = [name for name in union if name not in step.states and name in read]
         if missed:
             step.states += missed
@@ -255,10 +269,13 @@ def _states_read_elsewhere(steps: list[Step], lowered: list[Lowered]) -> list[in
     return again
 
 
-def _share(request: TraceRequest, graphs: RankGraphs) -> None:
-    """Fill the tables of states and weights; a weight of another value under a known name gets a name of its own."""
-    for bucket, entry in zip(request.buckets, graphs.lowered, strict=True):
-        for spec in entry.graph.states:
+def _share(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> None:
+    """Fill the tables of states and weights; a weight of another value under a known name gets a name of its own.
+
+    ``constants`` keep the names the module knows.
+    """
+    for bucket, graph in zip(request.buckets, traced, strict=True):
+        for spec in graph.file.states:
             known = graphs.states.setdefault(spec.name, spec)
             if (known.dtype, known.shape, known.stride) != (spec.dtype, spec.shape, spec.stride):
                 raise TraceConfigError(
@@ -267,7 +284,7 @@ def _share(request: TraceRequest, graphs: RankGraphs) -> None:
                     "shape, or give a shared_state_buffer with a preprocessor"
                 )
         renamed: dict[str, str] = {}
-        for spec in entry.graph.weights:
+        for spec in graph.file.weights:
             known_weight = graphs.weights.get(spec.name)
             if known_weight is None or not _equal(graphs, bucket.index, spec, known_weight):
                 name = spec.name if known_weight is None else f"{spec.name}@{bucket.name}"
@@ -283,22 +300,8 @@ def _share(request: TraceRequest, graphs: RankGraphs) -> None:
                 len(different),
                 ", ".join(different[:4]),
             )
-        if any(name != new for name, new in renamed.items()):
-            rename_weights(entry, renamed, request.configuration)
-
-
-def _encode(request: TraceRequest, graphs: RankGraphs, exported: list[Exported], library: Any) -> None:
-    """Choose the encoding of every weight over all buckets, and read the encoded ones so."""
-    minimum = request.configuration.get("options", {}).get(packing.OPTION, 0)
-    form = packing.QUANTIZATIONS.get(request.configuration.get(packing.QUANTIZE, ""), PACKED)
-    if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
-        return
-    nodes = [weight_nodes(entry, own) for entry, own in zip(graphs.lowered, exported, strict=True)]
-    chosen = packing.choose(nodes, minimum, form)
-    for entry, own in zip(graphs.lowered, exported, strict=True):
-        encode(entry, own, chosen, library, request.configuration)
-    for name, found in chosen.items():
-        graphs.weights[name].encoding = found
+        for spec in graph.file.weights:
+            spec.name = renamed.get(spec.name, spec.name)
 
 
 def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) -> bool:
@@ -321,21 +324,21 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
     """The tensor a bucket's module (or its constants) holds under ``name``; fake where it was built fake."""
-    constants = graphs.lowered[index].constants
+    constants = graphs.constants[index]
     if name in constants:
         return constants[name]
-    return named_tensors(graphs.built[index].module)[name].detach()
+    return graphs.tensors(index)[name].detach()
 
 
-def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
+def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> TracedBucket:
     """The bucket's inputs and outputs with what the module declares about them."""
     module = step.module
     declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
     declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
-    names = [spec.name for spec in lowered.graph.inputs]
+    names = [spec.name for spec in graph.inputs]
     for what, declared, known, keys in (
         ("nxd_inputs", declared_inputs, names, ("role", "default", "pad", "minimum", "maximum")),
-        ("nxd_outputs", declared_outputs, [spec.name for spec in lowered.graph.outputs], ("role", "cut")),
+        ("nxd_outputs", declared_outputs, [spec.name for spec in graph.outputs], ("role", "cut")),
     ):
         unknown = [name for name in declared if name not in known]
         # A bucket given by name may leave inputs out that another one has.
@@ -351,11 +354,11 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
     try:
         inputs = [
             InputSpec.model_validate({**spec.model_dump(), **declared_inputs.get(spec.name, {})})
-            for spec in lowered.graph.inputs
+            for spec in graph.inputs
         ]
         outputs = [
             OutputSpec.model_validate({**spec.model_dump(), **declared_outputs.get(spec.name, {})})
-            for spec in lowered.graph.outputs
+            for spec in graph.outputs
         ]
     except ValidationError as error:
         first = error.errors()[0]
@@ -377,6 +380,4 @@ def _describe(bucket: Bucket, step: Step, lowered: Lowered) -> TracedBucket:
                 raise TraceConfigError(
                     f"nxd_outputs cuts {output.name!r} to dimension {dim} of {name!r}, which is not there"
                 )
-    return TracedBucket(
-        name=bucket.name, graph=lowered.graph, inputs=inputs, outputs=outputs, structure=lowered.structure
-    )
+    return TracedBucket(name=bucket.name, graph=graph, inputs=inputs, outputs=outputs, structure=structure)

@@ -99,7 +99,6 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     import torch
 
     from nxd_infer.artifact.manifest import WeightSpec
-    from nxd_infer.graph.operators import native_library
     from nxd_infer.trace.ranks import files as rank_files
     from nxd_infer.trace.ranks import one_rank
 
@@ -121,10 +120,7 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     connection.send(["place", "func"])
     built = one_rank.build(request, one_rank.require_values)
     graphs = one_rank.trace_buckets(
-        request,
-        built,
-        native_library() if request.native else None,
-        lambda index: connection.send(["bucket", request.buckets[index].name]),
+        request, built, lambda index: connection.send(["bucket", request.buckets[index].name])
     )
     rank_files.write_graphs(graphs, out)
 

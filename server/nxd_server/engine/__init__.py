@@ -1,5 +1,7 @@
 """The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
 
+What runs next and how a step runs is in ``core``; the engines, their thread and what they can beside it lie here.
+
     engine = Engine(model, tokenizer=None, max_queued_requests=256, ...)   # decoders: metadata task "generate"
     engine.start()                      # runs every graph once, measures it, then takes requests
     ticket = engine.submit(prompt_ids, SamplingParams(...), on_event, timeout=None, request_id=None)
@@ -16,12 +18,11 @@ block (an asyncio caller hands over with ``loop.call_soon_threadsafe``).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_server.engine.encoder import TextEncoder
-    from nxd_server.engine.engine import Engine
     from nxd_server.engine.events import (
         EngineHealth,
         EngineStats,
@@ -32,24 +33,26 @@ if TYPE_CHECKING:
         TokenEvent,
         Usage,
     )
-    from nxd_server.engine.oneshot import OneShotEngine
-    from nxd_server.engine.params import SamplingParams
+    from nxd_server.engine.generation_engine import Engine
+    from nxd_server.engine.oneshot_engine import OneShotEngine
     from nxd_server.engine.request import Ticket
+    from nxd_server.engine.sampling_params import SamplingParams
+    from nxd_server.engine.text_encoder import TextEncoder
 
 _HOMES = {
-    "TextEncoder": "encoder",
-    "Engine": "engine",
-    "Ticket": "request",
-    "EngineHealth": "events",
-    "EngineStats": "events",
-    "ErrorEvent": "events",
-    "Event": "events",
-    "FinishEvent": "events",
-    "Timings": "events",
-    "TokenEvent": "events",
-    "Usage": "events",
-    "OneShotEngine": "oneshot",
-    "SamplingParams": "params",
+    "TextEncoder": ".text_encoder",
+    "Engine": ".generation_engine",
+    "Ticket": ".request",
+    "EngineHealth": ".events",
+    "EngineStats": ".events",
+    "ErrorEvent": ".events",
+    "Event": ".events",
+    "FinishEvent": ".events",
+    "Timings": ".events",
+    "TokenEvent": ".events",
+    "Usage": ".events",
+    "OneShotEngine": ".oneshot_engine",
+    "SamplingParams": ".sampling_params",
 }
 
 __all__ = [
@@ -68,8 +71,4 @@ __all__ = [
     "Usage",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"nxd_server.engine.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'nxd_server.engine' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

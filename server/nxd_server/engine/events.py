@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from nxd_infer.runtime.ranks.health import RankHealth
+
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 
@@ -131,8 +133,7 @@ class EngineHealth:
     """Seconds that the step in flight has been running; None between steps."""
     error: str = ""
     """The last failure of the ranks, if any."""
-    ranks: list[dict] = field(default_factory=list)
-    """``TensorParallelModel.health()``."""
+    ranks: list[RankHealth] = field(default_factory=list)
     recovering_for: float | None = None
     """Seconds since the ranks began to be started again; None when they are not."""
     stage: str = ""

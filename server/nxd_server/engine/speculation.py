@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
-from nxd_server.engine.costs import Graph, StepCosts
-from nxd_server.engine.scheduler import Row, Step
-from nxd_server.engine.sequence import Sequence as Generated
+from nxd_server.engine.core.scheduler import Row, Step
+from nxd_server.engine.core.sequence import Sequence as Generated
+from nxd_server.engine.core.step_costs import Graph, StepCosts
 
 RETRY = 32
 """Of so many steps whose guesses would not pay, one is verified all the same: measured times may have changed."""

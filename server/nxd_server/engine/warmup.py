@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nxd_server.engine.costs import StepCosts
-from nxd_server.engine.runner import StepRunner
+from nxd_server.engine.core.step_costs import StepCosts
+from nxd_server.engine.core.step_runner import StepRunner
 
 WARM_UP_SECONDS = 0.75
 """What graphs may take before the engine is ready, beside the first."""

@@ -10,37 +10,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
-from nxd_server.text.lanes import Lane
-
-from . import adapters, health, models, sagemaker, text
-from .body import Bodies
-from .chat import chat
-from .completions import completions
-from .connections import Connections
-from .embeddings import classify, embeddings
-from .errors import CODES, TYPES, ApiError
-from .keys import Keys
-from .metrics import Metrics
-from .middleware import InFlight, RequestMiddleware
-from .predict import predict
-from .requests import ENCODERS, Context, context_of, parse, require_admin
-from .schemas import (
-    AdapterBody,
-    Body,
-    ChatBody,
-    ClassifyBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    PredictBody,
-    TokenizeBody,
-    WeightsBody,
-)
-from .weights import weights
+from nxd_server.http import sagemaker, tokenize
+from nxd_server.http.admin import load_adapters
+from nxd_server.http.admin.schemas import AdapterBody, WeightsBody
+from nxd_server.http.admin.update_weights import weights
+from nxd_server.http.api_keys import Keys
+from nxd_server.http.body_schema import Body
+from nxd_server.http.connections import Connections
+from nxd_server.http.error_responses import CODES, TYPES, ApiError
+from nxd_server.http.middleware import InFlight, RequestMiddleware
+from nxd_server.http.openai import models
+from nxd_server.http.openai.chat import chat
+from nxd_server.http.openai.completions import completions
+from nxd_server.http.openai.embeddings import classify, embeddings
+from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
+from nxd_server.http.ops import health
+from nxd_server.http.ops.metrics import Metrics
+from nxd_server.http.predict import PredictBody, predict
+from nxd_server.http.request_body import Bodies
+from nxd_server.http.request_context import ENCODERS, Context, context_of, parse, require_admin
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
 
 if TYPE_CHECKING:
-    from nxd_server.config import ServerSettings
-    from nxd_server.service import Service
+    from nxd_server.app.service import Service
+    from nxd_server.settings import ServerSettings
 
 
 def create_app(service: Service, settings: ServerSettings) -> FastAPI:
@@ -55,7 +48,9 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     )
     metrics = Metrics(service)
     keys = Keys(settings.keys(), settings.admin())
-    prompts, tensors = (Lane(what, ENCODERS, settings.max_queued_requests) for what in ("prompts", "tensors"))
+    prompts, tensors = (
+        ConcurrencyLimit(what, ENCODERS, settings.max_queued_requests) for what in ("prompts", "tensors")
+    )
     app.state.context = Context(service, settings, metrics, keys, prompts, tensors, Bodies())
     app.state.in_flight = InFlight()
     app.state.connections = Connections(settings)
@@ -74,14 +69,14 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
     _post(app, "/v1/classify", ClassifyBody, classify)
     _post(app, "/v1/predict", PredictBody, predict)
-    _post(app, "/tokenize", TokenizeBody, text.tokenize, ready=False)
-    _post(app, "/detokenize", DetokenizeBody, text.detokenize, ready=False)
+    _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, ready=False)
+    _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, ready=False)
     app.add_api_route("/invocations", sagemaker.invocations, methods=["POST"], response_model=None)
 
     _post(app, "/v1/weights", WeightsBody, weights, admin=True)
-    _post(app, "/v1/adapters", AdapterBody, adapters.load_adapter, admin=True)
-    _get(app, "/v1/adapters", adapters.list_adapters)
-    app.add_api_route("/v1/adapters/{name:path}", adapters.remove_adapter, methods=["DELETE"], response_model=None)
+    _post(app, "/v1/adapters", AdapterBody, load_adapters.load_adapter, admin=True)
+    _get(app, "/v1/adapters", load_adapters.list_adapters)
+    app.add_api_route("/v1/adapters/{name:path}", load_adapters.remove_adapter, methods=["DELETE"], response_model=None)
     _get(app, "/v1/models", models.list_models)
     _get(app, "/v1/models/{model:path}", models.get_model)
     _get(app, "/v1/buckets", models.list_buckets)

@@ -13,14 +13,11 @@ import contextlib
 import os
 import resource
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import h11
 
-if TYPE_CHECKING:
-    from nxd_server.config import ServerSettings
-
-    from .protocol import JsonErrorProtocol
+from nxd_server.settings import ServerSettings
 
 KEPT_DESCRIPTORS = 64
 """For the health routes, files, ranks that are started again, and connections between their accept and their count."""
@@ -31,6 +28,40 @@ BODY_PIECE = 2**14
 """Bytes; a body owes so many within ``connection_timeout``, and as many again after these, or its end."""
 BACKLOG = 8
 """Connections accepted in one turn of the loop; more would be here before the first of them is counted."""
+
+
+class Connection(Protocol):
+    """A connection, as the HTTP protocol has it (``h11_protocol``)."""
+
+    address: str
+    since: float
+    """Since when the client owes what it owes, on the loop's clock."""
+    head_due: float | None
+    """When the head of a request must be complete; None while none has begun."""
+    closing: tuple[int, float] | None
+    """Bytes that a connection which is being closed has not taken, and since when it takes none."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def transport(self) -> asyncio.Transport: ...
+
+    @property
+    def conn(self) -> h11.Connection: ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether the client has to send something before the server has something to do."""
+        ...
+
+    def crowd(self) -> None:
+        """Serve the health routes alone here: there are more connections than there is room for."""
+        ...
+
+    def unread(self) -> int:
+        """Bytes that the client's side has not taken."""
+        ...
 
 
 def most_connections(setting: int | None, in_use: int | None = None) -> int:
@@ -50,7 +81,7 @@ class Connections:
         self.silence = settings.connection_timeout
         self.most = most_connections(settings.max_connections)
         self._per_address = settings.max_connections_per_address
-        self._all: dict[JsonErrorProtocol, None] = {}
+        self._all: dict[Connection, None] = {}
         """The one whose debt is the oldest comes first."""
         self._by_address: Counter[str] = Counter()
         self.closed: Counter[str] = Counter(dict.fromkeys(("late", "silent", "evicted", "refused"), 0))
@@ -59,7 +90,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def admit(self, connection: JsonErrorProtocol) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Count a new connection in; False where there is no room for it at all."""
         address = connection.address
         if self._per_address is not None and self._by_address[address] >= self._per_address:
@@ -74,14 +105,14 @@ class Connections:
         self._by_address[address] += 1
         return True
 
-    def due(self, connection: JsonErrorProtocol) -> None:
+    def due(self, connection: Connection) -> None:
         """From now on the client owes something else: a head, a body or the next piece of it."""
         connection.since = connection.loop.time()
         if connection in self._all:
             del self._all[connection]
             self._all[connection] = None
 
-    def leave(self, connection: JsonErrorProtocol) -> None:
+    def leave(self, connection: Connection) -> None:
         """The connection is closed, or was ended; harmless when it was never in."""
         if connection in self._all:
             del self._all[connection]
@@ -97,7 +128,7 @@ class Connections:
         self.end(oldest, "evicted")
         return True
 
-    def end(self, connection: JsonErrorProtocol, reason: str) -> None:
+    def end(self, connection: Connection, reason: str) -> None:
         self.closed[reason] += 1
         self.leave(connection)  # at once: its descriptor is free in a moment
         connection.transport.abort()

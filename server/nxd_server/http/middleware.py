@@ -6,28 +6,21 @@ import logging
 import re
 import time
 import uuid
-from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nxd_server.engine.weights import WholeRequest
+from nxd_server.engine.weight_swap import WholeRequest
 from nxd_server.errors import forget_frames
-
-from .body import ClientLeft, DrainingReceive
-from .errors import REFUSAL, ApiError, as_api_error
-from .keys import OPEN_PATHS, Keys
-from .logs import log_access
-
-if TYPE_CHECKING:
-    from .metrics import Metrics
+from nxd_server.http.api_keys import OPEN_PATHS, Keys
+from nxd_server.http.error_responses import ApiError, as_api_error
+from nxd_server.http.ops.logs import log_access
+from nxd_server.http.ops.metrics import Metrics
+from nxd_server.http.request_body import ClientLeft, DrainingReceive
+from nxd_server.http.scope_keys import CROWDED, REFUSAL, REQUEST_ID, WHOLE
 
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
 WEIGHTS_HEADER = b"x-weight-version"
-CROWDED = "nxd.crowded"
-"""What the state of a request's scope holds when its connection is one of those kept for the health routes."""
-WHOLE = "nxd.whole"
-"""Where a request's scope keeps its WholeRequest."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 CLIENT_CLOSED = 499
 """What nginx logs for a client that left; it is never sent, nobody is there."""
@@ -67,7 +60,7 @@ class RequestMiddleware:
             return
         begin = time.monotonic()
         request_id = _request_id(scope)
-        scope["nxd.request_id"] = request_id
+        scope[REQUEST_ID] = request_id
         whole = scope[WHOLE] = WholeRequest()
         status, sent, started = 0, 0, False
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .errors import bad_request, clip, encode, missing_field
-from .oneshot import wait_all
-from .requests import check_model, context_of, unless_left, whole_of
-from .schemas import PredictBody
+from nxd_server.http.body_schema import Body, Listed
+from nxd_server.http.error_responses import bad_request, clip, encode, missing_field
+from nxd_server.http.oneshot_results import wait_all
+from nxd_server.http.request_context import check_model, context_of, unless_left, whole_of
 
 if TYPE_CHECKING:
     import torch
+
+
+class PredictBody(Body):
+    """``POST /v1/predict``."""
+
+    inputs: dict[str, Any] | None = Field(
+        None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
+    )
+    safetensors: str | None = Field(None, description="The inputs as one base64 safetensors file, instead.")
+    model: str | None = None
+    output_format: Literal["json", "safetensors"] | None = Field(
+        None, description="How the outputs come back; by default as the inputs came."
+    )
+    outputs: Listed[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
 
 
 async def predict(request: Request, body: PredictBody) -> Response:
@@ -59,14 +74,14 @@ async def predict(request: Request, body: PredictBody) -> Response:
 
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs in a base64 safetensors file; ApiError 400 for others than those of ``specs``."""
-    from .tensors import tensors_from_safetensors  # torch, which a server that generates never loads
+    from nxd_server.http.tensors import tensors_from_safetensors  # torch, which a server that generates never loads
 
     return tensors_from_safetensors(text, "safetensors", functools.partial(_check_names, specs, "safetensors"))
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs as JSON; ApiError 400 for others than those of ``specs``."""
-    from .tensors import tensor_from_json
+    from nxd_server.http.tensors import tensor_from_json
 
     given = {name: value for name, value in inputs.items() if value is not None}
     _check_names(specs, "inputs", given.keys())
@@ -83,7 +98,7 @@ def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:
-    from .tensors import tensor_to_json, tensors_to_safetensors
+    from nxd_server.http.tensors import tensor_to_json, tensors_to_safetensors
 
     if as_file:
         return encode({"model": model, "safetensors": tensors_to_safetensors(outputs)})

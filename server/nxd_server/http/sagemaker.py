@@ -6,13 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from .chat import chat
-from .completions import completions
-from .embeddings import classify, embeddings
-from .errors import bad_request
-from .predict import predict
-from .requests import context_of, json_body
-from .schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PredictBody
+from nxd_server.http.error_responses import bad_request
+from nxd_server.http.openai.chat import chat
+from nxd_server.http.openai.completions import completions
+from nxd_server.http.openai.embeddings import classify, embeddings
+from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
+from nxd_server.http.predict import PredictBody, predict
+from nxd_server.http.request_context import context_of, json_body
 
 
 async def invocations(request: Request) -> Any:

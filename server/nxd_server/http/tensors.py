@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import ApiError, bad_request, clip, missing_field, unknown_field
+from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field
 
 MOST_DIMENSIONS = 64
 MOST_NUMBERS = 2**40

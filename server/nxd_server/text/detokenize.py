@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nxd_server.text.tokenizer import Tokenizer
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
@@ -44,6 +41,22 @@ def byte_level_bytes(piece: str) -> bytes:
         return piece.encode()
 
 
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def byte_level(self) -> bool: ...
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def whole_text(self, token: int) -> str | None: ...
+
+    def id_to_token(self, token: int) -> str | None: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
 class Detokenizer:
     """Feed tokens with :meth:`push`; joined, what it and :meth:`flush` return is the decoded text.
 
@@ -51,7 +64,7 @@ class Detokenizer:
     the text only goes on; after a special token a new text begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Vocabulary, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None

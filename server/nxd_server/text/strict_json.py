@@ -3,7 +3,7 @@
 The parser holds the interpreter for as long as it takes: a tenth of a second for a text of 16 MiB, seconds for
 millions of small lists. So what is in a body is counted first, by searches that take next to no time, and what would
 take long is never parsed. What is large is parsed in a process of its own
-(:class:`~nxd_server.text.lanes.BoundedJson`).
+(:class:`~nxd_server.text.text_process_jobs.BoundedJson`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from nxd_server.errors import BodyError
-from nxd_server.text.bounds import ANY, MOST_ELEMENTS, Bounds
+from nxd_server.text.body_limits import ANY, MOST_ELEMENTS, Bounds
 
 MOST_CONTAINERS = 2**14
 """Lists and objects among them; each costs as much as ten numbers, and more in what looks at them one by one later."""

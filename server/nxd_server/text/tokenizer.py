@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.errors import ModelConfigError
 from nxd_server.errors import PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.detokenize import Detokenizer, TextStream, byte_level_bytes
-from nxd_server.text.files import TextFiles
+from nxd_server.text.tokenizer_files import TextFiles
 
 if TYPE_CHECKING:
-    from nxd_server.text.files import Source
+    from nxd_server.text.tokenizer_files import Source
 
 LONG_TEXT = 4096
 """Characters from which on a text is encoded by the library's fast call."""

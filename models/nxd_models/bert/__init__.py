@@ -1,0 +1,1 @@
+"""BERT, MiniLM and RoBERTa: encoders for embeddings and classification."""

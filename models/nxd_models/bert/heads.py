@@ -1,0 +1,102 @@
+"""What stands on an encoder of the BERT family: pooling for embeddings, or a classifier.
+
+Shapes: B rows, S positions, E hidden size, C labels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_models.bert.config import BertConfig
+from nxd_models.bert.model import Encoder
+from nxd_models.layers import zero_biases
+from nxd_models.serving.pooling import pool, pooling_modes
+
+
+class SentenceEncoder(Encoder):
+    """One vector a text: an encoder, pooling over its tokens, and scaling to length 1 where ``normalize``.
+
+    ``pooling``: one of :data:`nxd_models.serving.pooling.POOLINGS`, or several joined by ``+``.
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ):
+        super().__init__(config, dtype)
+        pooling_modes(pooling)
+        self.pooling, self.normalize = pooling, normalize
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Ids and mask [B, S] -> float32 [B, E times modes of pooling]."""
+        pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
+        return F.normalize(pooled, dim=-1) if self.normalize else pooled
+
+
+class Pooler(nn.Module):
+    """``tanh(dense(first token))``."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, dtype=dtype)
+
+    def forward(self, hidden_BSE: Tensor) -> Tensor:
+        return torch.tanh(self.dense(hidden_BSE[:, 0]))
+
+
+class PooledEncoder(Encoder):
+    """An encoder with BERT's pooler; gives [B, E]."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__(config, dtype)
+        self.pooler = Pooler(config, dtype)
+        zero_biases(self.pooler)
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        return self.pooler(super().forward(*inputs))  # pyright: ignore[reportArgumentType]
+
+
+class BertClassifier(nn.Module):
+    """BERT's sequence classification: pooler, then a linear layer."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.bert = PooledEncoder(config, dtype)
+        self.classifier = nn.Linear(config.hidden_size, len(config.labels), dtype=dtype)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Ids and mask [B, S] -> float32 logits [B, C]."""
+        return self.classifier(self.bert(input_ids, attention_mask, token_type_ids)).float()
+
+
+class RobertaHead(nn.Module):
+    """``out_proj(tanh(dense(first token)))``."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, dtype=dtype)
+        self.out_proj = nn.Linear(config.hidden_size, len(config.labels), dtype=dtype)
+
+    def forward(self, hidden_BSE: Tensor) -> Tensor:
+        return self.out_proj(torch.tanh(self.dense(hidden_BSE[:, 0])))
+
+
+class RobertaClassifier(nn.Module):
+    """RoBERTa's sequence classification: a head of two layers over the first token."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.roberta = Encoder(config, dtype)
+        self.classifier = RobertaHead(config, dtype)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Ids and mask [B, S] -> float32 logits [B, C]."""
+        return self.classifier(self.roberta(input_ids, attention_mask, token_type_ids)).float()

@@ -1,0 +1,193 @@
+"""The BERT family: BERT, MiniLM and RoBERTa encoders. What stands on top of them is in :mod:`nxd_models.bert.heads`.
+
+Parameters have their Hugging Face names. Parallel over the context of construction at any degree, as the decoders.
+
+Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.layout import AxisPlan
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_models.bert.config import BertConfig
+from nxd_models.bert.parallel_plan import tensor_parallel_plan
+from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
+
+
+def _cut(layer: str, config: BertConfig) -> AxisPlan:
+    """How this layer of a block is cut at the degree of the context."""
+    return tensor_parallel_plan(config, current_context().tp.degree)[f"encoder.layer.*.{layer}"].axis
+
+
+class Embeddings(nn.Module):
+    """Words, positions and token types, summed and normalised."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        init, hidden = normal_init(config.initializer_range), config.hidden_size
+        self.config = config
+        self.word_embeddings = ParallelEmbedding(config.vocab_size, hidden, init, dtype, pad=True)
+        self.position_embeddings = nn.Embedding(config.max_position, hidden, dtype=dtype)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden, dtype=dtype)
+        self.LayerNorm = nn.LayerNorm(hidden, config.norm_eps, dtype=dtype)
+        for table in (self.position_embeddings, self.token_type_embeddings):
+            init(table.weight)
+
+    def forward(self, input_ids_BS: Tensor, token_type_ids_BS: Tensor | None) -> Tensor:
+        if token_type_ids_BS is None:
+            token_type_ids_BS = torch.zeros_like(input_ids_BS)
+        words = self.word_embeddings(input_ids_BS)
+        types = self.token_type_embeddings(token_type_ids_BS)
+        return self.LayerNorm(words + self.position_embeddings(self._positions(input_ids_BS)) + types)
+
+    def _positions(self, ids_BS: Tensor) -> Tensor:
+        if self.config.model_type != "roberta":
+            return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+        # RoBERTa counts the tokens that are not padding, from the row after the padding token's own.
+        token = (ids_BS != self.config.pad_token_id).long()
+        return token.cumsum(1) * token + self.config.pad_token_id
+
+
+class SelfAttention(nn.Module):
+    """Projections and bidirectional attention; heads are whole on a rank."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
+        rows = _cut("attention.self.query", config).local_size(current_context().tp.degree)
+        self.heads = rows // self.head_dim
+        init = normal_init(config.initializer_range)
+
+        def project(name: str) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                config.hidden_size,
+                config.hidden_size,
+                gather_output=False,
+                dtype=dtype,
+                init_method=init,
+                output_plan=_cut(f"attention.self.{name}", config),
+            )
+
+        self.query = project("query")
+        self.key = project("key")
+        self.value = project("value")
+
+    def forward(self, x_BSE: Tensor, allowed_B11S: Tensor | None) -> Tensor:
+        B, S, _ = x_BSE.shape
+        q, k, v = (
+            project(x_BSE).view(B, S, self.heads, self.head_dim).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, allowed_B11S)
+        return out.transpose(1, 2).reshape(B, S, self.heads * self.head_dim)
+
+
+class Output(nn.Module):
+    """Project back to the hidden size, add the branch's input, normalise."""
+
+    def __init__(self, size: int, axis: AxisPlan, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.dense = RowParallelLinear(
+            size,
+            config.hidden_size,
+            input_is_parallel=True,
+            dtype=dtype,
+            init_method=normal_init(config.initializer_range),
+            input_plan=axis,
+        )
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(x) + residual)
+
+
+class AttentionBlock(nn.Module):
+    """``attention.self`` and ``attention.output`` of the checkpoints."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.self = SelfAttention(config, dtype)
+        axis = _cut("attention.output.dense", config)
+        self.output = Output(config.hidden_size, axis, config, dtype)
+
+    def forward(self, x: Tensor, allowed: Tensor | None) -> Tensor:
+        return self.output(self.self(x, allowed), x)
+
+
+class Intermediate(nn.Module):
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.dense = ColumnParallelLinear(
+            config.hidden_size,
+            config.intermediate_size,
+            gather_output=False,
+            dtype=dtype,
+            init_method=normal_init(config.initializer_range),
+            output_plan=_cut("intermediate.dense", config),
+        )
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.dense(x))
+
+
+class EncoderLayer(nn.Module):
+    """One block: hidden [B, S, E] in and out."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.attention = AttentionBlock(config, dtype)
+        self.intermediate = Intermediate(config, dtype)
+        self.output = Output(config.intermediate_size, _cut("output.dense", config), config, dtype)
+
+    def forward(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
+        hidden = self.attention(hidden, allowed)
+        return self.output(self.intermediate(hidden), hidden)
+
+
+class LayerStack(nn.Module):
+    def __init__(self, config: BertConfig, dtype: torch.dtype):
+        super().__init__()
+        self.layer = nn.ModuleList(EncoderLayer(config, dtype) for _ in range(config.num_layers))
+
+    def forward(self, hidden: Tensor, allowed: Tensor | None) -> Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden, allowed)
+        return hidden
+
+
+class Encoder(nn.Module):
+    """Embeddings and layers: ids to hidden states."""
+
+    def __init__(self, config: BertConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config, dtype)
+        self.encoder = LayerStack(config, dtype)
+        zero_biases(self)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [B, S, E]. ``attention_mask`` [B, S] is 1 for tokens, 0 for padding; all three are int64.
+
+        Raises ModelConfigError when S exceeds the position table.
+        """
+        limit = self.config.max_length
+        if input_ids.shape[1] > limit:
+            raise ModelConfigError(
+                f"an input of {input_ids.shape[1]} tokens is beyond max_position_embeddings = "
+                f"{self.config.max_position} of this {self.config.model_type} model; use at most {limit} tokens"
+            )
+        allowed = None
+        if attention_mask is not None:
+            seen = attention_mask.bool()
+            # A row without a token sees all of its padding: an empty row of scores would be NaN.
+            allowed = (seen | ~seen.any(-1, keepdim=True))[:, None, None, :]
+        return self.encoder(self.embeddings(input_ids, token_type_ids), allowed)

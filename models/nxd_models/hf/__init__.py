@@ -1,0 +1,1 @@
+"""Hugging Face model directories: their configuration files, and their weights by slices."""

@@ -1,0 +1,142 @@
+"""The JSON files of a model directory, read without transformers.
+
+:class:`ConfigFile` is a pydantic model whose errors name the file, the field, what it held and what is possible:
+
+    class GPT2File(ConfigFile):
+        n_embd: Count
+        layer_norm_epsilon: Positive = 1e-5
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from nxd_infer.errors import ModelConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Problem(NamedTuple):
+    """What an error says of a value that the field's type refuses."""
+
+    text: str
+
+
+Count = Annotated[int, Field(ge=1), Problem("expected a whole number of at least 1")]
+TokenId = Annotated[int, Field(ge=0), Problem("expected a whole number of at least 0")]
+Positive = Annotated[float, Field(gt=0), Problem("expected a number above 0")]
+Flag = Annotated[bool, Problem("expected true or false")]
+Texts = Annotated[tuple[str, ...], Field(strict=False), Problem("expected a list of texts")]
+TokenIds = Annotated[int | list[int], Problem("expected a token id or a list of them")]
+
+
+class ConfigFile(BaseModel):
+    """A JSON object by its own field names. null is an absent field; fields that are not declared are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+    _raw: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+    _origin: str = PrivateAttr("config.json")
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], origin: str = "config.json") -> Self:
+        """Raises ModelConfigError naming the first field that does not hold what its type says."""
+        try:
+            found = cls.model_validate({name: value for name, value in raw.items() if value is not None})
+        except ValidationError as error:
+            raise cls._explained(error, raw, origin) from None
+        found._raw, found._origin = raw, origin
+        return found
+
+    @classmethod
+    def _explained(cls, error: ValidationError, raw: Mapping[str, Any], origin: str) -> ModelConfigError:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "missing":
+            return ModelConfigError(f"{origin}: the field {name} is missing")
+        known = cls.model_fields.get(name)
+        problem = _problem([*known.metadata, known.annotation]) if known else None
+        return _refusal(origin, name, raw, problem or first["msg"])
+
+    def error(self, name: str, problem: str) -> ModelConfigError:
+        """What to raise where the value of a field cannot be run exactly."""
+        return _refusal(self._origin, name, self._raw, problem)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Raise when the field holds anything but null, false, 0 or an empty list."""
+        if self._raw.get(name):
+            raise self.error(name, why)
+
+
+def _refusal(origin: str, name: str, raw: Mapping[str, Any], problem: str) -> ModelConfigError:
+    return ModelConfigError(f"{origin}: {name} = {raw.get(name)!r}: {problem}")
+
+
+def _problem(parts: Any) -> str | None:
+    """The text of the Problem among the parts of a type."""
+    for part in parts:
+        if isinstance(part, Problem):
+            return part.text
+        if (found := _problem(get_args(part))) is not None:
+            return found
+    return None
+
+
+class ModelFile(ConfigFile):
+    """What the families' ``config.json`` have in common."""
+
+    model_type: str
+    architectures: Texts = ()
+    quantization_config: Any = None
+    dtype: Any = None
+    torch_dtype: Any = None
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the checkpoint's weights, by torch's name; "float32" where the file does not say."""
+        value = str(self.dtype or self.torch_dtype).removeprefix("torch.")
+        return value if value in ("float32", "bfloat16", "float16", "float64") else "float32"
+
+
+class SpecialTokens(ConfigFile):
+    """The tokens that begin and end a text."""
+
+    bos_token_id: Any = None
+    eos_token_id: TokenIds = Field(default_factory=list)
+
+    @property
+    def bos(self) -> int | None:
+        value = self.bos_token_id
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        return tuple(self.eos_token_id) if isinstance(self.eos_token_id, list) else (self.eos_token_id,)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelConfigError when it is missing, not JSON or not an object."""
+    value = parse_json(path)
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def parse_json(path: Path) -> Any:
+    """What a JSON file of a model directory holds. Raises ModelConfigError when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelConfigError(
+            f"{path} is missing: expected a Hugging Face model directory (one of the hub is fetched with `hf download`)"
+        ) from None
+    except NotADirectoryError:
+        raise ModelConfigError(f"{path.parent} is not a directory: expected a Hugging Face model directory") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from None

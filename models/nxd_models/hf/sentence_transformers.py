@@ -1,0 +1,113 @@
+"""What sentence-transformers wrote beside a model: how tokens become one vector, the longest text, and the prompts.
+
+``modules.json`` names the steps behind the encoder and where their settings are, ``sentence_bert_config.json`` has the
+longest text, ``config_sentence_transformers.json`` the prompts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models.hf.config_file import ConfigFile, Count, parse_json, read_json
+
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+"""How the vectors of a text's tokens become one."""
+_OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+"""``POOLINGS`` in the order in which their vectors are put together."""
+_SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
+_PROMPTS_FILE = "config_sentence_transformers.json"
+
+
+class _Settings(ConfigFile):
+    max_seq_length: Count | None = None
+
+
+def pooling_options(model_dir: Path) -> dict[str, Any]:
+    """``pooling`` and ``normalize`` as ``modules.json`` says; {} without one.
+
+    Raises ModelConfigError naming a step that is not supported: without it the vectors would be others.
+    """
+    file = model_dir / "modules.json"
+    if not file.is_file():
+        return {}
+    options: dict[str, Any] = {"normalize": False}
+    for kind, folder in _modules(file):
+        if kind == "Normalize":
+            options["normalize"] = True
+        elif kind == "Pooling":
+            options["pooling"] = _pooling(model_dir, folder)
+        elif kind not in ("Transformer", "Dropout"):  # what drops out does so in training only
+            raise ModelConfigError(
+                f"{file}: a module of the type {kind!r} is not supported; supported are Transformer, Pooling, Normalize"
+            )
+    return options
+
+
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of every step; the kind of what is not the library's own is its whole type."""
+    entries = parse_json(file)
+    if not isinstance(entries, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("path", ""), str) for m in entries
+    ):
+        raise ModelConfigError(f"{file}: expected a list of objects with a type and a path")
+    found = []
+    for entry in entries:
+        kind = str(entry.get("type", ""))
+        own = kind.startswith("sentence_transformers.")
+        found.append((kind.rpartition(".")[2] if own else kind, entry.get("path", "")))
+    return found
+
+
+def _pooling(model_dir: Path, folder: str) -> str:
+    file = model_dir / folder / "config.json"
+    fields = read_json(file)
+    modes = fields.get("pooling_mode")
+    if modes is None:
+        named = zip(_OLD_NAMES, POOLINGS, strict=True)
+        modes = [mode for name, mode in named if fields.get(f"pooling_mode_{name}")] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or any(mode not in POOLINGS for mode in modes):
+        raise ModelConfigError(f"{file}: pooling_mode = {modes!r}: known are {', '.join(POOLINGS)}")
+    if fields.get("include_prompt") is False and any(prompts(model_dir)["prompts"].values()):
+        raise ModelConfigError(f"{file}: include_prompt = False: pooling without the prompt's tokens is not supported")
+    return "+".join(modes)
+
+
+def longest_text(model_dir: Path) -> int | None:
+    """Tokens of the longest text, special ones included, as the directory's files say; None where they do not."""
+    file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
+    if file is None:
+        return None
+    if (longest := _Settings.read(read_json(file), str(file)).max_seq_length) is not None:
+        return longest
+    tokenizer = model_dir / "tokenizer_config.json"  # where newer versions keep it
+    if not tokenizer.is_file():
+        return None
+    found = read_json(tokenizer).get("model_max_length")
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
+def prompts(model_dir: Path) -> dict[str, Any]:
+    """``prompts``, texts by name that a request may have put in front of its own, and ``default_prompt``, the name of
+    the one that is put there where a request names none; None for none."""
+    file = model_dir / _PROMPTS_FILE
+    fields = read_json(file) if file.is_file() else {}
+    given = fields.get("prompts") or {}
+    if not isinstance(given, dict) or not all(isinstance(text, (str, type(None))) for text in given.values()):
+        raise ModelConfigError(f"{file}: prompts = {fields.get('prompts')!r}: expected an object from name to text")
+    found = {"query": "", "document": ""} | {name: text or "" for name, text in given.items()}
+    default = fields.get("default_prompt_name")
+    if default is not None and default not in list(found):
+        raise ModelConfigError(f"{file}: default_prompt_name = {default!r} is none of {', '.join(found)}")
+    return {"prompts": found, "default_prompt": default}
+
+
+def files(model_dir: Path) -> list[str]:
+    """The library's files that say all this, by their names in the directory."""
+    names = [*_SETTINGS_FILES, _PROMPTS_FILE]
+    if (modules := model_dir / "modules.json").is_file():
+        names.append("modules.json")
+        names += [f"{folder}/config.json" for _, folder in _modules(modules) if folder]
+    return [name for name in names if (model_dir / name).is_file()]

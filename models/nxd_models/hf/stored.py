@@ -1,0 +1,59 @@
+"""Where checkpoints keep a weight that our modules name or lay out otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nxd_infer.layout import WeightSource
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight is one of ``parts`` equal parts of a checkpoint's tensor, along the weight's first dimension.
+
+    "h.*.attn.query.weight": StoredWeight("h.*.attn.c_attn.weight", part=0, parts=3, transposed=True)
+    """
+
+    name: str
+    """The checkpoint's name; each ``*`` is what the same one stands for in ours."""
+    part: int = 0
+    parts: int = 1
+    transposed: bool = False
+    """The checkpoint holds [inputs, outputs]."""
+
+    def shape(self, source: WeightSource, name: str) -> tuple[int, ...]:
+        whole = source.shape(name)
+        rows, *others = reversed(whole) if self.transposed else whole
+        return (rows // self.parts, *others)
+
+    def read(self, source: WeightSource, name: str, slices: Sequence[slice] | None) -> Tensor:
+        """``slices`` of the part; only what they name is read of the file."""
+        if self.parts == 1 and not self.transposed:
+            return source.read(name, slices)
+        shape = self.shape(source, name)
+        rows, *others = slices if slices is not None else [slice(None)] * len(shape)
+        start, stop, _ = rows.indices(shape[0])
+        first = self.part * shape[0]
+        wanted = [slice(first + start, first + stop), *others]
+        found = source.read(name, wanted[::-1] if self.transposed else wanted)
+        return found.T.contiguous() if self.transposed else found
+
+
+def matched(pattern: str, name: str, *, any_prefix: bool = False) -> tuple[str, ...] | None:
+    """What each ``*`` of the pattern is in ``name``: one part between dots; None where they differ."""
+    found = re.fullmatch(("(?:.*\\.)?" if any_prefix else "") + re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+    return found.groups() if found else None
+
+
+def stored_as(name: str, table: Mapping[str, StoredWeight]) -> tuple[str, StoredWeight] | None:
+    """The checkpoint's name of our ``name``, and which part of it that is; None where the table has no such pattern."""
+    for pattern, stored in table.items():
+        if (parts := matched(pattern, name)) is not None:
+            return stored.name.replace("*", "{}").format(*parts), stored
+    return None

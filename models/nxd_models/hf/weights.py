@@ -1,0 +1,183 @@
+"""Hugging Face weights as our logical weights: names resolved, nothing renamed on disk, nothing unpickled.
+
+Checkpoints of one architecture differ in their prefix (``model.layers.0...`` or ``layers.0...``; ``bert.encoder...`` or
+``encoder...``), in old names (``LayerNorm.gamma``), and in what they carry beside the weights (``position_ids``,
+``inv_freq``, heads of other tasks). :class:`HuggingFaceSource` resolves the names a model asks for against all that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import CheckpointError, WeightMismatchError
+from nxd_infer.layout import restore_attributes, weight_layout
+from nxd_infer.layout.shard import check_weights, iter_shards
+from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightSource, as_source
+from nxd_models.hf.stored import StoredWeight, stored_as
+
+PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
+"""Prefixes that a checkpoint may have and a model not, or the other way round."""
+
+WHOLE = StoredWeight("")
+"""A tensor as it stands."""
+_OLD_NAMES = {".weight": ".gamma", ".bias": ".beta"}
+
+CONVERSION_HINT = (
+    "pickled weights are never loaded, because reading them runs code; convert them once, where you trust them, with "
+    "transformers: AutoModel.from_pretrained(DIR).save_pretrained(DIR, safe_serialization=True)"
+)
+
+
+class HuggingFaceSource:
+    """A source whose names are those of our models, over a checkpoint whose names may differ as described above.
+
+    ``keys()`` are the checkpoint's own names; any spelling that resolves can be read.
+    """
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+        self._names = frozenset(source.keys())
+        self._resolved: dict[str, str] = {}
+
+    def keys(self) -> Iterable[str]:
+        return self._names
+
+    def resolve(self, name: str) -> str | None:
+        """The checkpoint's name of our ``name``, or None when it has no such tensor."""
+        found = self._resolved.get(name)
+        if found is None:
+            found = next((c for c in _spellings(name) if c in self._names), None)
+            if found is not None:
+                self._resolved[name] = found
+        return found
+
+    def _find(self, name: str) -> str:
+        # An unknown name goes to the source as it is, whose error lists what there is.
+        return self.resolve(name) or name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._find(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._find(name))
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._source.read(self._find(name), slices)
+
+    def view(self, names: Iterable[str], stored: Mapping[str, StoredWeight] | None = None) -> NamedSource:
+        """The same weights with exactly ``names`` as keys; names that do not resolve are left out.
+
+        ``stored``: what a checkpoint may hold otherwise than under these names.
+        """
+        found = {}
+        for name in names:
+            if (own := self.resolve(name)) is not None:
+                found[name] = (own, WHOLE)
+            elif (other := stored_as(name, stored or {})) is not None and self.resolve(other[0]) is not None:
+                found[name] = other
+        return NamedSource(self, found)
+
+
+class NamedSource:
+    """The part of a checkpoint that a model reads, under the model's names."""
+
+    def __init__(self, source: HuggingFaceSource, table: Mapping[str, tuple[str, StoredWeight]]):
+        self._source = source
+        self._table = dict(table)
+
+    def keys(self) -> Iterable[str]:
+        return self._table.keys()
+
+    def _find(self, name: str) -> tuple[str, StoredWeight]:
+        return self._table.get(name, (name, WHOLE))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        there, stored = self._find(name)
+        return stored.shape(self._source, there)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._find(name)[0])
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        there, stored = self._find(name)
+        return stored.read(self._source, there, slices)
+
+
+def _spellings(name: str) -> Iterable[str]:
+    bare = name
+    for prefix in PREFIXES:
+        bare = bare.removeprefix(prefix)
+    plain = [name, bare, *(prefix + bare for prefix in PREFIXES)]
+    yield from plain
+    if "norm" in name.lower():
+        for new, old in _OLD_NAMES.items():
+            if name.endswith(new):
+                yield from (n.removesuffix(new) + old for n in plain)
+
+
+def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
+    """The weights of a model directory (one file, or several with or without an index), streamed by slices.
+
+    Raises CheckpointError naming the file when there are none, when one is damaged, or when there are only pickles.
+    """
+    path = Path(model_dir)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
+        if pickles:
+            raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
+    return HuggingFaceSource(SafetensorsSource(path))
+
+
+def named_weights(module: nn.Module, source: Weights) -> NamedSource:
+    """The logical weights that ``module`` reads, under its names, all checked for presence and shape.
+
+    A module of :mod:`nxd_models.registry` knows by ``nxd_stored`` what its family's checkpoints hold otherwise.
+
+    Other tensors of the checkpoint (heads of other tasks, constants) are ignored. Raises WeightMismatchError listing
+    what is missing or of another shape.
+    """
+    found = source if isinstance(source, HuggingFaceSource) else HuggingFaceSource(as_source(source))
+    layouts = weight_layout(module)
+    names = [logical for layout in layouts.values() for logical in layout.logical_names]
+    named = found.view(names, getattr(module, "nxd_stored", None))
+    check_weights(layouts, named)
+    return named
+
+
+def load(module: nn.Module, source: Weights) -> nn.Module:
+    """Give ``module`` this rank's part of the weights, one tensor at a time; returns it.
+
+    Parameters on the meta device are replaced by real ones, so a model built under ``torch.device("meta")`` never
+    holds more than its own part. dtypes are those of the module.
+    """
+    here = current_context().tp
+    named = named_weights(module, source)
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict(keep_vars=True).items()}
+    layouts = weight_layout(module)
+    with torch.no_grad():
+        for name, tensor in iter_shards(layouts, named, here.rank, here.degree, dtypes):
+            path, _, attribute = name.rpartition(".")
+            owner = module.get_submodule(path)
+            old = getattr(owner, attribute)
+            if old.shape != tensor.shape:
+                raise WeightMismatchError(
+                    f"{name} has the shape {tuple(old.shape)}, but {tuple(tensor.shape)} at degree {here.degree}: "
+                    "build the model in the context that it is loaded in",
+                    mismatched=((name, tuple(old.shape), tuple(tensor.shape)),),
+                )
+            if not old.is_meta:
+                old.copy_(tensor)
+            elif isinstance(old, nn.Parameter):
+                tied = layouts[name].alias_of
+                new = module.get_parameter(tied) if tied else nn.Parameter(tensor, old.requires_grad)
+                setattr(owner, attribute, new)
+            else:
+                setattr(owner, attribute, tensor)
+    restore_attributes(module)
+    return module

@@ -1,0 +1,75 @@
+"""What families share: RMS norm, activations, initialisation. Rotary positions are in :mod:`nxd_models.rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator
+from torch import Tensor, nn
+
+from nxd_infer.parallel_layers.layer_norm import SequenceParallelWeights
+from nxd_models.hf.config_file import Problem
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+_OTHER_NAMES = {"swish": "silu", "gelu_python": "gelu", "gelu_fast": "gelu_pytorch_tanh"}
+
+
+def _known(name: str) -> str:
+    name = _OTHER_NAMES.get(name, name)
+    if name not in ACTIVATIONS:
+        raise ValueError(name)
+    return name
+
+
+Activation = Annotated[
+    str,
+    AfterValidator(_known),
+    Problem(f"this activation is not supported; known are {', '.join(ACTIVATIONS)}"),
+]
+"""The type of a configuration file's field that names one of ACTIVATIONS."""
+
+
+class RMSNorm(SequenceParallelWeights):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean taken in at least float32.
+
+    ``sequence_parallel``: the input is this rank's piece of the sequence.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+        self.sequence_parallel_enabled = sequence_parallel
+        self._mark()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """``weight`` replaces the module's own, for a caller that routes its gradient."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight if weight is None else weight) * wide.to(x.dtype)
+
+
+def normal_init(std: float) -> Callable[[Tensor], object]:
+    return partial(nn.init.normal_, std=std)
+
+
+def zero_biases(module: nn.Module) -> None:
+    """Biases start at zero in these families; the layers' default is that of ``nn.Linear``."""
+    for name, param in module.named_parameters():
+        if name.endswith("bias") and not param.is_meta:
+            nn.init.zeros_(param)

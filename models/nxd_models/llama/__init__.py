@@ -1,0 +1,1 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one decoder."""

@@ -1,0 +1,138 @@
+"""``config.json`` of Llama 2 and 3, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models.hf.config_file import Count, Flag, ModelFile, Positive, SpecialTokens, Texts
+from nxd_models.layers import Activation
+from nxd_models.rope import RopeConfig, RopeFile
+from nxd_models.spec import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """A causal language model of the Llama family."""
+
+    intermediate_size: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over each query and key head (Qwen3)."""
+    tied: bool = False
+    """The output head is the transposed embedding."""
+    sliding_window: int | None = None
+    """Up to this length full attention computes the same; longer contexts are refused (see ``max_length``)."""
+    initializer_range: float = 0.02
+
+    @property
+    def max_length(self) -> int:
+        """The longest context in tokens that is computed exactly as the model was made."""
+        longest = self.max_position
+        if self.rope.type == "dynamic":
+            longest = int(longest * self.rope.factor)
+        return min(longest, self.sliding_window or longest)
+
+    def check_length(self, length: int) -> None:
+        """Raise ModelConfigError naming the field that limits the context when ``length`` is beyond it."""
+        if length <= self.max_length:
+            return
+        if self.sliding_window and self.sliding_window < length:
+            raise ModelConfigError(
+                f"a context of {length} tokens is beyond sliding_window = {self.sliding_window}: sliding window "
+                f"attention is not supported; use at most {self.max_length} tokens, where both compute the same"
+            )
+        raise ModelConfigError(
+            f"a context of {length} tokens is beyond max_position_embeddings = {self.max_position}"
+            f" (RoPE type {self.rope.type}); use at most {self.max_length} tokens"
+        )
+
+    def check_drafts(self, max_len: int) -> None:
+        if self.rope.type == "dynamic" and max_len > self.rope.original_max_position:
+            raise ModelConfigError(
+                "dynamic rotary positions turn with the length of the context, guesses included, so they cannot be "
+                f"speculated with: trace with max_len = {self.rope.original_max_position} at most, or without"
+            )
+
+
+class LlamaFile(ModelFile, RopeFile, SpecialTokens):
+    """The fields of ``config.json``. Dropout rates are ignored: these models train without."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count | None = None
+    rms_norm_eps: Positive = 1e-6
+    hidden_act: Activation = "silu"
+    attention_bias: Flag = False
+    mlp_bias: Flag = False
+    tie_word_embeddings: Flag = False
+    layer_types: Texts = ()
+    sliding_window: Count | None = None
+    use_sliding_window: Flag = False
+    initializer_range: Positive = 0.02
+
+    def config(self) -> LlamaConfig:
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            self.refuse(name, "mixture-of-experts models are not supported")
+        kind, hidden, heads = self.model_type, self.hidden_size, self.num_attention_heads
+        kv_heads = self.num_key_value_heads or heads
+        if heads % kv_heads:
+            raise self.error("num_key_value_heads", f"does not divide the {heads} attention heads")
+        if self.head_dim is None and hidden % heads:
+            raise self.error("hidden_size", f"does not divide over {heads} heads, and head_dim is not given")
+        # Qwen3's default head_dim is 128 whatever the hidden size; the others derive it.
+        head_dim = self.head_dim or (128 if kind == "qwen3" else hidden // heads)
+        if head_dim % 2:
+            raise self.error("head_dim", "rotary embeddings need an even head dimension")
+        max_position = self.max_position_embeddings or (32768 if kind.startswith("qwen") else 2048)
+        attention_bias = self.attention_bias and kind in ("llama", "qwen3")
+        return LlamaConfig(
+            model_type=kind,
+            vocab_size=self.vocab_size,
+            hidden_size=hidden,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position=max_position,
+            rope=self.rope(max_position),
+            norm_eps=self.rms_norm_eps,
+            activation=self.hidden_act,
+            qkv_bias=attention_bias or kind == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=self.mlp_bias and kind == "llama",
+            qk_norm=kind == "qwen3",
+            tied=self.tie_word_embeddings,
+            sliding_window=self._window(),
+            initializer_range=self.initializer_range,
+            bos_token_id=self.bos,
+            eos_token_ids=self.eos,
+            dtype=self.weight_dtype,
+        )
+
+    def _window(self) -> int | None:
+        if "chunked_attention" in self.layer_types or "linear_attention" in self.layer_types:
+            raise self.error("layer_types", "only full attention is supported")
+        if self.model_type.startswith("qwen"):
+            return (self.sliding_window or 4096) if self.use_sliding_window else None
+        if self.model_type == "mistral" and "sliding_window" not in self._raw:
+            return 4096  # what the reference assumes when the field is absent; null switches it off
+        return self.sliding_window
+
+
+def read_config(raw: Mapping[str, Any], origin: str = "config.json") -> LlamaConfig:
+    return LlamaFile.read(raw, origin).config()

@@ -1,0 +1,307 @@
+"""The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys).
+
+The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
+then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
+built in, at any degree, as ``parallel_plan.py`` says. Built sequence parallel (for training), hidden states between the
+parallel blocks are this rank's S / degree positions.
+
+Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
+dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.layout import AxisPlan
+from nxd_infer.ops import cache_attention
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
+from nxd_models.layers import ACTIVATIONS, RMSNorm, normal_init, zero_biases
+from nxd_models.llama.config import LlamaConfig
+from nxd_models.llama.parallel_plan import tensor_parallel_plan
+from nxd_models.rope import Rotary, rotate
+from nxd_models.serving.kv_cache import LayerCache
+
+SEQUENCE = 1
+"""The dimension of the sequence in hidden states [B, S, E]."""
+
+
+class ParallelBlock(nn.Module):
+    """A block whose first layers share one input and whose last sums over the ranks."""
+
+    def __init__(self, sequence_parallel: bool):
+        super().__init__()
+        self.context = current_context()
+        self.sequence_parallel_enabled = sequence_parallel
+
+    def enter(self, x_BSE: Tensor) -> Tensor:
+        """Into the parallel region, once for all layers that read ``x``: one collective each way."""
+        if self.sequence_parallel_enabled:
+            return mappings.gather_from_sequence_parallel_region(
+                x_BSE, SEQUENCE, context=self.context, reduce_dtype=torch.float32
+            )
+        return mappings.copy_to_tensor_model_parallel_region(x_BSE, context=self.context, reduce_dtype=torch.float32)
+
+
+class Attention(ParallelBlock):
+    """Causal attention with grouped key/value heads and rotary positions."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__(sequence_parallel)
+        hidden, dim = config.hidden_size, config.head_dim
+        degree = self.context.tp.degree
+        plan = tensor_parallel_plan(config, degree)
+        queries, keys, values, outputs = (plan[f"model.layers.*.self_attn.{x}_proj"].axis for x in "qkvo")
+        self.heads, self.kv_heads = queries.local_size(degree) // dim, keys.local_size(degree) // dim
+        self.head_dim, self.scale = dim, dim**-0.5
+        init = normal_init(config.initializer_range)
+
+        def project(heads: int, axis: AxisPlan) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                hidden,
+                heads * dim,
+                bias=config.qkv_bias,
+                gather_output=False,
+                dtype=dtype,
+                init_method=init,
+                output_plan=axis,
+                input_is_shared=True,
+            )
+
+        self.q_proj = project(config.num_heads, queries)
+        self.k_proj = project(config.num_kv_heads, keys)
+        self.v_proj = project(config.num_kv_heads, values)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * dim,
+            hidden,
+            bias=config.output_bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=sequence_parallel,
+            dtype=dtype,
+            init_method=init,
+            sequence_dimension=SEQUENCE,
+            input_plan=outputs,
+        )
+        self.q_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
+        self.rotary = Rotary(dim, config.rope)
+
+    def forward(
+        self, x_BSE: Tensor, positions_BS: Tensor, mask_BS: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        x_BSE = self.enter(x_BSE)
+        B, S, _ = x_BSE.shape
+        q = self.q_proj(x_BSE).view(B, S, self.heads, self.head_dim)
+        k = self.k_proj(x_BSE).view(B, S, self.kv_heads, self.head_dim)
+        v = self.v_proj(x_BSE).view(B, S, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
+        total_B = positions_BS[:, -1] + 1 if cache is None else cache.start + cache.length
+        cos, sin = self.rotary(positions_BS, q.dtype, total_B)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is None:
+            attended = self._attend(q, k, v, mask_BS)
+        else:
+            attended = cache_attention(
+                q, k, v, cache.keys, cache.values, cache.block_table, cache.start, cache.length, self.scale
+            )
+        return self.o_proj(attended.reshape(B, S, self.heads * self.head_dim))
+
+    def _normalised(self, norm: RMSNorm, heads_BSHD: Tensor) -> Tensor:
+        # The weight is whole on every rank but sees only this rank's heads, so its gradients are summed.
+        return norm(heads_BSHD, mappings.copy_to_tensor_model_parallel_region(norm.weight, context=self.context))
+
+    def _attend(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BS: Tensor | None) -> Tensor:
+        """Attention over the positions of this call alone."""
+        group = self.heads // self.kv_heads
+        q = q_BSHD.transpose(1, 2)
+        k = k_BSKD.repeat_interleave(group, 2).transpose(1, 2)
+        v = v_BSKD.repeat_interleave(group, 2).transpose(1, 2)
+        allowed = None
+        if mask_BS is not None:
+            S = q.shape[2]
+            causal = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
+            # A padding query sees itself, so that no row of scores is empty.
+            itself = torch.eye(S, dtype=torch.bool, device=q.device)
+            allowed = (causal & mask_BS.bool()[:, None, None, :]) | itself
+        out = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, scale=self.scale)
+        return out.transpose(1, 2)
+
+
+class FeedForward(ParallelBlock):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__(sequence_parallel)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        init = normal_init(config.initializer_range)
+        plan = tensor_parallel_plan(config, self.context.tp.degree)
+        gate, up, down = (plan[f"model.layers.*.mlp.{x}_proj"].axis for x in ("gate", "up", "down"))
+
+        def project(axis: AxisPlan) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                hidden,
+                inner,
+                bias=config.mlp_bias,
+                gather_output=False,
+                dtype=dtype,
+                init_method=init,
+                output_plan=axis,
+                input_is_shared=True,
+            )
+
+        self.gate_proj = project(gate)
+        self.up_proj = project(up)
+        self.down_proj = RowParallelLinear(
+            inner,
+            hidden,
+            bias=config.mlp_bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=sequence_parallel,
+            dtype=dtype,
+            init_method=init,
+            sequence_dimension=SEQUENCE,
+            input_plan=down,
+        )
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """One block: a hidden state in, a hidden state out; everything else is optional."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
+        self.self_attn = Attention(config, dtype, sequence_parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
+        self.mlp = FeedForward(config, dtype, sequence_parallel)
+
+    def forward(
+        self,
+        hidden_BSE: Tensor,
+        positions_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 where a key may be seen (only without a cache).
+
+        A sequence-parallel layer takes the positions and the mask of the whole sequence, and needs the positions.
+        """
+        if positions_BS is None:
+            positions_BS = sequence_positions(hidden_BSE)
+        hidden_BSE = hidden_BSE + self.self_attn(self.input_layernorm(hidden_BSE), positions_BS, mask_BS, cache)
+        return hidden_BSE + self.mlp(self.post_attention_layernorm(hidden_BSE))
+
+
+def sequence_positions(x_BS: Tensor) -> Tensor:
+    """0, 1, 2, ... for every row: int64 [B, S]."""
+    return torch.arange(x_BS.shape[1], device=x_BS.device).expand(x_BS.shape[0], -1)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm, without the output head."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
+        super().__init__()
+        self.embed_tokens = ParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            normal_init(config.initializer_range),
+            dtype,
+            pad=True,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=SEQUENCE,
+        )
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, sequence_parallel) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, sequence_parallel)
+
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
+    ) -> Tensor:
+        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry a layer."""
+        hidden = self.embed_tokens(input_ids_BS)
+        if positions_BS is None:
+            positions_BS = sequence_positions(input_ids_BS)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, positions_BS, mask_BS, None if caches is None else caches[i])
+        return self.norm(hidden)
+
+
+class CausalLM(ParallelBlock):
+    """A decoder with its output head. ``config`` and ``context`` are what it was built from.
+
+    ``sequence_parallel`` None is what ``nxd_config["sequence_parallel"]`` says, inside ``initialize_parallel_model``.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None):
+        super().__init__(building_sequence_parallel() if sequence_parallel is None else sequence_parallel)
+        self.config = config
+        self.dtype = dtype
+        self.model = Decoder(config, dtype, self.sequence_parallel_enabled)
+        # A tied head is the embedding itself: it has no parameter of its own, as in the checkpoints.
+        self.lm_head = None
+        if not config.tied:
+            self.lm_head = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                bias=False,
+                gather_output=False,
+                dtype=dtype,
+                init_method=normal_init(config.initializer_range),
+                output_plan=tensor_parallel_plan(config, self.context.tp.degree)["lm_head"].axis,
+                input_is_shared=True,
+            )
+        zero_biases(self)
+
+    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """Ids at these positions of the cached sequences -> final hidden states [B, S, E]."""
+        return self.model(ids_BS, positions_BS, None, caches)
+
+    def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
+        """Final hidden states [..., E] -> this rank's logits [..., V / degree], the vocabulary padded at its end."""
+        hidden = self.enter(hidden_BSE)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return F.linear(hidden, cast(Tensor, self.model.embed_tokens.weight))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states [..., E] -> logits [..., V], whole on every rank, in the model's dtype."""
+        whole = mappings.gather_from_tensor_model_parallel_region(self.parallel_logits(hidden), context=self.context)
+        vocabulary = self.config.vocab_size
+        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
+
+        ``attention_mask`` [B, S] is 1 for tokens and 0 for padding; positions count from the row's first column either
+        way. ``labels`` [B, S] are the ids themselves, shifted here; -100 is left out of the mean.
+        """
+        self.config.check_length(input_ids.shape[1])
+        hidden = self.model(input_ids, None, attention_mask)
+        if labels is None:
+            return self.logits(hidden)
+        logits = self.parallel_logits(hidden)
+        wanted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        losses = parallel_cross_entropy(
+            logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
+        )
+        return losses.sum() / (wanted != -100).sum(), logits

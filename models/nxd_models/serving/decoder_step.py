@@ -1,0 +1,273 @@
+"""One step of generation, with its cache and its sampler inside: what is traced.
+
+The same step shape serves decode (S = 1), prefill, chunked prefill and the verification of drafts: B rows of S tokens,
+each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.layout import gqa_plan
+from nxd_infer.modules.lora import AdapterRows
+from nxd_infer.ops import remember_tokens
+from nxd_models.serving.adapter_slots import AdapterSlots
+from nxd_models.serving.kv_cache import LayerCache, StateList
+from nxd_models.serving.sampling import allowed_words, sample
+from nxd_models.spec import DecoderConfig
+
+BIAS_SLOTS = 300
+"""Biased tokens a row may have; the OpenAI API allows this many."""
+MAX_DRAFT_TOKENS = 15
+"""Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
+
+
+def _input(role: str, default: float | None = None) -> dict[str, Any]:
+    return {"role": role} if default is None else {"role": role, "default": default}
+
+
+class DecoderStep(nn.Module):
+    """Mixin over a causal language model: ``slots`` caches of ``max_len`` positions, tokens in, the next token out.
+
+        class LlamaStep(DecoderStep, CausalLM): ...
+
+    The model is built as ``CausalLM(config, dtype)``. It has ``hidden_states(ids [B, S], positions [B, S], caches)``,
+    which gives the final hidden states [B, S, E] (``caches`` is one :class:`LayerCache` a layer, whose key and value
+    heads are placed on the ranks by ``nxd_infer.layout.gqa_plan``), and ``logits(hidden)``, which gives logits of the
+    whole vocabulary on every rank. What it gives for the padding behind a row's ``length`` is ignored, but must be
+    computable: there positions may lie beyond the context. The step's parameters are the model's, under their names.
+
+    Row b works on the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for rows that
+    carry nothing): it feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the one that follows. A
+    step with ``start = 0`` begins a new sequence in its slot. Rows of one step have different slots; but in a step of
+    one token a row, several may feed tokens of one sequence at different positions, as if one step fed each in turn.
+
+    A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
+    queued before this one's result has been looked at.
+
+    A step of exactly ``draft_tokens + 1`` tokens verifies drafts: a row feeds its last token and up to ``draft_tokens``
+    guesses of what follows, and gets the token that the model gives behind each of them, drawn as a step of its own
+    would draw it. The guesses that equal it, from the first on, are right; keys and values of the others are written
+    over by the next step before anything reads them. Their counts are not taken back, so a row that guesses must have
+    no penalties until its slot begins anew; ``prompt_length`` must be given.
+    """
+
+    # What the model has.
+    config: DecoderConfig
+    hidden_states: Callable[[Tensor, Tensor, Sequence[LayerCache]], Tensor]
+    logits: Callable[[Tensor], Tensor]
+
+    token_counts: Tensor
+    prompt_seen: Tensor
+    last_token: Tensor
+
+    nxd_inputs: dict[str, dict[str, Any]] = {
+        "tokens": _input("tokens"),
+        "start": _input("start"),
+        "length": _input("length"),
+        "block_table": _input("block_table"),
+        "temperature": _input("sampling", 0.0),
+        "top_k": _input("sampling", 0),
+        "top_p": _input("sampling", 1.0),
+        "min_p": _input("sampling", 0.0),
+        "seed": _input("sampling", 0),
+        "allowed": _input("allowed_tokens", -1),
+        "bias_ids": _input("bias_ids", 0),
+        "bias_values": _input("bias_values", 0.0),
+        "presence_penalty": _input("sampling", 0.0),
+        "frequency_penalty": _input("sampling", 0.0),
+        "repetition_penalty": _input("sampling", 1.0),
+        "prompt_length": _input("prompt_length", -1),
+    }
+    nxd_outputs: dict[str, dict[str, Any]] = {
+        "token": {"role": "token"},
+        "logprob": {"role": "logprob"},
+        "top_ids": {"role": "top_ids"},
+        "top_logprobs": {"role": "top_logprobs"},
+    }
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        slots: int,
+        max_len: int,
+        bias_slots: int = BIAS_SLOTS,
+        adapters: AdapterSlots | None = None,
+        draft_tokens: int = 0,
+    ):
+        super().__init__(config, dtype)
+        if slots < 1:
+            raise ModelConfigError(f"slots = {slots}: at least one is needed")
+        config.check_length(max_len)
+        if draft_tokens:
+            config.check_drafts(max_len)
+        self.draft_tokens = draft_tokens
+        self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
+        largest = {
+            "tokens": config.vocab_size - 1,
+            "start": max_len - 1,
+            "length": max_len,
+            "block_table": slots,
+            "bias_ids": config.vocab_size - 1,
+        }
+        ranges = {name: {"minimum": -1 if name == "tokens" else 0, "maximum": top} for name, top in largest.items()}
+        self.nxd_inputs = {name: {**entry, **ranges.get(name, {})} for name, entry in self.nxd_inputs.items()}
+        self.adapter_slots = adapters
+        self.adapter_rows = AdapterRows()
+        if adapters is not None:
+            self.adapter_rows = adapters.add_to(self)
+            self.nxd_inputs["adapter"] = adapters.input()
+        layers = config.num_layers
+        kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, current_context().tp.degree).kv_heads_per_rank
+        shape = (slots + 1, kv_heads, max_len, config.head_dim)
+        self.k_cache = StateList(layers, shape, dtype)
+        self.v_cache = StateList(layers, shape, dtype)
+        vocabulary = (slots + 1, config.vocab_size)
+        self.register_buffer("token_counts", torch.zeros(vocabulary, dtype=torch.int32), persistent=False)
+        self.register_buffer("prompt_seen", torch.zeros(vocabulary, dtype=torch.bool), persistent=False)
+        self.register_buffer("last_token", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
+
+    @property
+    def nxd_states(self) -> list[str]:
+        """Names of the buffers that a step changes in place."""
+        layers = range(self.config.num_layers)
+        caches = [f"{cache}.{i}" for i in layers for cache in ("k_cache", "v_cache")]
+        return [*caches, "token_counts", "prompt_seen", "last_token"]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        length: Tensor,
+        block_table: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        allowed: Tensor,
+        bias_ids: Tensor,
+        bias_values: Tensor,
+        presence_penalty: Tensor,
+        frequency_penalty: Tensor,
+        repetition_penalty: Tensor,
+        prompt_length: Tensor,
+        adapter: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Feed ``length`` tokens a row, and sample the next.
+
+        Args:
+            tokens: int64 [B, S]; entries past ``length`` are ignored.
+            start, length: int64 [B]; ``start + length <= max_len``. A row with ``length = 0`` changes nothing.
+            block_table: int64 [B, 1], the slot.
+            temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32 [B].
+            top_k, seed: int64 [B].
+            allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, bias_slots].
+            prompt_length: int64 [B]; positions before it are prompt, the others output, which is what the penalties
+                tell apart. Where it is -1, tokens fed one at a time after the first position count as output and all
+                others as prompt.
+            adapter: int64 [B], the slot of each row's adapter, 0 for none; only of a step with ``adapters``.
+
+        Returns:
+            token [B, Q] int64, logprob [B, Q] float32, top_ids [B, Q, 20] int64, top_logprobs [B, Q, 20] float32, with
+            Q = S where drafts are verified (entries past ``length`` mean nothing) and Q = 1 otherwise (after a piece
+            of a prompt that is not its last they mean nothing).
+        """
+        B, S = tokens.shape
+        verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
+        slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
+        last_B1 = self.last_token.index_select(0, slot_B)[:, None]
+        ids = torch.where(tokens < 0, last_B1, tokens).clamp(0, self.config.vocab_size - 1)
+        positions = start[:, None] + torch.arange(S, device=tokens.device)
+        caches = [
+            LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
+            for i in range(self.config.num_layers)
+        ]
+        end_B11 = (length - 1).clamp(min=0)[:, None, None]
+        with self.adapter_rows.use(adapter):
+            hidden_BQE = self.hidden_states(ids, positions, caches)
+            if not verifies:
+                hidden_BQE = hidden_BQE.gather(1, end_B11.expand(-1, 1, hidden_BQE.shape[-1]))
+            logits_RV = self.logits(hidden_BQE).flatten(0, 1)
+
+        guess = (tokens < 0) | (start > 0)[:, None] if S == 1 else tokens < 0
+        output_BS = torch.where((prompt_length >= 0)[:, None], positions >= prompt_length[:, None], guess)
+        remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
+
+        def each(x_B: Tensor) -> Tensor:
+            """A row's setting, for every position that is sampled."""
+            return x_B.repeat_interleave(S, 0) if verifies else x_B
+
+        token, logprob, top_ids, top_logprobs = sample(
+            logits_RV,
+            each(temperature),
+            each(top_k),
+            each(top_p),
+            each(min_p),
+            each(seed),
+            (positions + 1).flatten() if verifies else start + length,
+            each(allowed),
+            each(bias_ids),
+            each(bias_values),
+            counts=self.token_counts,
+            seen=self.prompt_seen,
+            slot=each(slot_B),
+            presence_penalty=each(presence_penalty),
+            frequency_penalty=each(frequency_penalty),
+            repetition_penalty=each(repetition_penalty),
+        )
+        token_BQ = token.unflatten(0, (B, -1))
+        last_B = slot_B
+        if S == 1:  # of the rows of one slot, the one that is furthest
+            behind_BB = (slot_B[:, None] == slot_B) & (start[:, None] < start)
+            last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
+        torch.ops.aten.index_put_(self.last_token, [last_B], self._last(token_BQ, ids, length) if verifies else token)
+        return {
+            "token": token_BQ,
+            "logprob": logprob.unflatten(0, (B, -1)),
+            "top_ids": top_ids.unflatten(0, (B, -1)),
+            "top_logprobs": top_logprobs.unflatten(0, (B, -1)),
+        }
+
+    def _last(self, token_BS: Tensor, ids_BS: Tensor, length_B: Tensor) -> Tensor:
+        """The token [B] behind the last right guess of each row."""
+        place = torch.arange(self.draft_tokens, device=ids_BS.device)
+        right = (token_BS[:, :-1] == ids_BS[:, 1:]) & (place + 1 < length_B[:, None])
+        count_B1 = torch.where(right, self.draft_tokens, place).amin(1, keepdim=True)
+        return token_BS.gather(1, count_B1)[:, 0]
+
+
+def step_inputs(
+    vocab_size: int, batch: int, length: int, slots: int, bias_slots: int = BIAS_SLOTS, *, adapter: bool = False
+) -> dict[str, Tensor]:
+    """The inputs of a :class:`DecoderStep` for ``batch`` rows of ``length`` tokens, by name, at their defaults.
+
+    Every row is idle: its slot is the scratch slot and its length 0. ``adapter``: of a step with slots for adapters.
+    """
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": ((batch, length), torch.int64),
+        "start": ((batch,), torch.int64),
+        "length": ((batch,), torch.int64),
+        "block_table": ((batch, 1), torch.int64),
+        "top_k": ((batch,), torch.int64),
+        "seed": ((batch,), torch.int64),
+        "allowed": ((batch, allowed_words(vocab_size)), torch.int32),
+        "bias_ids": ((batch, bias_slots), torch.int64),
+        "bias_values": ((batch, bias_slots), torch.float32),
+        "prompt_length": ((batch,), torch.int64),
+    }
+    out = {}
+    for name, entry in DecoderStep.nxd_inputs.items():
+        shape, dtype = shapes.get(name, ((batch,), torch.float32))
+        out[name] = torch.full(shape, slots if name == "block_table" else entry.get("default", 0), dtype=dtype)
+    if adapter:
+        out["adapter"] = torch.zeros(batch, dtype=torch.int64)
+    return out

@@ -1,0 +1,40 @@
+"""From the vectors of a text's tokens to one vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models.hf.sentence_transformers import POOLINGS
+
+
+def pooling_modes(pooling: str) -> list[str]:
+    """``"cls+mean"`` -> ``["cls", "mean"]``. Raises ModelConfigError for a mode that is not known."""
+    modes = pooling.split("+")
+    if unknown := [mode for mode in modes if mode not in POOLINGS]:
+        raise ModelConfigError(
+            f"pooling = {pooling!r}: {unknown[0]!r} is not supported; known are {', '.join(POOLINGS)}, "
+            "and several of them joined by +"
+        )
+    return modes
+
+
+def pool(hidden_BSE: Tensor, attention_mask_BS: Tensor, pooling: str) -> Tensor:
+    """float32 [B, E times modes]: one vector a row, of the positions whose mask is 1; padding is on the right."""
+    hidden, seen = hidden_BSE.float(), attention_mask_BS[..., None].float()
+    return torch.cat([_pool(hidden, seen, mode) for mode in pooling_modes(pooling)], -1)
+
+
+def _pool(hidden: Tensor, seen: Tensor, mode: str) -> Tensor:
+    if mode == "cls":
+        return hidden[:, 0]
+    if mode == "max":
+        return torch.where(seen > 0, hidden, torch.finfo(hidden.dtype).min).amax(1)
+    if mode == "lasttoken":
+        last = (seen.long().sum(1, keepdim=True) - 1).clamp(min=0)
+        return hidden.gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
+    if mode == "weightedmean":
+        seen = seen * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[None, :, None]
+    count = seen.sum(1).clamp(min=1e-9)
+    return (hidden * seen).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)

@@ -1,0 +1,76 @@
+"""What ``parallel_model_trace`` takes to trace a model directory for a task, and the functions that it calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.layout.sources import Weights
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+
+
+@dataclass
+class TaskPlan:
+    """Everything that tracing a model directory for one task takes, except degree and backend."""
+
+    task: str
+    func: Callable[..., nn.Module]
+    """Module-level, so that a spawned process can import it."""
+    func_kwargs: dict[str, Any]
+    example_inputs: list[dict[str, Tensor]]
+    """One dictionary a bucket: input name -> example."""
+    bucket_names: list[str]
+    checkpoint_loader_callable: Callable[[], Any]
+    metadata: dict[str, Any]
+    files_to_copy: dict[str, Path] = field(default_factory=dict)
+    """Name in the artifact -> file."""
+
+    def trace_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``parallel_model_trace``."""
+        return {
+            "func": self.func,
+            "example_inputs": self.example_inputs,
+            "bucket_config": {"func_kwargs": self.func_kwargs, "names": self.bucket_names},
+            "checkpoint_loader_callable": self.checkpoint_loader_callable,
+            "inline_weights_to_neff": False,
+            "metadata": self.metadata,
+            "extra_files": self.files_to_copy,
+        }
+
+
+def traced_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """The step that is traced for ``task``, parallel over the current context; no weights are read."""
+    return registry.load_config(model_dir).make(task, dtype, step=True, **options).eval()
+
+
+def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.NamedSource:
+    """``weights``, or those of ``kwargs["model_dir"]``, under the names that ``traced_step(**kwargs)`` reads."""
+    with torch.device("meta"):
+        module = traced_step(**kwargs)
+    return hf.named_weights(module, hf.weights(kwargs["model_dir"]) if weights is None else weights)
+
+
+def make_plan(
+    task: str,
+    func_kwargs: dict[str, Any],
+    buckets: dict[str, dict[str, Tensor]],
+    metadata: dict[str, Any],
+    weights: Weights | None,
+) -> TaskPlan:
+    """A plan for :func:`traced_step` with these arguments. ``buckets``: name -> example inputs."""
+    return TaskPlan(
+        task=task,
+        func=traced_step,
+        func_kwargs=func_kwargs,
+        example_inputs=list(buckets.values()),
+        bucket_names=list(buckets),
+        checkpoint_loader_callable=functools.partial(named_weights, func_kwargs, weights),
+        metadata=metadata,
+    )

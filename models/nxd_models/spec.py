@@ -1,0 +1,201 @@
+"""What a model family tells us: how its directory is read, what it is built of, where it may be cut, what it can do.
+
+    GPT2 = ModelSpec(
+        model_types=("gpt2",),
+        read_config=read_config,                                 # config.json -> a DecoderConfig
+        tasks={"generate": Task(GPT2Model, GPT2Step, blocks="transformer.h")},
+    )
+
+Nothing here imports torch or a family: a package can register its family without waiting for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nxd_infer.errors import ModelConfigError
+from nxd_models.hf.stored import StoredWeight
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nxd_infer.layout import AxisPlan
+
+TASKS = ("generate", "embed", "classify")
+"""What a server can serve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What serving reads of a causal language model's configuration. A family adds its own fields in a subclass."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Tokens of the longest context the model was made for."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    """Of the checkpoint's weights, by torch's name."""
+
+    @property
+    def max_length(self) -> int:
+        """The longest context in tokens that is computed exactly as the model was made."""
+        return self.max_position
+
+    def check_length(self, length: int) -> None:
+        """Raise ModelConfigError naming what limits the context when ``length`` is beyond it."""
+        if length > self.max_length:
+            raise ModelConfigError(
+                f"a context of {length} tokens is beyond the {self.max_length} of this {self.model_type} model; "
+                f"use at most {self.max_length} tokens"
+            )
+
+    def check_drafts(self, max_len: int) -> None:
+        """Raise ModelConfigError when drafts cannot be verified exactly in contexts of up to ``max_len`` tokens.
+
+        They can where what a token gives depends on the tokens before it alone.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """What serving reads of an encoder's configuration. A family adds its own fields in a subclass."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    """Elements of a token's vector, and so of an embedding."""
+    num_layers: int
+    max_position: int
+    """Rows of the position table."""
+    position_offset: int = 0
+    """Row of the first token's position."""
+    type_vocab_size: int = 2
+    pad_token_id: int = 0
+    labels: tuple[str, ...] = ()
+    scores: str = "softmax"
+    """What makes a classifier's logits its answer: "sigmoid", "softmax" or "none"."""
+    dtype: str = "float32"
+
+    @property
+    def max_length(self) -> int:
+        """The longest input in tokens."""
+        return self.max_position - self.position_offset
+
+
+class Cut(NamedTuple):
+    """How tensor parallelism cuts the weight of a layer."""
+
+    dimension: int
+    """Of the weight [outputs, inputs]: 0 is column parallel (and an embedding by its vocabulary), 1 row parallel."""
+    axis: AxisPlan
+    """How that dimension is spread over the ranks."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a family does one task."""
+
+    module: Callable[..., nn.Module]
+    """``(config, dtype, **options)``: the plain module, parallel over the current context. "generate": from ids to
+    logits; "embed": takes the options ``pooling`` and ``normalize``."""
+    step: Callable[..., nn.Module]
+    """The module that is traced, with the same parameters: ``module`` under one of the mixins of ``serving``."""
+    blocks: str
+    """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so that a pipeline may
+    be cut before any of them but the first."""
+    architecture: str = ""
+    """A directory can do the task only if one of its ``architectures`` ends so."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model family.
+
+    Layers and weights are named as in the modules of ``tasks``, where ``*`` stands for one part between dots.
+    Raises ModelConfigError for a task that no server knows, and for an ambiguous ``stored_weights``.
+    """
+
+    model_types: tuple[str, ...]
+    """The values of ``model_type`` in a ``config.json`` that mean this family."""
+    read_config: Callable[[Mapping[str, Any], str], DecoderConfig | EncoderConfig]
+    """``(what config.json holds, its path)``. Raises ModelConfigError naming the field of anything that cannot be run
+    exactly: see :class:`nxd_models.hf.config_file.ConfigFile`."""
+    tasks: Mapping[str, Task]
+    """By name, the default first."""
+    tensor_parallel_plan: Callable[[Any, int], Mapping[str, Cut]] | None = None
+    """``(config, degree)``: the layers that are cut, by name. Others are whole on every rank. None: not told."""
+    stored_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
+    """Weights that checkpoints hold under another name, in a part of a larger tensor, or transposed."""
+    adapter_targets: tuple[str, ...] = ()
+    """Last names of the linear layers that LoRA adapters may stand beside."""
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown or not self.tasks:
+            raise ModelConfigError(f"{self}: tasks = {list(self.tasks)}: expected some of {', '.join(TASKS)}")
+        for name, stored in self.stored_weights.items():
+            if name == stored.name:
+                raise ModelConfigError(
+                    f"{self}: stored_weights[{name!r}] has the checkpoint's own name, so that nobody could tell which "
+                    "of the two a file holds: name the layer otherwise in the module"
+                )
+
+    def __str__(self) -> str:
+        return f"ModelSpec({', '.join(self.model_types)})"
+
+    def pipeline_cuts(self, task: str, config: Any) -> tuple[str, ...]:
+        """Names of the blocks that a pipeline may be cut before."""
+        return tuple(f"{self.tasks[task].blocks}.{i}" for i in range(1, config.num_layers))
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A model directory, read and understood."""
+
+    path: Path
+    spec: ModelSpec
+    config: DecoderConfig | EncoderConfig
+    architectures: tuple[str, ...]
+    raw: Mapping[str, Any]
+    """``config.json`` as it stands."""
+
+    @property
+    def model_type(self) -> str:
+        return self.config.model_type
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What this model can do, the default first."""
+        return tuple(
+            name
+            for name, task in self.spec.tasks.items()
+            if not task.architecture or any(known.endswith(task.architecture) for known in self.architectures)
+        )
+
+    def task(self, wanted: str | None) -> str:
+        """``wanted``, or the default. Raises ModelConfigError naming ``architectures`` when the model cannot do it."""
+        if wanted is not None and wanted not in TASKS:
+            raise ModelConfigError(f"there is no task {wanted!r}; tasks are {', '.join(TASKS)}")
+        if not self.tasks or wanted not in (None, *self.tasks):
+            raise ModelConfigError(
+                f"{self.path}: a {self.model_type} model with architectures = {list(self.architectures)} cannot do "
+                f"{wanted or 'anything'!r}; it can do {', '.join(self.tasks) or 'nothing'}"
+            )
+        return wanted or self.tasks[0]
+
+    def make(self, task: str, dtype: Any, *, step: bool = False, **options: Any) -> nn.Module:
+        """The family's module for ``task``, or its serving step, with fresh weights."""
+        made = self.spec.tasks[task]
+        module = (made.step if step else made.module)(self.config, dtype, **options)
+        object.__setattr__(module, "nxd_stored", dict(self.spec.stored_weights))  # no parameter, no module
+        return module

@@ -1,0 +1,85 @@
+"""Updates of states in place: what a graph writes into a state of 128 MB must not cost a copy of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from nxd_infer.graph.passes import aliases, aten, call, tensors_of, written
+
+
+def scatter_to_index_put(module: fx.GraphModule) -> None:
+    """Rewrite ``scatter(self, dim, index, src)`` to ``index_put``: the same values, updated in place by a compiler."""
+    rewrites = {aten.scatter.src: aten.index_put.default, aten.scatter_.src: aten.index_put_.default}
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in rewrites:
+            continue
+        target, dim, index, source = node.args
+        shape, source_shape = index.meta["val"].shape, source.meta["val"].shape
+        rank = len(shape)
+        if rank == 0 or target.meta["val"].dim() != rank:
+            continue
+        with graph.inserting_before(node):
+            for d in range(rank):
+                if source_shape[d] != shape[d]:
+                    source = call(graph, aten.slice.Tensor, source, d, 0, shape[d])
+            indices = []
+            for d in range(rank):
+                if d == dim % rank:
+                    indices.append(index)
+                    continue
+                view = [1] * rank
+                view[d] = shape[d]
+                device = index.meta["val"].device
+                row = call(graph, aten.arange.default, shape[d], like=index, device=device, pin_memory=False)
+                indices.append(call(graph, aten.view.default, row, view))
+            updated = call(graph, rewrites[node.target], target, indices, source)
+        node.replace_all_uses_with(updated)
+        graph.erase_node(node)
+
+
+_IN_PLACE: dict[Any, Any] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+}
+
+
+def update_in_place(module: fx.GraphModule) -> None:
+    """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` where nobody reads the old value.
+
+    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice a call.
+    """
+    graph = module.graph
+    for copy in [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]:
+        state = copy.args[0]
+        chain: list[fx.Node] = []
+        link = copy.args[1]
+        while link.op == "call_function" and link.target in _IN_PLACE and (not chain or len(link.users) == 1):
+            chain.append(link)
+            link = link.args[0]
+        if link is not state or not chain:
+            continue
+        chain.reverse()
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        shared = aliases(graph)
+        old_value = {node for node, bases in shared.items() if state in bases}
+        if any(value in old_value for node in chain for value in tensors_of(node.args[1:])):
+            continue  # an update that takes its new entries, or their places, from the old value
+        readers = {user for node in old_value for user in node.users if user.op == "call_function"}
+        readers -= {*chain, copy}
+        others = [node for node in graph.nodes if node is not copy and any(state in shared[w] for w in written(node))]
+        late = [reader for reader in readers if order[reader] > order[chain[0]]]
+        returned = any(user.op == "output" for node in old_value for user in node.users)
+        if others or late or returned or copy.users:
+            continue
+        for node in chain:
+            node.target = _IN_PLACE[node.target]
+        graph.erase_node(copy)

@@ -1,0 +1,87 @@
+"""The passes of the CPU backends: from canonical graphs to the ones that are compiled, or run node by node.
+
+States are changed where they are. Native operators are put in, and composite ones without a native one are replaced by
+their plain PyTorch references. Weights are read packed where every bucket can (:mod:`nxd_infer.backends.cpu.packing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from nxd_infer.artifact.manifest import PACKED, PACKED_INT8
+from nxd_infer.backends.cpu import packing
+from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
+from nxd_infer.backends.cpu.options import OPTION, QUANTIZATIONS, QUANTIZE
+from nxd_infer.graph import passes
+from nxd_infer.graph.canonical import Graph, weight_nodes
+from nxd_infer.graph.functional import in_place
+from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
+from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
+from nxd_infer.ops import COMPOSITE
+
+PROGRAM_FILE = "program.json"
+"""Beside ``ir.json``: the graph as these passes left it."""
+
+
+def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> list[Lowered]:
+    """The graphs of one rank's buckets, lowered together: a weight has one form for all of them.
+
+    ``library``: the native operators, or None to do without.
+    """
+    modules = [in_place(graph.module, len(graph.file.states)) for graph in graphs]
+    native = [_lower(module, library) for module in modules]
+    encodings = _choose(modules, graphs, options, library)
+    lowered = []
+    for graph, module, calls in zip(graphs, modules, native, strict=True):
+        calls |= _encode(module, graph, encodings, library)
+        file = graph.file.model_copy(deep=True)
+        file.ops = [library.hash] if calls else []
+        for weight in file.weights:
+            weight.encoding = encodings.get(weight.name, "")
+        lowered.append(Lowered(file, {PROGRAM_FILE: ir_text(graph_to_ir(module, IN_PLACE))}))
+    return lowered
+
+
+def _lower(module: fx.GraphModule, library: Any) -> bool:
+    """Change one bucket's graph; True if it calls native operators."""
+    scatter_to_index_put(module)
+    native = passes.insert_operators(module, library, COMPOSITE)
+    passes.simplify(module)
+    passes.eliminate_dead_code(module)
+    update_in_place(module)
+    passes.clone_aliased_outputs(module)
+    return native
+
+
+def _choose(
+    modules: Sequence[fx.GraphModule], graphs: Sequence[Graph], options: Mapping[str, Any], library: Any
+) -> dict[str, str]:
+    """The encoding of every weight that has one; of a stored graph that reads some rounded, of these."""
+    nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
+    if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
+        found = packing.choose(nodes, 1, PACKED_INT8)
+        return {name: form for name, form in found.items() if name in kept}
+    minimum = options.get(OPTION, 0)
+    form = QUANTIZATIONS.get(options.get(QUANTIZE, ""), PACKED)
+    if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
+        return {}
+    return packing.choose(nodes, minimum, form)
+
+
+def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], library: Any) -> bool:
+    """Read the weights of ``encodings`` in their encoded form; True if the graph calls native operators for it."""
+    if not packing.insert(weight_nodes(module, graph.file), encodings, library):
+        return False
+    if library is None:
+        passes.insert_operators(module, None, COMPOSITE)
+    passes.eliminate_dead_code(module)
+    return library is not None
+
+
+def read_program(graph_dir: Path) -> dict[str, Any]:
+    """What :func:`lower` made of a stored graph. In artifacts of format 1.0 that was the stored graph."""
+    return read_ir(graph_dir, PROGRAM_FILE if (graph_dir / PROGRAM_FILE).exists() else IR_FILE)

@@ -1,0 +1,257 @@
+"""Which weights a CPU backend stores packed, and the operators that read them so.
+
+An encoding is chosen once a weight, over all buckets of a rank: packed only where every use in every bucket is a
+linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
+embedding. Anything else keeps the weight plain, everywhere. Values take no part, so ranks of equal graphs agree.
+A trace that quantises packs the same weights in eight bits: a tied table, too, so that there is one copy of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+
+from nxd_infer.artifact.manifest import PACKED, PACKED_INT8, WeightSpec
+from nxd_infer.graph.passes import call, native_operator, written
+from nxd_infer.ops.packed import packable
+from nxd_infer.ops.packed_int8 import packed_shape
+
+aten = torch.ops.aten
+
+_OPERATORS = {
+    PACKED: ("packed_linear", "packed_linears", "packed_embedding"),
+    PACKED_INT8: ("packed_int8_linear", "packed_int8_linears", "packed_int8_embedding"),
+}
+_LINEAR = aten.linear.default
+_EMBEDDING = aten.embedding.default
+_PRODUCTS = {aten.mm.default, aten.matmul.default}
+_COND = torch.ops.higher_order.cond
+
+
+@dataclass
+class Use:
+    """One node that reads a weight: ``x @ W.T + bias``, or rows of it (``ids``)."""
+
+    node: fx.Node
+    weight: fx.Node
+    """The placeholder, of the graph that the node is in."""
+    x: fx.Node | None = None
+    bias: fx.Node | None = None
+    ids: fx.Node | None = None
+
+
+def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
+    """``{weight: form}`` for placeholders by weight name, one mapping a bucket; nothing for a ``minimum`` of 0."""
+    chosen: dict[str, str] = {}
+    for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
+        found = [uses(bucket[name]) for bucket in buckets if name in bucket]
+        known = [use for some in found for use in some or ()]
+        if all(some is not None for some in found) and any(use.x is not None for use in known):
+            value = next(bucket[name] for bucket in buckets if name in bucket).meta["val"]
+            if value.numel() * value.element_size() >= minimum:
+                chosen[name] = form
+    return chosen
+
+
+def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
+    """Put the operators on packed weights in; True if there was a use."""
+    replaced: dict[fx.Node, fx.Node] = {}
+    for name, weight in weights.items():
+        form = encodings.get(name, "")
+        if form in _OPERATORS:
+            found = uses(weight) or ()
+            if form == PACKED_INT8:
+                _hold_int8(weight, found)
+            for use in found:
+                _replace(use, form, library, replaced)
+    for graph in dict.fromkeys(node.graph for node in replaced.values()):
+        for single, several, _ in _OPERATORS.values():
+            _join(graph, _operator(library, single), _operator(library, several))
+    return bool(replaced)
+
+
+def _operator(library: Any, name: str) -> Any:
+    """The native operator, or the composite one of that name."""
+    return native_operator(library, name) or getattr(torch.ops.nxd, name).default
+
+
+def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
+    """What a graph takes for a weight of ``spec`` in ``form``."""
+    if form != PACKED_INT8 or spec.dtype == "int8":  # as artifacts of format 1.0 have it
+        return spec.model_copy(update={"encoding": form})
+    N, row = packed_shape(spec.shape)
+    return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": [N, row], "stride": [row, 1]})
+
+
+def _hold_int8(weight: fx.Node, found: Iterable[Use]) -> None:
+    """The placeholders of a weight get the type and shape of its packed form."""
+    for node in {weight, *(use.weight for use in found)}:
+        value = node.meta["val"]
+        with value.fake_mode:
+            node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
+
+
+def _join(graph: fx.Graph, single: Any, several: Any) -> None:
+    """One call for all packed linears of one input: queries, keys and values; gate and up."""
+    found: list[tuple[fx.Node, bool, list[fx.Node]]] = []
+    together: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and (written(node) or isinstance(node.target, HigherOrderOperator)):
+            together = {}  # no linear moves across a write: it may be to what the linear reads
+        if node.target is not single:
+            continue
+        x, _, bias = node.args
+        if bias is None or bias.op == "placeholder":
+            if (x, bias is not None) not in together:
+                found.append((x, bias is not None, together.setdefault((x, bias is not None), [])))
+            together[x, bias is not None].append(node)
+    for x, biased, nodes in found:
+        if len(nodes) == 1:
+            continue
+        with graph.inserting_before(nodes[0]):
+            weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes if biased]
+            results = call(graph, several, x, [*weights, *biases], biased)
+            parts = [call(graph, operator.getitem, results, place, like=x) for place in range(len(nodes))]
+        for node, part in zip(nodes, parts, strict=True):
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+
+
+def uses(weight: fx.Node) -> list[Use] | None:
+    """Every use of ``weight``, or None where one of them is neither a linear nor an embedding."""
+    value = weight.meta.get("val")
+    if value is None or not packable(value.dtype, value.shape, value.stride()):
+        return None
+    found: list[Use] = []
+    for node in weight.users:
+        some = _uses_by(node, weight)
+        if some is None:
+            return None
+        found += some
+    return found
+
+
+def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
+    """What ``node`` does with ``weight``; None when that is nothing known."""
+    if node.op != "call_function":
+        return None
+    if node.target is _LINEAR:
+        x, at, *bias = node.args
+        use = Use(node, weight, _node(x), _node(bias[0]) if bias else None)
+        return [use] if at is weight and _fits(use, weight) else None
+    if node.target is _EMBEDDING:
+        ids = _node(node.args[1])
+        return [Use(node, weight, ids=ids)] if node.args[0] is weight and ids is not None else None
+    if node.target is aten.einsum.default:
+        use = _einsum(node, weight)
+        return [use] if use is not None and _fits(use, weight) else None
+    if node.target is _COND:
+        return _in_branches(node, weight)
+    if _transposes(node):
+        found = [_product(user, node, weight) for user in node.users]
+        good = [use for use in found if use is not None and _fits(use, weight)]
+        return good if len(good) == len(found) else None
+    return None
+
+
+def _node(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _fits(use: Use, weight: fx.Node) -> bool:
+    """The operands have the weight's type, and the weight is none of them. The bias, if any, is one row."""
+    mine = weight.meta["val"]
+    if use.x is None or use.x is weight or use.bias is weight:
+        return False
+    x = use.x.meta.get("val")
+    if x is None or x.dtype != mine.dtype or x.dim() < 1 or x.device.type != "cpu":
+        return False
+    bias = None if use.bias is None else use.bias.meta.get("val")
+    return use.bias is None or (bias is not None and bias.dtype == mine.dtype)
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Whether ``node`` is the transpose of a matrix, its first argument."""
+    target, rest = node.target, node.args[1:]
+    if target in (aten.t.default, aten.numpy_T.default, aten.mT.default):
+        return True
+    if target in (aten.transpose.int, aten.swapaxes.default, aten.swapdims.default):
+        return {int(dim) % 2 for dim in rest} == {0, 1}  # pyright: ignore[reportArgumentType]
+    return target is aten.permute.default and [int(dim) % 2 for dim in rest[0]] == [1, 0]  # pyright: ignore
+
+
+def _product(node: fx.Node, transposed: fx.Node, weight: fx.Node) -> Use | None:
+    """``node`` as ``x @ transposed`` or ``bias + x @ transposed``."""
+    if node.target in _PRODUCTS and node.args[1] is transposed and node.args[0] is not transposed:
+        return Use(node, weight, _node(node.args[0]))
+    if node.target is aten.addmm.default and node.args[2] is transposed and transposed not in node.args[:2]:
+        plain = all(node.kwargs.get(factor, 1) == 1 for factor in ("beta", "alpha")) and len(node.args) == 3
+        return Use(node, weight, _node(node.args[1]), _node(node.args[0])) if plain else None
+    return None
+
+
+def _einsum(node: fx.Node, weight: fx.Node) -> Use | None:
+    """``...k,nk->...n`` with any letters, in either order of the operands."""
+    equation, operands = str(node.args[0]).replace(" ", ""), list(node.args[1])  # pyright: ignore
+    inputs, arrow, result = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != 2 or len(operands) != 2 or (operands[0] is weight) == (operands[1] is weight):
+        return None
+    if operands[0] is weight:
+        terms.reverse()
+        operands.reverse()
+    left, right = terms
+    if len(right) != 2 or not right.isalpha() or right[0] == right[1]:
+        return None
+    n, k = right
+    rest = left[:-1]
+    letters = rest.removeprefix("...")
+    if not left.endswith(k) or n in letters or k in letters or "." in letters or len(set(letters)) < len(letters):
+        return None
+    return Use(node, weight, _node(operands[0])) if result == rest + n else None
+
+
+def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
+    """The uses inside the branches of ``torch.cond``, to which the weight is handed as an operand."""
+    owner: Any = node.graph.owning_module
+    _, *names, operands = node.args
+    found: list[Use] = []
+    for name in names:
+        branch = getattr(owner, str(getattr(name, "target", "")), None)
+        if not isinstance(branch, fx.GraphModule):
+            return None
+        places = [inner for inner in branch.graph.nodes if inner.op == "placeholder"]
+        for place, operand in zip(places, operands, strict=True):  # pyright: ignore[reportArgumentType]
+            if operand is weight:
+                some = uses(place)
+                if some is None:
+                    return None
+                found += some
+    return found
+
+
+def _replace(use: Use, form: str, library: Any, replaced: dict[fx.Node, fx.Node]) -> None:
+    """Call the packed operator in place of ``use.node``. What it leaves unused is dead code."""
+    linear, _, embedding = _OPERATORS[form]
+    node, weight, graph = use.node, use.weight, use.node.graph
+    x, bias, ids = (
+        None if operand is None else replaced.get(operand, operand) for operand in (use.x, use.bias, use.ids)
+    )
+    with graph.inserting_before(node):
+        if ids is not None:
+            half = [node.meta["val"].dtype == torch.bfloat16] if form == PACKED_INT8 else []
+            new = call(graph, _operator(library, embedding), weight, ids, *half)
+        else:
+            row = bias is not None and list(bias.meta["val"].shape) == [weight.meta["val"].shape[0]]
+            new = call(graph, _operator(library, linear), x, weight, bias if row else None)
+            if bias is not None and not row:
+                new = call(graph, aten.add.Tensor, new, bias)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    replaced[node] = new

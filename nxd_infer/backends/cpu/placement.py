@@ -1,0 +1,77 @@
+"""A rank's tensors in this machine's memory: weights mapped from their file or packed, states in pages that come
+as they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import PACKED_INT8, Manifest, TensorSpec, WeightSpec
+from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
+from nxd_infer.backends.base import RankRuntime
+from nxd_infer.backends.cpu.packed_weights import PackedWeights
+from nxd_infer.util.mapped_memory import Memory
+
+
+class HostPlacement:
+    """States and weights of one rank (``backends.Placement``)."""
+
+    def __init__(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime):
+        self._packed = PackedWeights(manifest.weights, packer(manifest, runtime))
+        self._packed.fill(lambda name: load_weights(weight_file, [self._packed.specs[name]])[name])
+        plain = [spec for spec in manifest.weights if not spec.encoding]
+        self.weights: dict[str, Any] = {**load_weights(weight_file, plain), **self._packed.tensors}
+        self._initial = load_initial_states(weight_file, manifest.states)
+        self._memory = {spec.name: Memory(extent(spec)) for spec in manifest.states}
+        self.states: dict[str, Any] = {
+            spec.name: placed(spec, self._memory[spec.name].bytes) for spec in manifest.states
+        }
+        self.reset_states()
+
+    def reset_states(self) -> None:
+        """In place: the graphs keep their references."""
+        for name, state in self.states.items():
+            if name in self._initial:
+                state.copy_(self._initial[name])
+            else:
+                self._memory[name].clear()
+
+    def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        """Packed weights change in place; plain ones are the new mapping, which the graphs must be given."""
+        self._packed.fill(read, [name for name in names if name in self._packed.specs])
+        plain = {name: read(name) for name in names if name not in self._packed.specs}
+        self.weights.update(plain)
+        return plain
+
+    def replace_entry(self, name: str, slot: int, entry: Tensor) -> None:
+        self.weights[name][slot] = entry
+
+    def close(self) -> None:
+        self._packed.tensors.clear()
+        self.weights, self.states, self._initial, self._memory = {}, {}, {}, {}
+
+
+def packer(manifest: Manifest, runtime: RankRuntime) -> Any | None:
+    """A library of the artifact that can pack weights; None where no graph reads packed ones, or it has none."""
+    encodings = {spec.encoding for spec in manifest.weights if spec.encoding}
+    if not encodings:
+        return None
+    needed = "pack_int8" if PACKED_INT8 in encodings else "pack"
+    libraries = [runtime.library(content_hash) for content_hash in manifest.ops]
+    return next((library for library in libraries if needed in library.ops), None)
+
+
+def extent(spec: TensorSpec | WeightSpec) -> int:
+    """Bytes from the first element of a tensor of ``spec`` to the end of its last."""
+    if 0 in spec.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return (last + 1) * spec.torch_dtype.itemsize
+
+
+def placed(spec: TensorSpec, memory: Tensor) -> Tensor:
+    """A tensor of ``spec`` in ``memory``."""
+    return memory.view(spec.torch_dtype).as_strided(spec.shape, spec.stride)

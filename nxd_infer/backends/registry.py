@@ -1,0 +1,69 @@
+"""Which backends there are: ours in one table, those of other packages by their entry points.
+
+A package registers one under ``[project.entry-points."nxd_infer.backends"]`` as ``name = "module:object"``. It is
+imported when it is asked for; one that cannot be is reported then, by its name and the reason, and harms no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+from nxd_infer.errors import ArtifactBackendError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from nxd_infer.backends.base import Backend
+
+GROUP = "nxd_infer.backends"
+BUILT_IN = {
+    "inductor": "nxd_infer.backends.cpu.inductor",
+    "eager": "nxd_infer.backends.cpu.eager",
+}
+DEFAULT = next(iter(BUILT_IN))
+"""The backend of whoever names none."""
+
+
+def names() -> tuple[str, ...]:
+    """The backends there are, whether they can run here or not."""
+    return tuple(dict.fromkeys([*BUILT_IN, *_others()]))
+
+
+def get(name: str) -> Backend:
+    """The backend called ``name``. Raises ArtifactBackendError: there is none (with those there are), or it cannot be
+    imported (with the reason)."""
+    if name in BUILT_IN:
+        return importlib.import_module(BUILT_IN[name]).BACKEND
+    others = _others()
+    if name not in others:
+        raise ArtifactBackendError(f"there is no backend {name!r}; backends are {', '.join([*BUILT_IN, *others])}")
+    found = others[name]
+    try:
+        return found.load()
+    except Exception as error:
+        package = found.dist.name if found.dist is not None else found.value
+        raise ArtifactBackendError(
+            f"the backend {name!r} of {package} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def with_import_path(environment: dict[str, str], name: str) -> dict[str, str]:
+    """``environment`` of a process that is to run backend ``name``: its package is on the path there, as it is here."""
+    found = None if name in BUILT_IN else _others().get(name)
+    if found is None or found.dist is None:
+        return environment
+    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(found.dist.locate_file(""))]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _others() -> dict[str, EntryPoint]:
+    """The first of each name; a name of ours stays ours."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        if entry.name not in BUILT_IN:
+            found.setdefault(entry.name, entry)
+    return found

@@ -1,0 +1,122 @@
+"""What one rank saves: tensors by file, and the record that says what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.checkpoint.folder import rank_stem
+from nxd_infer.checkpoint.random_state import random_state
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.layout import ParamLayout, owned_blocks, weight_layout
+from nxd_infer.layout.describe import describe_plans
+from nxd_infer.layout.files.one_rank import storable
+from nxd_infer.layout.files.values import pack, pack_named
+from nxd_infer.layout.shard import named_tensors
+from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.optimizer.sharded_files import describe, stem
+
+
+@dataclass
+class Content:
+    """What one rank saves: tensors by file name, and the record that says what they are made of."""
+
+    files: dict[str, dict[str, Tensor]]
+    record: dict[str, Any]
+    adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+    """Of a model with LoRA, for rank 0: the tensors and the configuration of its adapter, for PEFT."""
+
+
+def collect(
+    context: ParallelContext,
+    model: nn.Module | Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+    zero1_optimizer: bool,
+    values: Mapping[str, Any],
+    own_values: Mapping[str, Any],
+    copy: bool,
+) -> Content:
+    """This rank's part. ``own_values`` are what every rank saves, ``values`` what rank 0 adds to them.
+
+    ``copy`` makes it independent of later training steps.
+
+    Raises CheckpointError for values that JSON and safetensors cannot hold, with the path to them.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    record: dict[str, Any] = {"place": {axis: context.axis(axis).rank for axis in AXES}}
+    first = context.dp.rank == 0 and context.cp.rank == 0
+    if model is not None and first:
+        name = f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
+        if isinstance(model, nn.Module):
+            files[name], described = _describe_model(local_module(model), context)
+        else:
+            files[name], described = _packed(*pack(model, what="model"))
+        record["model"] = {"file": name, **described}
+    sharded = optimizer.zero1 if isinstance(optimizer, NxDOptimizer) else zero1_optimizer
+    if optimizer is not None and (first or (sharded and context.cp.rank == 0)):
+        name = f"{stem(context)}.safetensors"
+        if isinstance(optimizer, NxDOptimizer):
+            files[name], described = describe(optimizer)
+        else:
+            state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+            files[name], described = _packed(*pack(state, what="optimizer"))
+        record["optimizer"] = {"file": name, **described}
+    extra = modules_with_extra_state(local_module(model)) if isinstance(model, nn.Module) else {}
+    if extra:
+        own_values = {**own_values, EXTRA: {name: module.get_extra_state() for name, module in extra.items()}}
+    name = f"{rank_stem(context.rank)}.safetensors"
+    own_values = {**own_values, "random": random_state(), **(values if context.rank == 0 else {})}
+    files[name], described = _packed(*pack_named(own_values))
+    record["values"] = {"file": name, **described}
+    return Content({name: storable(tensors, copy) for name, tensors in files.items()}, record)
+
+
+EXTRA = "extra_state"
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have more of a state than tensors, by name."""
+    default = nn.Module.get_extra_state
+    return {name: one for name, one in model.named_modules() if type(one).get_extra_state is not default}
+
+
+def local_module(model: nn.Module) -> nn.Module:
+    """The module itself, whose names are those of the checkpoint."""
+    return model.local_module() if isinstance(model, NxDModel) else model
+
+
+def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters and buffers of which this rank is the first to hold some element, and their runs."""
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {}
+    degree, rank = context.tp.degree, context.tp.rank
+    for name, (tensor, layout) in _weights(model).items():
+        if layout.alias_of or not (owned_blocks(layout, degree, rank) or (rank == 0 and not tensor.numel())):
+            continue
+        tensors[name] = tensor.detach()
+        pieces[name] = {
+            "range": [0, tensor.numel()],
+            "shape": list(tensor.shape),
+            "layout": layout.rank_layout(degree, rank).to_json(),
+            "logical": {logical: list(shape) for logical, shape in layout.logical_shapes.items()},
+            "plans": describe_plans(layout),
+        }
+    return tensors, {"pieces": pieces}
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
+    """What is saved of a model: of one with LoRA what its configuration says, else everything."""
+    if isinstance(model, LoRAModel):
+        return model.saved_weights()
+    here = named_tensors(model)
+    return {name: (here[name], layout) for name, layout in weight_layout(model).items()}
+
+
+def _packed(structure: Any, tensors: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return {str(number): tensor for number, tensor in enumerate(tensors)}, {"structure": structure}

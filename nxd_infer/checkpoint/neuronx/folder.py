@@ -1,0 +1,81 @@
+"""The folders that the reference wrote, read without unpickling anything but tensors and plain values.
+
+::
+
+    ckpts/step_100/checkpoint, done, user_content.pt, scheduler.pt              save_checkpoint of its trainer
+                   model/dp_rank_00_tp_rank_00_pp_rank_00.pt [and .pt.tensors/tensor_0.pt with use_xser]
+                   optim/dp_rank_00_tp_rank_00_pp_rank_00.pt [...]              of every rank with ZeRO-1
+    ckpts/tp_rank_00_pp_rank_00/checkpoint.pt                                   its parallel_layers.save
+    ckpts/tp_rank_00_pp_rank_00 and tp_rank_00_pp_rank_00.tensors/tensor_0.pt   the same with save_xser
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.errors import CheckpointError
+from nxd_infer.layout.files.one_rank import read_many_files, read_one_file
+from nxd_infer.layout.files.pickles import is_pickle, read_pickle, read_reference_xser, tensors_folder
+
+MARK, DONE, TENSORS = "checkpoint", "done", ".tensors"
+_RANK = re.compile(r"^(?:dp_rank_(\d+)_)?(ep_rank_\d+_)?tp_rank_(\d+)_pp_rank_(\d+)(?:_dp_rank_(\d+))?(?:\.pt)?$")
+
+Place = tuple[int, int, int]
+"""Data-parallel, tensor-parallel and pipeline rank."""
+
+
+def find_reference(root: Path, tag: str | None) -> Path | None:
+    """The folder of the reference's checkpoint of ``tag``; without, that of the newest complete one, or ``root``."""
+    if tag is not None:
+        return root / tag if _is_whole(root / tag) else None
+    if _is_whole(root):
+        return root
+    there = [folder for folder in root.iterdir() if _is_whole(folder)] if root.is_dir() else []
+    return max(there, key=_saved_at, default=None)
+
+
+def _saved_at(folder: Path) -> tuple[int, str]:
+    done = folder / DONE
+    return (done if done.exists() else folder).stat().st_mtime_ns, folder.name
+
+
+def _is_whole(folder: Path) -> bool:
+    trainers = (folder / MARK).exists() and (folder / DONE).exists() and not (folder / "manifest.json").exists()
+    return trainers or any(_RANK.match(path.name.removesuffix(TENSORS)) for path in folder.glob("tp_rank_*"))
+
+
+def files_of_ranks(folder: Path) -> dict[Place, Path]:
+    """The file, or the folder, of each rank."""
+    found: dict[Place, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _RANK.match(path.name.removesuffix(TENSORS))
+        if match is None:
+            continue
+        if path.name.endswith(TENSORS):
+            if not path.with_name(path.name.removesuffix(TENSORS)).is_file():
+                raise CheckpointError(f"{path} lacks the file {path.name.removesuffix(TENSORS)} beside it; restore it")
+            continue
+        dp, ep, tp, pp, dp_last = match.groups()
+        if ep:
+            raise CheckpointError(f"{path}: checkpoints of expert parallelism cannot be read")
+        place = int(dp or dp_last or 0), int(tp), int(pp)
+        if place in found:
+            raise CheckpointError(f"{found[place].name} and {path.name} of {folder} are of the same rank; keep one")
+        found[place] = path
+    return found
+
+
+def read_rank(path: Path) -> Any:
+    """A file or folder of one rank in whatever form it has."""
+    if path.is_dir():
+        ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
+        if ours.is_file() and theirs.is_file():
+            raise CheckpointError(f"{path} has both {ours.name} and {theirs.name}; keep one")
+        return read_one_file(ours)[0] if ours.is_file() else read_pickle(theirs, mapped=True)
+    if not tensors_folder(path).is_dir():
+        return read_pickle(path, mapped=True)
+    if is_pickle(path):
+        return read_reference_xser(path, mapped=True)
+    return read_many_files(path)[0]

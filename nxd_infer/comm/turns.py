@@ -1,0 +1,41 @@
+"""Ranks that take turns, and learn of each other's failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nxd_infer.comm.functional import all_reduce
+from nxd_infer.context import AXES, ParallelContext
+from nxd_infer.errors import CheckpointError
+from nxd_infer.util.devices import transport_device
+
+
+def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
+    """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait, and all fail, together.
+
+    ``of_world``: at most ``at_a_time`` ranks of the world at once.
+    """
+    at_a_time = max(1, at_a_time)
+    failure: Exception | None = None
+    place, count = (context.rank, context.world_size) if of_world else (context.dp.rank, context.dp.degree)
+    for first in range(0, count, at_a_time):
+        if first <= place < first + at_a_time:
+            try:
+                action()
+            except Exception as error:  # raised below, after the other ranks have been told
+                failure = error
+        if not largest(context, int(failure is not None)):
+            continue
+        if failure is not None:
+            raise failure
+        raise CheckpointError(f"rank {context.rank} gave up, because another rank could not read or write its files")
+
+
+def largest(context: ParallelContext, number: int, axes: Sequence[str] = AXES) -> int:
+    """The largest ``number`` of all ranks, or of those along ``axes``. A collective."""
+    found = torch.tensor([number], dtype=torch.int64, device=transport_device())
+    for axis in axes:
+        found = all_reduce(found, context, axis, "max")
+    return int(found)

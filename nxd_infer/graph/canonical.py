@@ -1,0 +1,153 @@
+"""From a module to its canonical graph: exported, in functional form, with nothing of any backend in it.
+
+It calls PyTorch's operators and those of ``torch.ops.nxd``, and takes states, inputs and weights as placeholders. A
+backend makes of it what it compiles; it is also what an artifact stores, so that another backend can do the same later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nxd_infer.artifact.manifest import LOSSY_ENCODINGS, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.errors import ArtifactCorruptError
+from nxd_infer.graph import passes
+from nxd_infer.graph.export import Exported, Step, export
+from nxd_infer.graph.fakes import propagate
+from nxd_infer.graph.functional import functional, placeholders
+from nxd_infer.graph.ir import FUNCTIONAL, IN_PLACE, graph_to_ir, ir_to_graph
+from nxd_infer.graph.stored import GraphFile, Lowered, ir_text, read_graph, read_ir
+
+CODE = 4
+"""Counts up when graphs are compiled otherwise than before: code in a cache is that of an earlier count."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One bucket of one rank: a functional graph whose nodes carry fake tensors, and the specs of what it takes.
+
+    It holds no value of a weight: a compiler never sees one, so it cannot bake one in.
+    """
+
+    module: fx.GraphModule
+    file: GraphFile
+    """Without a digest: that depends on what a backend makes of the graph."""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    """Values of the weights that are neither parameters nor buffers of the module, by name."""
+    structure: Any = None
+    """How the outputs go together: names in nested lists and dictionaries."""
+
+    def ir(self) -> dict[str, Any]:
+        """The graph as data; see :mod:`nxd_infer.graph.ir`."""
+        return graph_to_ir(self.module, FUNCTIONAL)
+
+
+def trace_graph(step: Step) -> Graph:
+    """Export ``step``. Raises TraceError when it cannot be."""
+    exported = export(step)
+    passes.simplify(exported.module)
+    passes.eliminate_dead_code(exported.module)
+    passes.clone_aliased_outputs(exported.module)
+    _drop_unused_weights(exported)
+    module = functional(exported.module, len(exported.states))
+    return Graph(module, _specs(exported, step), exported.constants, exported.structure)
+
+
+def _drop_unused_weights(exported: Exported) -> None:
+    graph = exported.module.graph
+    first = len(exported.states) + len(exported.inputs)
+    kept = []
+    for node, name in zip(placeholders(graph)[first:], exported.weights, strict=True):
+        if node.users:
+            kept.append(name)
+        else:
+            graph.erase_node(node)
+    exported.weights = kept
+
+
+def _specs(exported: Exported, step: Step) -> GraphFile:
+    nodes = list(exported.module.graph.nodes)
+    values = iter(node.meta["val"] for node in nodes if node.op == "placeholder")
+    states = [TensorSpec.of(name, next(values)) for name in exported.states]
+    inputs = [InputSpec.of(name, next(values)) for name in exported.inputs]
+    parameters = dict(step.module.named_parameters(remove_duplicate=False))
+    weights = []
+    for name in exported.weights:
+        kind = "constant" if name in exported.constants else "parameter" if name in parameters else "buffer"
+        weights.append(WeightSpec.of(name, next(values), kind=kind))
+    results = [node.meta["val"] for node in nodes[-1].args[0]]
+    outputs = [OutputSpec.of(name, value) for name, value in zip(exported.outputs, results, strict=True)]
+    return GraphFile(
+        digest="",
+        inputs=inputs,
+        outputs=outputs,
+        states=states,
+        weights=weights,
+        collectives=passes.collective_sequence(exported.module),
+    )
+
+
+def stored_graph(directory: Path) -> Graph:
+    """The canonical graph of a graph's directory, for a backend's passes. Raises ArtifactCorruptError when it is none:
+    artifacts of format 1.0 hold what the CPU's passes had made of it."""
+    file, ir = read_graph(directory), read_ir(directory)
+    if ir.get("ir") == IN_PLACE:
+        raise ArtifactCorruptError(f"{directory} holds no canonical graph: it was traced by an earlier version")
+    module = ir_to_graph(ir)
+    propagate(module, [*file.states, *file.inputs, *file.weights])
+    weights = [
+        # What rounds is part of what the model computes, and stays; other forms are the backend's choice.
+        weight if weight.encoding in LOSSY_ENCODINGS else weight.model_copy(update={"encoding": ""})
+        for weight in file.weights
+    ]
+    known = {"digest": "", "ops": [], "weights": weights, "collectives": passes.collective_sequence(module)}
+    return Graph(module, file.model_copy(update=known))
+
+
+def weight_nodes(module: fx.GraphModule, file: GraphFile) -> dict[str, fx.Node]:
+    """The placeholder of each weight, by the name that the graph gives it."""
+    names = [weight.name for weight in file.weights]
+    return dict(zip(names, placeholders(module.graph)[len(file.states) + len(file.inputs) :], strict=True))
+
+
+# --- digests ------------------------------------------------------------------------------------------
+
+
+def configuration(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What compiled code depends on beside its graph; part of every digest."""
+    return {"backend": backend, "options": dict(options), "inputs": "states, inputs, weights"}
+
+
+def name_lowered(lowered: Lowered, ir: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
+    """Take the digest of what a backend made of the canonical graph ``ir``."""
+    lowered.text = canonical_text(ir, lowered.graph, configuration)
+    lowered.graph.digest = digest_of(lowered.text)
+
+
+def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mapping[str, Any]) -> str:
+    """What a digest covers: configuration, the specs of every placeholder and output, operators, the graph.
+
+    No value of a weight or constant is in it, and no rank.
+    """
+    rows = [json.dumps({"torch": torch.__version__, "code": CODE, **configuration}, sort_keys=True, default=str)]
+    for kind, specs in (
+        ("state", graph.states),
+        ("input", graph.inputs),
+        ("weight", graph.weights),
+        ("output", graph.outputs),
+    ):
+        rows += [f"{kind} {s.name} {s.dtype} {s.shape} {s.stride} {getattr(s, 'encoding', '')}".rstrip() for s in specs]
+    rows += [f"op {content_hash}" for content_hash in graph.ops]
+    return "\n".join(rows) + "\n" + ir_text(dict(ir))
+
+
+def digest_of(text: str) -> str:
+    """40 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:40]

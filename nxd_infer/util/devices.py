@@ -1,0 +1,41 @@
+"""The host's memory, and the device that this process trains on: the one place outside of backends that names them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HOST = torch.device("cpu")
+ACCELERATOR = "cuda"
+"""Under this name a checkpoint keeps the state of the accelerator's random generator."""
+CHECKED = ("cpu", "cuda")
+"""Devices whose values can be looked at without ending a recorded graph."""
+
+
+def on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == HOST.type
+
+
+def transport_device() -> torch.device:
+    """The device whose memory the process group communicates."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return HOST
+
+
+def accelerator_state() -> Tensor | None:
+    """The state of the accelerator's random generator; None while there is none in use."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def set_accelerator_state(state: Tensor) -> None:
+    torch.cuda.set_rng_state(state)
+
+
+def has_accelerator() -> bool:
+    return torch.cuda.is_available()
+
+
+def seed_accelerator(seed: int) -> None:
+    torch.cuda.manual_seed(seed)

@@ -1,0 +1,33 @@
+"""Names of a package that are imported when they are first touched."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of ``package``::
+
+        __getattr__, __dir__ = lazy_names(__name__, {"Engine": ".engine"}, modules=["events"])
+
+    Args:
+        homes: the module of each name; one that begins with a dot lies in the package.
+        modules: modules of the package that are names of it as well.
+    """
+
+    def find(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name], package), name)
+        elif name in modules:
+            value = importlib.import_module(f".{name}", package)
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *homes, *modules})

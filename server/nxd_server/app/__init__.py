@@ -1,0 +1,1 @@
+"""Serve one artifact: what it is, its ranks and engine, and the life of the process."""

@@ -1,0 +1,248 @@
+"""``serve``: bind, start, answer, and end in an orderly way.
+
+The port is bound before anything is loaded, so a port in use is told at once, and ``/livez`` answers while the graphs
+are read and warmed. SIGTERM or SIGINT stops admission (503), lets what runs finish for ``drain_timeout`` seconds, and
+ends with status 0; a second one ends at once with status 1. Ranks that cannot be kept alive end the server with
+status 1, for whatever started it to start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from nxd_infer.artifact.reader import artifact_digest
+from nxd_infer.errors import NxdError
+from nxd_infer.util.memory import keep_little
+from nxd_server.app.service import Service
+from nxd_server.environment import unknown_variables
+from nxd_server.errors import SettingsError
+from nxd_server.http.ops import logs
+from nxd_server.settings import ServerSettings
+from nxd_server.threads import in_thread
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+logger = logging.getLogger("nxd_server")
+
+WAITING = 2048
+"""Connections that the system keeps until they are accepted."""
+CLOSE_SECONDS = 8.0
+FLUSH_SECONDS = 2.0
+"""How long finished answers may at least take to reach their clients after the engine is done with them."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: it would raise the signal again, and the exit status would be -15."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING)  # uvicorn's one number is both how many wait and how many are accepted at once
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(artifact: str | Path, settings: ServerSettings) -> int:
+    """Serve ``artifact`` until a signal or a failure ends it; the exit status.
+
+    Logs instead of raising: a setting or an artifact that cannot be used, or a port in use, is status 1 and one line.
+    """
+    logs.configure(settings.log_format, settings.log_level)
+    for line in unknown_variables(os.environ, ServerSettings.model_fields):
+        logger.warning("%s", line)
+    try:
+        artifact_digest(artifact)
+    except NxdError as error:
+        logger.error("%s", error)
+        return 1
+    gc.disable()  # what is imported stays; looking through it again and again takes time of the start
+    try:
+        return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
+    finally:
+        gc.enable()
+
+
+def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
+    """As :func:`serve`, for a service that ``make_service`` builds around the callback for its failure."""
+    keep_little()
+    # Each text is tokenised by itself; the library would start threads for it, as many as there are cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        settings.keys()
+        listener = bind(settings.host, settings.port)
+    except NxdError as error:
+        logger.error("%s", error)
+        return 1
+    with listener:
+        return asyncio.run(_main(settings, listener, make_service))
+
+
+async def _main(
+    settings: ServerSettings, listener: socket.socket, make_service: Callable[[Callable[[str], None]], Service]
+) -> int:
+    run = _Run(settings, listener)
+    return await run.main(make_service(run.on_failure))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; raises SettingsError that says what is wrong with the address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:  # a name that is none in any alphabet
+        raise SettingsError(f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(WAITING)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        way_out = {
+            errno.EADDRINUSE: "stop what uses the port, or choose another one with --port",
+            errno.EADDRNOTAVAIL: "choose an address of this machine with --host, or 0.0.0.0 for all of them",
+            errno.EACCES: "choose a port with --port that needs no more rights, such as 8000",
+        }.get(error.errno or 0, "choose others with --host and --port")
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from None
+    return listener
+
+
+class _Run:
+    """One run of the server, from the first answer to the exit status."""
+
+    def __init__(self, settings: ServerSettings, listener: socket.socket):
+        self._settings = settings
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._service: Service
+
+    async def main(self, service: Service) -> int:
+        """Serve until the end; the exit status."""
+        self._service = service
+        self._handle_signals()
+        service.start()  # the ranks import and load while this process imports what answers HTTP
+        from nxd_server.http.app import create_app
+        from nxd_server.http.connections import BACKLOG
+        from nxd_server.http.h11_protocol import guarded
+
+        app = create_app(service, self._settings)
+        gc.freeze()  # nor through it while requests run: a full collection took 30 ms
+        gc.enable()
+        server = _Server(
+            uvicorn.Config(
+                app,
+                http=guarded(app.state.connections),
+                backlog=BACKLOG,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=self._settings.connection_timeout,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        await asyncio.sleep(0)  # what has failed meanwhile is known from here on
+        if not self._failed.is_set():
+            logger.info("listening on http://%s:%d", shown, port)
+        watching = asyncio.create_task(app.state.connections.watch())
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        await _first(serving, self._stop, self._failed)
+        graceful = not self._failed.is_set() and not serving.done()
+        if graceful:
+            await self._drain(app)
+        await self._close(app)
+        for connection in list(server.server_state.connections):
+            _abandon(connection)
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=5.0)
+        watching.cancel()
+        status = 0 if graceful and not self._hurry.is_set() else 1
+        logger.info("ended with status %d", status)
+        return status
+
+    def _handle_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            logger.warning("%s again: ending at once", number.name)
+            self._hurry.set()
+            return
+        logger.info("%s: no new requests; up to %g s for the others", number.name, self._settings.drain_timeout)
+        self._service.begin_drain()
+        self._stop.set()
+
+    def on_failure(self, reason: str) -> None:
+        """From any thread: the process should end with a status that says so."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._failed.set)
+
+    async def _drain(self, app: FastAPI) -> None:
+        timeout = self._settings.drain_timeout
+        end = self._loop.time() + timeout
+        draining = in_thread(lambda: self._service.drain(timeout), "nxd-end")
+        await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
+        if draining.done() and not draining.result():
+            logger.warning("requests were still running after %g s and are cut", timeout)
+        elif draining.done():
+            await self._flush(app, max(FLUSH_SECONDS, end - self._loop.time()))
+
+    async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until the answers that are complete have been written."""
+        for _ in range(int(seconds / 0.02)):
+            if app.state.in_flight.count == 0 or self._hurry.is_set():
+                return
+            await asyncio.sleep(0.02)
+
+    async def _close(self, app: FastAPI) -> None:
+        closing = in_thread(self._service.close, "nxd-end")
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
+        if not closing.done():
+            logger.error("the engine did not end within %g s and is left behind", CLOSE_SECONDS)
+        elif (error := closing.exception()) is not None:
+            logger.error("the engine did not end cleanly", exc_info=error)
+        await self._flush(app)  # what was cut is told so
+
+
+def _abandon(connection: Any) -> None:
+    """Close a connection whose answer will not be finished: its client sent half a request, or reads nothing."""
+    cycle = getattr(connection, "cycle", None)
+    if cycle is not None and not cycle.response_complete and connection.transport is not None:
+        connection.transport.abort()
+
+
+async def _first(task: asyncio.Future[Any], *events: asyncio.Event, timeout: float | None = None) -> None:
+    """Wait until ``task`` is done, one of ``events`` is set, or ``timeout`` seconds have passed."""
+    waiters = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait({task, *waiters}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for waiter in waiters:
+            waiter.cancel()

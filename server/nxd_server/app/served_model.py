@@ -1,0 +1,172 @@
+"""What is served, as the artifact's manifest and the files of text beside its graphs tell it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
+from nxd_server.settings import ServerSettings
+from nxd_server.text.body_limits import Bounds, body_bounds
+
+if TYPE_CHECKING:
+    from nxd_infer.artifact.manifest import Manifest
+    from nxd_infer.artifact.reader import LoadedArtifact
+    from nxd_server.text.chat_template import TemplateSources
+    from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
+    from nxd_server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("nxd_server.service")
+
+ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
+
+
+class ServedModel:
+    """One artifact, of which nothing but the directory may be known yet."""
+
+    def __init__(self, artifact: Path, settings: ServerSettings):
+        self.artifact = artifact
+        self.settings = settings
+        self._manifest: Manifest | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._bounded_tokenizer: BoundedTokenizer | None = None
+        self.chat_template: BoundedTemplate | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._manifest.metadata if self._manifest is not None else {}
+
+    @property
+    def task(self) -> str:
+        """``generate``, ``embed``, ``classify``, or empty for any other traced model."""
+        return str(self.metadata.get("task") or "")
+
+    @property
+    def main_route(self) -> str:
+        return ROUTES.get(self.task, "/v1/predict")
+
+    @property
+    def model_name(self) -> str:
+        """The name requests may give as ``model``."""
+        name = self.settings.served_model_name or self.metadata.get("model_name")
+        return str(name or self.artifact.resolve().name)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How a request that does not say is sampled: as the model's ``generation_config.json`` says."""
+        return dict(self.metadata.get("sampling_defaults") or {}) if self.settings.generation_defaults else {}
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt and completion together; 0 where there is no such limit."""
+        return int(self.metadata.get("max_len") or 0)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model has; where that is not known, as many as a tokenizer can take."""
+        return int(self.metadata.get("vocab_size") or 2**31)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many likeliest tokens the graphs give."""
+        return int(self.metadata.get("top_logprobs") or 0)
+
+    def bucket_shapes(self) -> list[tuple[str, int, int]]:
+        """Name, batch and length of every bucket; 1 where a first input has no such dimension."""
+        shapes = []
+        for bucket in self._manifest.buckets if self._manifest is not None else []:
+            shape = bucket.inputs[0].shape if bucket.inputs else []
+            shapes.append((bucket.name, shape[0] if shape else 1, shape[1] if len(shape) > 1 else 1))
+        return shapes
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the artifact has none."""
+        if self._tokenizer is None:
+            instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
+            raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
+        return self._tokenizer
+
+    def bounded_tokenizer(self) -> BoundedTokenizer:
+        """The tokenizer for texts of any size; RequestError when the artifact has none. For the loop's thread alone."""
+        tokenizer = self.require_tokenizer()
+        if self._bounded_tokenizer is None:
+            from nxd_server.text.text_process_jobs import BoundedTokenizer
+
+            settings = self.settings
+            self._bounded_tokenizer = BoundedTokenizer(
+                tokenizer, settings.request_timeout, settings.max_queued_requests
+            )
+        return self._bounded_tokenizer
+
+    @functools.cached_property
+    def bounded_json(self) -> BoundedJson:
+        """What parses large bodies."""
+        from nxd_server.text.text_process_jobs import BoundedJson
+
+        return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
+
+    @property
+    def body_bounds(self) -> Bounds:
+        """What a request's body may hold."""
+        tokenizer, max_len = self._tokenizer, self.max_len
+        characters = None if tokenizer is None else tokenizer.most_characters(max_len)
+        return body_bounds(self.task, max_len, self.settings.max_choices, characters)
+
+    def texts_aside(self) -> dict[str, int]:
+        """How many conversations, texts and large bodies are worked on in processes of their own, or wait for that."""
+        template, tokenizer = self.chat_template, self._bounded_tokenizer
+        return {
+            "conversations": 0 if template is None else template.inside,
+            "texts": 0 if tokenizer is None else tokenizer.inside,
+            "bodies": self.bounded_json.inside,
+        }
+
+    # --- while it is loaded ---------------------------------------------------------------------------
+
+    def _check_task(self) -> None:
+        """Refuse what the artifact was not traced for, before its ranks take seconds to start."""
+        settings = self.settings
+        if self.task != "generate":
+            for name in ("lora", "speculate"):
+                if getattr(settings, name):
+                    raise GenerateOnlyError(name, self.task)
+            return
+        if settings.lora and self._manifest is not None and not self._manifest.layout.get("adapters"):
+            raise SettingsError(
+                f"lora = {','.join(settings.lora)!r}: this artifact has no slots for adapters; trace the model again "
+                "with --lora-slots"
+            )
+        if settings.speculate:
+            from nxd_server.engine.speculation import check_speculate
+
+            check_speculate(self.metadata, settings.speculate)
+
+    def _read_text(self, task: str, artifact: LoadedArtifact) -> None:
+        """The tokenizer and the chat template that lie beside the graphs, and that the manifest lists."""
+        if task not in ROUTES:
+            return
+        from nxd_server.text.chat_template import TemplateSources
+        from nxd_server.text.tokenizer import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_dir(artifact)
+        except ModelConfigError as error:
+            logger.warning("no text routes, token ids only: %s", error)
+        else:
+            self._tokenizer.most_characters(self.max_len)  # looks through the vocabulary: now, and not in a request
+        if task == "generate" and self._tokenizer is not None:
+            self._use_template(TemplateSources.from_dir(artifact))
+
+    def _use_template(self, sources: TemplateSources | None) -> None:
+        """Serve conversations by the template, once it is known to be one."""
+        if sources is None:
+            return
+        from nxd_server.text.text_process_jobs import BoundedTemplate
+
+        settings = self.settings
+        template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
+        self.chat_template = template  # first: closing ends it while it is checked
+        template.check()

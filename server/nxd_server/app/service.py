@@ -1,0 +1,380 @@
+"""What is served: an artifact's ranks, its engine, its tokenizer, and how they are right now.
+
+The service starts in a thread of its own, so that the HTTP half answers ``/livez`` from the first moment; it is ready
+once its ranks have been seen to work. The graphs run in the ranks' processes, never in this one. A watchdog thread
+follows the engine: it restarts the ranks by itself, and where it cannot within the bound of ``recovery`` the service
+reports that the process should end, because a supervisor above can do what it could not.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from nxd_infer.errors import NxdError, RankFailedError
+from nxd_server.app.recovery_timeout import RecoveryTimeout
+from nxd_server.app.served_model import ServedModel
+from nxd_server.app.start_model import make_model
+from nxd_server.errors import EngineUnavailableError, RequestError, log_failure, summary
+from nxd_server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from nxd_infer.artifact.manifest import InputSpec, Manifest
+    from nxd_infer.runtime.model import TensorParallelModel
+    from nxd_infer.runtime.rank_model import RankModel
+    from nxd_infer.runtime.ranks.health import RankHealth
+    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
+    from nxd_server.engine.adapter_slots import Adapter, Adapters
+    from nxd_server.engine.events import OnEvent
+    from nxd_server.engine.weight_swap import WholeRequest
+
+logger = logging.getLogger("nxd_server.service")
+
+SPAWN_SECONDS = 1.0
+WATCH_SECONDS = 0.2
+IDLE_PROBE_SECONDS = 2.0
+
+
+class Service(ServedModel):
+    """One artifact, being served.
+
+    Args:
+        artifact: its directory.
+        settings: the server's settings.
+        on_failure: called once, from another thread, with the reason, when the process should end.
+    """
+
+    def __init__(
+        self,
+        artifact: str | Path,
+        settings: ServerSettings,
+        on_failure: Callable[[str], None] | None = None,
+    ):
+        super().__init__(Path(artifact), settings)
+        self.created = int(time.time())
+        self.load_seconds: float | None = None
+        self.failure: str | None = None
+        """Why the service can never be ready again."""
+        self.recovery = RecoveryTimeout(settings.recovery_timeout)
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._closing = False
+        self._draining = False
+        self._spawned = threading.Event()
+        self._stage = "loading the artifact"
+        self._model: RankModel | None = None
+        self._engine: Engine | None = None
+        self._oneshot: OneShotEngine | None = None
+        self._encoder: TextEncoder | None = None
+        self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load; returns once the ranks' processes run or could not be started, at the latest after a moment.
+
+        What the caller imports next would hold them up by as long, as Python runs one thread at a time.
+        """
+        self._thread.start()
+        self._spawned.wait(SPAWN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._load()
+            finally:
+                self._spawned.set()
+        except Exception as error:
+            if self._closing:
+                return
+            told = isinstance(error, RankFailedError) and error.foreseen
+            if not told and not (isinstance(error, NxdError) and summary(error) == str(error)):
+                log_failure(logger, "the artifact cannot be served", error)  # what ranks printed is for the log alone
+            self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
+            return
+        self._watch()
+
+    def _load(self) -> None:
+        begin = time.monotonic()
+        model = self._open()
+        if self._closing:
+            return
+        worker = self._start_engine(model)
+        gc.freeze()  # with torch, where it was needed, one look of the collector through it all took 0.2 s of everybody
+        self.load_seconds = time.monotonic() - begin
+        self.recovery.took(self.load_seconds)
+        worker.restarts.hopeless = self.recovery.hopeless(model.bounds.least_load)
+        if not self._closing:
+            logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
+            if worker.restarts.hopeless:
+                logger.warning("ranks that are lost will not be started again: %s", worker.restarts.hopeless)
+
+    def _open(self) -> RankModel:
+        """Read the artifact and start its ranks; the model as the engine shall see it."""
+        from nxd_infer.runtime.load import load_artifact
+
+        settings = self.settings
+        logger.info("loading %s", self.artifact)
+        artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
+        artifact.check_kernel(settings.allow_kernel)
+        self._manifest = artifact.manifest
+        self._check_task()
+        degree = artifact.manifest.tp_degree
+        self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
+        logger.info(self._stage)
+        self.recovery.nbytes = artifact.weight_bytes
+        model = make_model(
+            artifact,
+            self._spawned,
+            call_timeout=settings.call_timeout,
+            start_timeout=settings.start_timeout,
+            threads_per_rank=settings.threads_per_rank,
+        )
+        model.bounds.patient = True  # a first step is watched here, and however slow it is, it is the first
+        with self._lock:
+            self._model = model
+            if self._closing:
+                return model
+        text: Future[None] = Future()
+
+        def read() -> None:
+            try:
+                self._read_text(self.task, artifact)
+                if settings.admin():  # who has that key may change weights, and cutting them takes torch: now, once
+                    import nxd_infer.runtime.updates.adapters  # noqa: F401
+                text.set_result(None)
+            except Exception as error:
+                text.set_exception(error)
+
+        # While the ranks start, which takes seconds; in a thread that the process does not wait for at its end.
+        threading.Thread(target=read, name="nxd-text", daemon=True).start()
+        model.start()
+        text.result()
+        artifact.require_unchanged()  # the tokenizer and the template were read beside the verification
+        return model
+
+    def _start_engine(self, model: RankModel) -> Engine | OneShotEngine:
+        settings = self.settings
+        options: dict[str, Any] = {
+            "max_queued_requests": settings.max_queued_requests,
+            "restart_limit": settings.max_restarts,
+            "idle_probe": IDLE_PROBE_SECONDS,
+        }
+        if self.task == "generate":
+            from nxd_server.engine import Engine
+
+            options |= {"stall_ratio": settings.stall_ratio, "speculate": settings.speculate}
+            engine = self._engine = Engine(model, self._tokenizer, **options)
+            engine.adapters.taken_name = self.model_name
+            for name, _, path in (word.partition("=") for word in settings.lora):
+                engine.adapters.load(name, path)
+        else:
+            from nxd_server.engine import OneShotEngine, TextEncoder
+
+            engine = self._oneshot = OneShotEngine(cast("TensorParallelModel", model), **options)
+            if self._tokenizer is not None:
+                self._encoder = TextEncoder(self._oneshot, self._tokenizer)
+        engine.start(on_progress=self._progress)
+        return engine
+
+    def _progress(self, done: int, total: int, bucket: str) -> None:
+        self._stage = f"warming up: graph {min(done + 1, total)} of {total} ({bucket})"
+        logger.info("warmed up %d of %d graphs%s", done, total, "" if done == total else f", next {bucket}")
+
+    def _watch(self) -> None:
+        """Give the engine its time to recover, and no more."""
+        worker = self._worker
+        while worker is not None and not self._closing:
+            if worker.wait_failed(WATCH_SECONDS):
+                self._fail(worker.verdict)
+                return
+            restarts, stage = worker.restarts, worker.restarts.stage
+            if restarts.took is not None:
+                self.recovery.took(restarts.took)  # the same one again changes nothing
+            if (restarts.seconds or 0.0) > self.recovery.limit:
+                self._fail(self.recovery.late(stage))
+                return
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        logger.critical("giving up: %s", reason)
+        if self._on_failure is not None and not self._closing:
+            self._on_failure(reason)
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._draining = True
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the others; False when ``timeout`` seconds were not enough."""
+        self._draining = True
+        worker = self._worker
+        return True if worker is None else worker.drain(timeout)
+
+    def close(self) -> None:
+        """End everything; what still runs fails. The ranks are gone when this returns."""
+        with self._lock:
+            self._closing = True
+        for bounded in (self.chat_template, self._bounded_tokenizer, self.bounded_json):
+            if bounded is not None:
+                bounded.stop()
+        worker, model = self._worker, self._model
+        if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
+            model.close()  # first: the engine's thread may be inside a start that only this ends
+        if worker is not None:
+            worker.close(5.0)
+        if model is not None:
+            model.close()
+
+    # --- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> Engine | OneShotEngine | None:
+        return self._engine or self._oneshot
+
+    @property
+    def manifest(self) -> Manifest:
+        """The artifact's manifest; raises EngineUnavailableError before it is read."""
+        if self._manifest is None:
+            raise self._unavailable()
+        return self._manifest
+
+    def require_encoder(self) -> TextEncoder:
+        """Texts to vectors; RequestError when the artifact has no tokenizer."""
+        self.require_tokenizer()
+        if self._encoder is None:  # not yet: it needs the engine
+            raise self._unavailable()
+        return self._encoder
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        """Inputs by name, as the first bucket that has them declares them."""
+        specs: dict[str, InputSpec] = {}
+        for bucket in self.manifest.buckets:
+            for spec in bucket.inputs:
+                specs.setdefault(spec.name, spec)
+        return specs
+
+    # --- how it is ------------------------------------------------------------------------------------
+
+    def readiness(self) -> tuple[bool, str, str]:
+        """Whether a request sent now would be served; the state in a word; the reason when not."""
+        if self.failure is not None:
+            return False, "failed", self.failure
+        if self._draining:
+            return False, "draining", "the server is shutting down"
+        health = self.health()
+        if health is None or health.state == "starting":
+            return False, "starting", self._stage
+        if health.recovering_for is not None:
+            return False, health.state, self.recovery.progress(health.recovering_for, health.stage)
+        if not health.ready:
+            return False, health.state if health.state != "ready" else "stalled", health.reason
+        for rank in health.ranks:
+            if rank.state != "running" or not rank.alive:
+                return False, "stalled", f"not every rank is running: rank {rank.rank} {rank.state}"
+        return True, "ready", ""
+
+    @property
+    def ready(self) -> bool:
+        return self.readiness()[0]
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were swapped since the artifact was loaded."""
+        worker = self._worker
+        return worker.gate.version if worker is not None else 0
+
+    @property
+    def restarts(self) -> int:
+        stats = self.stats()
+        return stats.restarts if stats is not None else 0
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counters, or None before it exists."""
+        worker = self._worker
+        return worker.stats() if worker is not None else None
+
+    def health(self) -> EngineHealth | None:
+        worker = self._worker
+        return worker.health() if worker is not None else None
+
+    def ranks(self) -> list[RankHealth]:
+        """Every rank's health, also while the engine is still being built."""
+        if (health := self.health()) is not None:
+            return health.ranks
+        model = self._model
+        return model.health() if model is not None else []
+
+    def _unavailable(self) -> EngineUnavailableError:
+        _, state, reason = self.readiness()
+        retry = None if state in ("failed", "draining") else 5.0
+        return EngineUnavailableError(f"the server takes no requests now: {reason or state}", state, retry)
+
+    def require_loaded(self) -> None:
+        """EngineUnavailableError until the artifact has been read."""
+        if self._manifest is None:
+            raise self._unavailable()
+
+    def require_ready(self) -> None:
+        """EngineUnavailableError unless a request may be queued. (A stalled step is the engine's to end.)"""
+        worker = self._worker
+        if self.failure is not None or self._draining or worker is None or worker.state != "ready":
+            raise self._unavailable()
+
+    def adapters(self) -> list[Adapter]:
+        """The adapters that requests may name."""
+        return self._engine.adapters.listed() if self._engine is not None else []
+
+    def require_adapters(self) -> Adapters:
+        """The adapters, to be changed; RequestError when the artifact cannot have any."""
+        self.require_ready()
+        if self._engine is None:
+            raise RequestError("", f"{self.model_name!r} was not traced for generation and takes no adapters")
+        return self._engine.adapters
+
+    # --- work -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_event: OnEvent,
+        *,
+        timeout: float,
+        request_id: str,
+        adapter: str | None = None,
+        whole: WholeRequest | None = None,
+    ) -> Ticket:
+        """Queue a prompt; the errors of :meth:`Engine.submit`."""
+        self.require_ready()
+        if self._engine is None:
+            raise RequestError("", f"{self.model_name!r} was not traced for generation")
+        return self._engine.submit(
+            list(prompt), params, on_event, timeout=timeout, request_id=request_id, adapter=adapter, whole=whole
+        )
+
+    def submit_tensors(
+        self, inputs: Mapping[str, torch.Tensor], *, timeout: float, whole: WholeRequest | None = None
+    ) -> Future[dict[str, torch.Tensor]]:
+        """Queue a one-shot call; the errors of :meth:`OneShotEngine.submit`."""
+        self.require_ready()
+        if self._oneshot is None:
+            raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
+        return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
+
+    def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
+        """Swap the weights between requests; the new version. The errors of :meth:`EngineControls.update_weights`."""
+        self.require_ready()
+        worker = self._worker
+        if worker is None:
+            raise self._unavailable()
+        return worker.update_weights(path, tag=tag, timeout=timeout)

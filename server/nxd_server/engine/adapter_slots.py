@@ -1,0 +1,141 @@
+"""The LoRA adapters that an engine serves: which lies in which slot of the model, and how many choices use it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxd_infer.errors import AdapterError, WeightSchemaError
+from nxd_server.engine.core.model import Model
+from nxd_server.errors import AdapterConflictError, RequestError, UnknownModelError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One adapter, from the moment its slot is reserved until the slot is free again."""
+
+    name: str
+    slot: int
+    created: int
+    """Seconds since 1970."""
+    running: int = 0
+    """Choices that use it, waiting ones included."""
+    ready: bool = False
+    """Whether new requests may name it."""
+
+
+class Adapters:
+    """The slots of one model. Its methods may be called from any thread."""
+
+    def __init__(self, model: Model, put: Callable[[int, str | os.PathLike[str], float], None]):
+        """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
+        self._put = put
+        self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
+        self.taken_name = ""
+        """The model's own, which no adapter may have."""
+        self._lock = threading.Lock()
+        self._held: list[Adapter] = []
+        """What occupies a slot: ready, being loaded, or removed while requests still use it."""
+
+    def listed(self) -> list[Adapter]:
+        """Those that requests may name, oldest first."""
+        with self._lock:
+            return [adapter for adapter in self._held if adapter.ready]
+
+    def load(self, name: str, folder: str | os.PathLike[str], timeout: float = 60.0) -> Adapter:
+        """Put the adapter of a PEFT directory into a free slot, while requests go on. Returns when it can be used.
+
+        Raises RequestError when it does not fit the model, AdapterConflictError when the name is taken or no slot is
+        free; WeightsBusyError when another load or swap, or the step that runs, takes longer than ``timeout`` seconds;
+        ArtifactSpaceError when the disk is full. Nothing has changed then.
+        """
+        adapter = self._reserve(name)
+        try:
+            self._put(adapter.slot, folder, timeout)
+        except (AdapterError, WeightSchemaError) as error:
+            self._forget(adapter)
+            raise RequestError("path", str(error)) from error
+        except BaseException:
+            self._forget(adapter)
+            raise
+        with self._lock:
+            adapter.ready = True
+        return adapter
+
+    def _reserve(self, name: str) -> Adapter:
+        if not self.slots:
+            raise RequestError("", "this model was traced without slots for adapters: trace it again with --lora-slots")
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise RequestError(
+                "name",
+                f"must be 1 to 128 letters, digits and . _ : / -, beginning with a letter or digit, got {name!r}",
+            )
+        with self._lock:
+            if name == self.taken_name:
+                raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
+            # The name of one that was removed may be given again while its last requests run.
+            if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):
+                raise AdapterConflictError(f"there is an adapter {name!r} already: remove it, or choose another name")
+            taken = {adapter.slot for adapter in self._held}
+            free = [slot for slot in range(1, self.slots + 1) if slot not in taken]
+            if not free:
+                held = ", ".join(f"{adapter.name} ({adapter.running} running)" for adapter in self._held)
+                raise AdapterConflictError(
+                    f"all {self.slots} slots for adapters are in use by {held}: remove one, wait until the requests of "
+                    "a removed one have ended, or trace the model with more --lora-slots"
+                )
+            adapter = Adapter(name, free[0], int(time.time()))
+            self._held.append(adapter)
+            return adapter
+
+    def _forget(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._held.remove(adapter)
+
+    def remove(self, name: str) -> Adapter:
+        """Take ``name`` away from new requests. Its slot is free when those that run have ended.
+
+        Raises UnknownModelError when there is no such adapter.
+        """
+        with self._lock:
+            adapter = self._find(name)
+            adapter.ready = False
+            if not adapter.running:
+                self._held.remove(adapter)
+            return adapter
+
+    def take(self, name: str | None, choices: int) -> Adapter | None:
+        """The adapter for so many new choices, each of which must be given back; None for none.
+
+        Raises UnknownModelError.
+        """
+        if name is None:
+            return None
+        with self._lock:
+            adapter = self._find(name)
+            adapter.running += choices
+            return adapter
+
+    def give_back(self, adapter: Adapter | None, choices: int = 1) -> None:
+        """So many choices of it have ended."""
+        if adapter is None:
+            return
+        with self._lock:
+            adapter.running -= choices
+            if not adapter.running and not adapter.ready:
+                self._held.remove(adapter)
+
+    def _find(self, name: str) -> Adapter:
+        for adapter in self._held:
+            if adapter.name == name and adapter.ready:
+                return adapter
+        names = ", ".join(adapter.name for adapter in self._held if adapter.ready)
+        raise UnknownModelError(
+            f"there is no adapter {name!r}; " + (f"there are {names}" if names else "there is none")
+        )

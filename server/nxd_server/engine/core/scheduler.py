@@ -1,0 +1,308 @@
+"""Which graph runs next, over which rows. Pure logic: it sees lengths and measured times, never a model.
+
+* Waiting choices get a free slot in order of arrival.
+* A prompt goes in pieces: whole largest graphs first, then the smallest that fits what is left (``<=``), or several
+  smaller ones where measured times say that they are clearly cheaper.
+* While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
+  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
+  that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
+  there is such a graph.
+* A decode step takes the graph with the most rows per second, none above the smallest that takes every slot, and the
+  rows that have waited longest. Where rows may share a slot (``mixes``), tokens of prompts take the rows that are left,
+  in graphs of any size that hold up what decodes for no longer than pieces may, or, where prompts would go on at less
+  than half the pace in these, than the shortest piece would; while no piece is short enough and such rows are left,
+  prompts go on in these alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import Generic, Literal, TypeVar
+
+from nxd_server.engine.core.sequence import Sequence
+from nxd_server.engine.core.slots import SlotPool
+from nxd_server.engine.core.step_costs import CLEAR_GAIN, Graph, StepCosts
+
+PLANNED = 0.75
+"""Of the time that streams may wait, this much is planned for: steps vary, requests are read, answers handed over."""
+MAX_PIECES = 32
+"""A piece is never split into more than about so many smaller ones."""
+
+UNKNOWN = -1
+"""Fed in place of a token that the step before gives; the graph knows it (``nxd_models.serving.decoder_step``)."""
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(slots=True)
+class Row(Generic[S]):
+    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one.
+
+    A decode row of more than one token feeds ``draft`` behind it; once it has run, ``length`` counts the right ones.
+    """
+
+    sequence: S
+    start: int
+    length: int
+    samples: bool
+    draft: tuple[int, ...] = ()
+
+    def tokens(self) -> list[int]:
+        """What the row feeds."""
+        sequence = self.sequence
+        if self.length == 1 and self.start == len(sequence.prompt) + len(sequence.output):
+            return [UNKNOWN]
+        if not self.draft:
+            return sequence.tokens(self.start, self.length)
+        return [*sequence.tokens(self.start, 1), *self.draft[: self.length - 1]]
+
+
+@dataclass(slots=True)
+class Step(Generic[S]):
+    """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed one the last ones are tokens of prompts,
+    those of one choice in order."""
+
+    kind: Literal["prefill", "decode", "mixed"]
+    graph: Graph
+    rows: tuple[Row[S], ...]
+
+
+class Scheduler(Generic[S]):
+    """Not thread-safe: it belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        graphs: Iterable[Graph],
+        slots: int,
+        costs: StepCosts,
+        *,
+        prefill_ratio: float = 4.0,
+        stall_ratio: float = 4.0,
+        mixes: bool = False,
+    ):
+        if prefill_ratio <= 0 or stall_ratio < 1:
+            raise ValueError(
+                f"prefill_ratio is more than 0 and stall_ratio at least 1, got {prefill_ratio}, {stall_ratio}"
+            )
+        self.graphs = sorted(graphs, key=lambda graph: (graph.length, graph.batch))
+        if not self.graphs:
+            raise ValueError("an engine needs at least one graph")
+        self.costs = costs
+        self.slots = SlotPool(slots)
+        self.prefill_ratio = prefill_ratio
+        self.stall_ratio = stall_ratio
+        self.mixes = mixes and stall_ratio < inf  # where nothing is bounded, whole pieces are cheaper
+        shortest = self.graphs[0].length
+        self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
+        # Alone, decoding fills no graph above the smallest that takes every slot; what is larger is there to be shared.
+        fits = sum(graph.batch < slots for graph in self._shared_graphs)
+        self._decode_graphs = self._shared_graphs[: fits + 1]
+        self._lengths = sorted({graph.length for graph in self.graphs})
+        self._waiting: deque[S] = deque()
+        self._prefilling: list[S] = []
+        self._decoding: dict[int, S] = {}
+        self._owed: set[int] = set()
+        """Decoding choices that have not advanced since the last prefill step."""
+        self._debt = 0.0
+        """Seconds of decoding that are due before the next prefill step."""
+
+    # --- what is there --------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return self.slots.used
+
+    @property
+    def live_tokens(self) -> int:
+        """Positions of the cache that hold tokens of running choices."""
+        return sum(sequence.computed for sequence in (*self._decoding.values(), *self._prefilling))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._decoding)
+
+    def sequences(self) -> Iterator[S]:
+        """Everything that is not finished, running ones first."""
+        yield from list(self._decoding.values())
+        yield from list(self._prefilling)
+        yield from list(self._waiting)
+
+    # --- in and out -----------------------------------------------------------------------------------
+
+    def add(self, sequence: S) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: S) -> None:
+        """Forget a choice, finished or not, and free its slot. Without effect the second time."""
+        self._owed.discard(sequence.id)
+        if sequence.slot is None:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+            return
+        if self._decoding.pop(sequence.id, None) is None:
+            self._prefilling.remove(sequence)
+        self.slots.release(sequence.slot)
+        sequence.slot = None
+
+    # --- the next step --------------------------------------------------------------------------------
+
+    def admit(self, allowed: Callable[[S], bool] = lambda sequence: True) -> list[S]:
+        """Give free slots to those who wait and are ``allowed``, in order of arrival; the choices that got one."""
+        admitted: list[S] = []
+        held: list[S] = []
+        while self._waiting and self.slots.free:
+            sequence = self._waiting.popleft()
+            if not allowed(sequence):
+                held.append(sequence)
+                continue
+            sequence.slot = self.slots.allocate()
+            sequence.computed = 0
+            self._prefilling.append(sequence)
+            admitted.append(sequence)
+        self._waiting.extendleft(reversed(held))
+        return admitted
+
+    def next_step(self) -> Step[S] | None:
+        """The step to run now; None when nothing is admitted, or all of it waits for the end of steps that were begun.
+        Call :meth:`begin` when the ranks have it."""
+        streams = self._streams()
+        if not streams:
+            return self._prefill_step(streams) if self._prefilling else None
+        graph, prompts = self._plan(len(streams))
+        due = not self._owed and self._debt <= 0
+        if self._prefilling and due and not (prompts and not self._short_lengths(len(streams))):
+            return self._prefill_step(streams)
+        return self._decode_step(graph, streams, prompts)
+
+    def begin(self, step: Step[S]) -> None:
+        """Book what ``step`` will have done. The next one, which the ranks do behind it, may be planned then."""
+        seconds = self.costs[step.graph.name]
+        if step.kind == "prefill":
+            streams = self._streams()
+            self._owed = {sequence.id for sequence in streams}
+            self._debt = seconds / self.prefill_ratio if streams else 0.0
+        else:
+            self._debt -= seconds
+        for row in step.rows:
+            sequence = row.sequence
+            self._owed.discard(sequence.id)
+            sequence.computed = row.start + row.length
+            if row.samples and sequence.id not in self._decoding:
+                self._prefilling.remove(sequence)
+                self._decoding[sequence.id] = sequence
+
+    def complete(self, step: Step[S], seconds: float) -> None:
+        """``step``, which was begun, has run, in ``seconds``."""
+        self.costs.observe(step.graph.name, seconds)
+
+    def _streams(self) -> list[S]:
+        """What decodes and may want another token, those that have waited longest first."""
+        return [sequence for sequence in self._decoding.values() if sequence.goes_on]
+
+    def _prefill_step(self, streams: list[S]) -> Step[S]:
+        head = self._prefilling[0]
+        length = self.piece(head.remaining, len(streams))
+        candidates = [graph for graph in self.graphs if graph.length == length]
+        rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
+        graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))
+        return Step("prefill", graph, tuple(rows[: graph.batch]))
+
+    def _prefill_row(self, sequence: S, length: int) -> Row[S]:
+        size = min(length, sequence.remaining)
+        return Row(sequence, sequence.computed, size, samples=size == sequence.remaining)
+
+    def _decode_graph(self, count: int) -> Graph:
+        return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
+
+    def _plan(self, count: int) -> tuple[Graph, list[Row[S]]]:
+        """The graph of the next step that decodes ``count`` rows, and tokens of prompts, a row each, for the rows that
+        these leave in it."""
+        if self.mixes and self._prefilling:
+            graphs = self._mixed_graphs(count)
+            tokens = (
+                Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
+                for sequence in self._prefilling
+                for position in range(sequence.computed, len(sequence.prompt))
+            )
+            rows = list(islice(tokens, max(0, graphs[-1].batch - count)))
+            graph = self.costs.cheapest(graphs, lambda graph: min(graph.batch, count + len(rows)))
+            if rows := rows[: max(0, graph.batch - count)]:
+                return graph, rows
+        return self._decode_graph(count), []
+
+    def _mixed_graphs(self, count: int) -> list[Graph]:
+        """Those that keep to the bound beside ``count`` streams; where prompts would go on at less than half the pace
+        in these, also those that take no longer than the shortest piece would.
+        """
+        bound = self._bound()
+        piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
+        graphs = [graph for graph in self._shared_graphs if self.costs[graph.name] <= max(bound, piece)]
+        within = [graph for graph in graphs if self.costs[graph.name] <= bound]
+
+        def pace(some: list[Graph]) -> float:
+            return max((graph.batch - count) / self.costs[graph.name] for graph in some)
+
+        return within if within and 2 * pace(within) >= pace(graphs) else graphs
+
+    def _decode_step(self, graph: Graph, streams: list[S], prompts: list[Row[S]]) -> Step[S]:
+        chosen = streams[: graph.batch]
+        for sequence in chosen:  # the dictionary is in the order of turns
+            self._decoding[sequence.id] = self._decoding.pop(sequence.id)
+        # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
+        chosen.sort(key=lambda sequence: sequence.slot or 0)
+        rows = [Row(sequence, sequence.computed, 1, True) for sequence in chosen]
+        return Step("mixed" if prompts else "decode", graph, (*rows, *prompts))
+
+    # --- pieces of prompts ------------------------------------------------------------------------------
+
+    def piece(self, remaining: int, streams: int | None = None) -> int:
+        """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go, beside ``streams``
+        that decode (None: as many as do)."""
+        streams = len(self._streams()) if streams is None else streams
+        # At least the shortest piece: a prompt has to go on.
+        lengths = (self._short_lengths(streams) or self._lengths[:2]) if streams else self._lengths
+        largest = lengths[-1]
+        if remaining >= largest:
+            return largest
+        fit = next(length for length in lengths if length >= remaining)
+        smaller = [length for length in lengths if 1 < length < fit <= MAX_PIECES * length]
+        if fit == remaining or not smaller:
+            return fit
+        cost, first = self._cover(remaining, smaller, {})
+        return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
+
+    def _short_lengths(self, streams: int) -> list[int]:
+        """Those of pieces that hold up what decodes for no longer than ``stall_ratio`` allows, if any."""
+        graph, prompts = self._plan(streams)
+        behind = graph if prompts else self._decode_graph(streams + 1)  # a prompt may end
+        room = self._bound() - self.costs[behind.name]
+        short = sum(self._cost_of(length) <= room for length in self._lengths)
+        return self._lengths[:short] if short > 1 else []
+
+    def _bound(self) -> float:
+        """Seconds that what decodes may wait for its next token, by plan."""
+        return PLANNED * self.stall_ratio * min(self.costs[graph.name] for graph in self._decode_graphs)
+
+    def _cost_of(self, length: int) -> float:
+        return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
+
+    def _cover(self, remaining: int, lengths: list[int], known: dict[int, tuple[float, int]]) -> tuple[float, int]:
+        """The cheapest way to take ``remaining`` tokens in pieces of ``lengths``: its cost and its first piece."""
+        if remaining <= 0:
+            return 0.0, 0
+        if remaining not in known:
+            # Larger pieces first: each is tried as the first piece, and the order of pieces does not matter.
+            known[remaining] = min(
+                (self._cost_of(length) + self._cover(remaining - length, lengths, known)[0], -length)
+                for length in lengths
+            )
+        cost, negative = known[remaining]
+        return cost, -negative

@@ -1,0 +1,54 @@
+"""One choice of one request: its tokens, and how far the cache has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nxd_server.engine.prompt_lookup import Lookup
+from nxd_server.engine.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What the scheduler needs to know of a choice. ``computed`` tokens have their keys and values in ``slot``."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    slot: int | None = None
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+    lookup: Lookup = field(default_factory=Lookup)
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens that are not in the cache yet; 0 while decoding."""
+        return max(0, len(self.prompt) - self.computed)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token may be wanted behind those that steps which were begun will give."""
+        return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
+
+    def tokens(self, start: int, length: int) -> list[int]:
+        """The tokens at positions ``start`` to ``start + length - 1`` of prompt and output together."""
+        prompt = len(self.prompt)
+        if start >= prompt:
+            return self.output[start - prompt : start - prompt + length]
+        if start + length <= prompt:
+            return self.prompt[start : start + length]
+        return (self.prompt + self.output)[start : start + length]
+
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice ``index``: choice 0 has the request's own, the others are mixed from it (splitmix64)."""
+    if index == 0:
+        return seed
+    mixed = (seed + 0x9E3779B97F4A7C15 * index) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1

@@ -1,0 +1,209 @@
+"""The tensors of one step, filled in place: a bucket keeps its buffers, and rows that stay are not written again."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nxd_infer.artifact.manifest import BucketSpec, InputSpec
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.runtime.ranks.arena import InputBlock
+from nxd_server.engine.core.scheduler import Row
+from nxd_server.engine.sampling_params import SAMPLER_FIELDS, SamplingParams
+from nxd_server.errors import RequestError
+
+STEP_INPUTS = ("tokens", "start", "length", "block_table")
+SAMPLER_DEFAULTS: dict[str, float] = {
+    **{name: field.off for name, field in SAMPLER_FIELDS.items()},
+    "seed": 0,
+    "allowed": -1,
+    "bias_ids": 0,
+    "bias_values": 0.0,
+    "prompt_length": -1,
+    "adapter": 0,
+}
+"""What the engine knows to feed, with the value that means "off"."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The sampler inputs of one choice, as numbers; ``banned`` ids must not come before ``min_tokens``."""
+
+    values: dict[str, float]
+    bias: tuple[tuple[int, float], ...]
+    banned: tuple[int, ...]
+
+
+def check_buckets(buckets: list[BucketSpec]) -> None:
+    """Refuse, by name, graphs that need an input nobody feeds, or that lack one a step needs."""
+    for bucket in buckets:
+        names = {spec.name for spec in bucket.inputs}
+        if missing := [name for name in STEP_INPUTS if name not in names]:
+            raise ModelConfigError(
+                f"bucket {bucket.name} is no generation step: it has no input {', '.join(missing)} (it takes "
+                f"{', '.join(sorted(names))}). Trace the model with --task generate"
+            )
+        known = {*STEP_INPUTS, *SAMPLER_DEFAULTS}
+        unknown = [spec.name for spec in bucket.inputs if spec.name not in known and spec.default is None]
+        if unknown:
+            raise ModelConfigError(
+                f"bucket {bucket.name} needs the input {', '.join(unknown)}, which this engine cannot feed; use a "
+                "server of the version that traced the artifact, or give the input a default"
+            )
+        tokens = tokens_input(bucket).shape
+        for spec in bucket.inputs:
+            one = len(tokens) == 2 and (spec.name == "tokens" or math.prod(spec.shape) == tokens[0])
+            if spec.name in STEP_INPUTS and (spec.dtype != "int64" or not one):
+                raise ModelConfigError(
+                    f"bucket {bucket.name} is no generation step: its input {spec.name} is {spec.dtype}{spec.shape}; "
+                    f"{', '.join(STEP_INPUTS)} are int64, tokens [rows, tokens of a row] and the others one number a "
+                    "row. Trace the model with --task generate"
+                )
+        if "token" not in {spec.name for spec in bucket.outputs}:
+            raise ModelConfigError(f"bucket {bucket.name} is no generation step: it has no output named token")
+
+
+def sampler_of(
+    params: SamplingParams, seed: int, inputs: set[str], vocab_size: int, bias_slots: int, eos: Rows[int]
+) -> Sampler:
+    """The sampler inputs of a choice, for graphs that take ``inputs``; RequestError when they lack what it needs."""
+    values: dict[str, float] = {name: getattr(params, name) for name in SAMPLER_FIELDS}
+    for name, value in values.items():
+        if name not in inputs and value != SAMPLER_DEFAULTS[name]:
+            raise RequestError(name, _absent(name, name))
+    values |= {"seed": seed, "top_k": min(params.top_k, vocab_size)}
+    if not params.greedy and "seed" not in inputs:
+        raise RequestError("temperature", _absent("seed", "sampling"))
+    if params.logit_bias and not {"bias_ids", "bias_values"} <= inputs:
+        raise RequestError("logit_bias", _absent("bias_ids", "logit_bias"))
+    if len(params.logit_bias) > bias_slots:
+        raise RequestError(
+            "logit_bias", f"{len(params.logit_bias)} tokens are biased; this artifact was traced for {bias_slots}"
+        )
+    banned: tuple[int, ...] = ()
+    if params.min_tokens > 0:
+        banned = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
+        if banned and "allowed" not in inputs:
+            raise RequestError("min_tokens", _absent("allowed", "min_tokens"))
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if outside := [token for token in tokens if token >= vocab_size]:
+            raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+    return Sampler(values, tuple(params.logit_bias.items()), banned)
+
+
+def _absent(name: str, what: str) -> str:
+    return f"the graphs of this artifact have no input {name!r}, so {what} cannot act; trace the model again"
+
+
+class StepInputs:
+    """The input buffers of one bucket. Padding rows point at the scratch block, at position 0, with one token."""
+
+    def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool):
+        """``arrays``: the model takes them (:class:`InputBlock`); else torch's tensors over the same memory."""
+        self._scratch = scratch
+        # Any input that is neither has a default, see check_buckets.
+        known = [spec for spec in bucket.inputs if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS]
+        self._arrays: Mapping[str, np.ndarray]
+        self.tensors: Mapping[str, Any]
+        """What the model takes."""
+        if arrays:
+            self.tensors = self._arrays = InputBlock(bucket)
+        else:
+            self._arrays = {spec.name: np.empty(spec.shape, spec.dtype) for spec in known}
+            self.tensors = _as_tensors(self._arrays)
+        for spec in known:
+            default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
+            self._arrays[spec.name][...] = default
+        self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in SAMPLER_DEFAULTS}
+        self.batch = self._arrays["tokens"].shape[0]
+        columns = [_Column(spec, self._arrays[spec.name]) for spec in known if spec.name in STEP_INPUTS]
+        self._columns = {column.spec.name: column for column in columns}
+        self._owners: list[tuple[int, bool] | None] = [None] * self.batch
+        for index in range(self.batch):
+            self.clear(index)
+
+    def clear(self, index: int) -> None:
+        """Make row ``index`` padding."""
+        self._place(index, [0], 0, self._scratch)
+        if self._owners[index] is not None:
+            self._owners[index] = None
+            for name, value in self._defaults.items():
+                self._arrays[name][index] = value
+
+    def _place(self, index: int, tokens: Rows[int], start: int, slot: int) -> None:
+        """Write what every step changes."""
+        columns = self._columns
+        columns["tokens"].fill(index, tokens)
+        columns["start"].set(index, start)
+        columns["length"].set(index, len(tokens))
+        columns["block_table"].set(index, slot)
+
+    def put(self, index: int, row: Row, sampler: Sampler) -> None:
+        """Make row ``index`` the piece ``row`` of its choice. InputMismatchError for a value outside its limits; those
+        of the sampler are left to the model that takes tensors."""
+        sequence, arrays = row.sequence, self._arrays
+        assert sequence.slot is not None
+        self._place(index, row.tokens(), row.start, sequence.slot)
+        output = row.start + row.length - len(sequence.prompt)  # the place of the token that the row gives
+        banned = bool(sampler.banned) and output < sequence.params.min_tokens
+        if self._owners[index] == (sequence.id, banned):
+            return
+        self._owners[index] = (sequence.id, banned)
+        for name, default in self._defaults.items():
+            arrays[name][index] = sampler.values.get(name, default)
+        if "prompt_length" in arrays:  # tells the penalties what is prompt and what is output
+            arrays["prompt_length"][index] = len(sequence.prompt)
+        for place, (token, bias) in enumerate(sampler.bias):
+            arrays["bias_ids"][index, place] = token
+            arrays["bias_values"][index, place] = bias
+        if banned:
+            allowed = arrays["allowed"][index].view(np.uint32)
+            for token in sampler.banned:
+                allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if isinstance(self.tensors, InputBlock):
+            self.tensors.check()
+
+
+class _Column:
+    """One input of whole numbers, the same count for each row. A number written here is checked, and costs a fraction
+    of what an assignment to the array does."""
+
+    def __init__(self, spec: InputSpec, column: np.ndarray):
+        self.spec = spec
+        self._low = -math.inf if spec.minimum is None else spec.minimum
+        self._high = math.inf if spec.maximum is None else spec.maximum
+        self._values = column.data.cast("B").cast("q")
+        self._width = column.size // len(column)
+
+    def set(self, index: int, value: int) -> None:
+        if not self._low <= value <= self._high:
+            self.spec.check(value)
+        self._values[index] = value
+
+    def fill(self, index: int, values: Rows[int]) -> None:
+        """Row ``index``: ``values``, and zeros behind them."""
+        if len(values) == self._width == 1:
+            self.set(index, values[0])
+            return
+        self.spec.check(min(values))
+        self.spec.check(max(values))
+        row = array("q", values)
+        row.extend([0] * (self._width - len(row)))
+        self._values[index * self._width : (index + 1) * self._width] = row
+
+
+def tokens_input(bucket: BucketSpec) -> InputSpec:
+    """The tokens of a step: ``[rows, tokens of a row]``."""
+    return next(spec for spec in bucket.inputs if spec.name == "tokens")
+
+
+def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

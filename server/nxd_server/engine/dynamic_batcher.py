@@ -1,0 +1,303 @@
+"""Dynamic batching of one-shot models: in the engine's thread, calls share steps.
+
+Requests share a step only where the manifest says that rows are independent: every input may be padded on dimension 0
+and every output is cut there. Then waiting requests are put together up to the largest batch of the length that the
+oldest one needs, after ``max_delay_ms`` at the latest; shorter ones are padded with the declared values, and each
+caller gets the rows and lengths it sent. Any other model runs one request at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_infer.artifact.manifest import BucketSpec
+from nxd_infer.errors import NxdError, RankFailedError
+from nxd_infer.runtime.router import cut, fill, lawful
+from nxd_server.engine.core.model import RoutingModel
+from nxd_server.engine.core.step_runner import FATAL
+from nxd_server.engine.engine_parts import EngineParts
+from nxd_server.engine.oneshot_batching import bucket_fits, elements, row_elements, row_shape
+from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
+
+Outputs = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. ``alone``: it was in a step that failed, and shares none any more."""
+
+    inputs: dict[str, torch.Tensor]
+    future: Future
+    rows: int
+    arrived: float
+    deadline: float | None
+    convert: Callable[[Outputs], Any]
+    whole: WholeRequest
+    alone: bool = False
+
+
+class DynamicBatcher:
+    """The :class:`~nxd_server.engine.engine_thread.Batcher` of a one-shot model."""
+
+    def __init__(self, model: RoutingModel, parts: EngineParts, batches: bool, max_delay: float):
+        """``batches``: requests may share a step; ``max_delay``: seconds that one waits for others to share its."""
+        self._model = model
+        self._batches = batches
+        self._kernel = "bucket-kernel" in model.manifest.requires
+        self._max_delay = max_delay
+        self._lock, self._queue, self._gate = parts.lock, parts.queue, parts.gate
+        self._steps, self._costs = parts.steps, parts.costs
+        self._arrivals: deque[Job] = deque()
+        self._pending: list[Job] = []
+        self._current: list[Job] = []
+
+    # --- any thread -------------------------------------------------------------------------------------
+
+    def put(self, job: Job) -> None:
+        """Queue a job; called under the lock."""
+        self._arrivals.append(job)
+        self._lock.notify_all()
+
+    @property
+    def running(self) -> int:
+        """Jobs inside the step that runs."""
+        return len(self._current)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        return bool(self._arrivals)
+
+    def wait_seconds(self) -> float:
+        moments = [job.deadline for job in self._pending if job.deadline is not None]
+        moments += [job.arrived + self._max_delay for job in self._ready()[:1]]
+        return max(0.0, min(moments, default=math.inf) - time.monotonic())
+
+    def _ready(self) -> list[Job]:
+        """Those of the waiting that may begin, oldest first."""
+        if not self._gate.wanted:
+            return self._pending
+        return [job for job in self._pending if self._gate.may_begin(job.whole)]
+
+    def work(self) -> bool:
+        with self._lock:
+            self._pending.extend(self._arrivals)
+            self._arrivals.clear()
+        now = time.monotonic()
+        for job in [job for job in self._pending if job.deadline is not None and job.deadline <= now]:
+            self._pending.remove(job)
+            seconds = now - job.arrived
+            self._fail(job, DeadlineExceededError(f"the request waited for {seconds:.3g} s and had no more time"))
+        self._drop_cancelled()
+        ready = self._ready()
+        if not ready:
+            return False
+        if self._kernel:
+            self._take(ready[:1])
+            self._run_kernel(self._current[0])
+            return True
+        bucket, group, room = self._group(ready)
+        full = sum(job.rows for job in group) >= room or len(group) < len(ready)
+        if self._batches and not full and now - group[0].arrived < self._max_delay and not self._queue.draining:
+            return False
+        self._take(group)
+        self._run_group(bucket)
+        return True
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._pending if job.future.cancelled()]:
+            self._pending.remove(job)
+            job.future.set_running_or_notify_cancel()
+            self._queue.ended("cancelled", 0.0)
+            self._told(job)
+
+    def _take(self, jobs: list[Job]) -> None:
+        """Move ``jobs`` into the step; those that were cancelled at the last moment drop out."""
+        self._current = []
+        for job in jobs:
+            self._pending.remove(job)
+            if job.future.running() or job.future.set_running_or_notify_cancel():
+                self._gate.begin(job.whole)
+                self._current.append(job)
+            else:
+                self._queue.ended("cancelled", 0.0)
+                self._told(job)
+
+    def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
+        """The bucket to run next, who is in it (the oldest, and others that share its names and fit), and how many
+        rows there is room for at most."""
+        head = ready[0]
+        fitting = [bucket for bucket in self._model.manifest.buckets if bucket_fits(bucket, head.inputs)]
+        if not self._batches or head.alone:
+            return min(fitting, key=elements), [head], 1
+        # The smallest length that takes the oldest; among its batch sizes the one with the most rows per second.
+        shape = row_shape(min(fitting, key=lambda bucket: (row_elements(bucket), bucket.inputs[0].shape[0])))
+        buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
+        buckets.sort(key=lambda bucket: bucket.inputs[0].shape[0])
+        widest = buckets[-1]
+        room = widest.inputs[0].shape[0]
+        group, rows = [], 0
+        for job in ready:
+            same = job.inputs.keys() == head.inputs.keys()  # and none is to go alone: those stand before all others
+            if same and rows + job.rows <= room and bucket_fits(widest, job.inputs):
+                group.append(job)
+                rows += job.rows
+                if rows >= room:
+                    break
+
+        def taken(bucket: BucketSpec) -> list[Job]:
+            jobs, left = [], bucket.inputs[0].shape[0]
+            for job in group:
+                if job.rows > left:
+                    break
+                jobs.append(job)
+                left -= job.rows
+            return jobs
+
+        best = self._costs.cheapest(buckets, lambda bucket: sum(job.rows for job in taken(bucket)))
+        return best, taken(best), room
+
+    def _run_group(self, bucket: BucketSpec) -> None:
+        jobs = self._current
+        if not jobs:
+            return
+        rows = sum(job.rows for job in jobs)
+        total = bucket.inputs[0].shape[0] if self._batches and bucket.inputs else 1
+        try:
+            outputs, seconds = self._steps.execute(bucket.name, self._tensors(bucket, jobs), rows, total - rows)
+        except FATAL:
+            raise
+        except Exception as error:  # nothing is lost but this step
+            self._current = []
+            if len(jobs) == 1:
+                self._fail(jobs[0], _failure(error))
+                return
+            self._separate(jobs)
+            return
+        self._current = []
+        self._costs.observe(bucket.name, seconds)
+        values = [outputs[spec.name] for spec in bucket.outputs]
+        start = 0
+        for job in jobs:
+            own = [value.narrow(0, start, job.rows) for value in values] if self._batches else values
+            start += job.rows
+            mine = cut(bucket, job.inputs, own)
+            # Copies: one caller's result must not keep everybody's rows alive, nor be shared memory with them.
+            self._succeed(job, {spec.name: value.clone() for spec, value in zip(bucket.outputs, mine, strict=True)})
+
+    def _tensors(self, bucket: BucketSpec, jobs: list[Job]) -> Outputs:
+        """The inputs of all ``jobs`` in the bucket's shapes."""
+        tensors = {}
+        for spec in bucket.inputs:
+            if spec.name not in jobs[0].inputs:
+                continue
+            tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
+            if not self._batches:
+                fill(tensor, spec, jobs[0].inputs[spec.name])
+            else:
+                start = 0
+                for job in jobs:
+                    fill(tensor.narrow(0, start, job.rows), spec, job.inputs[spec.name])
+                    start += job.rows
+                rest = tensor.narrow(0, start, tensor.shape[0] - start)
+                fill(rest, spec, rest.new_empty([0, *rest.shape[1:]]))
+            tensors[spec.name] = tensor
+        return tensors
+
+    def _run_kernel(self, job: Job) -> None:
+        """A model with its user's own routing: called exactly as its user would."""
+        try:
+            with self._steps.visible(""):
+                result = self._model.forward(**job.inputs)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._current = []
+            self._fail(job, _failure(error))
+            return
+        self._steps.worked = True
+        self._current = []
+        if not isinstance(result, dict):
+            names = [spec.name for spec in self._model.manifest.buckets[0].outputs]
+            result = dict(zip(names, result if isinstance(result, (tuple, list)) else [result], strict=False))
+        self._succeed(job, result)
+
+    # --- ends -------------------------------------------------------------------------------------------
+
+    def _succeed(self, job: Job, outputs: Outputs) -> None:
+        try:
+            result = job.convert(outputs)
+        except Exception as error:
+            self._fail(job, GenerationError(f"the outputs could not be converted: {error}"))
+            return
+        self._queue.ended("done", time.monotonic() - job.arrived)
+        job.future.set_result(result)
+        self._told(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if job.future.cancelled():
+            outcome = "cancelled"
+        else:
+            outcome = "deadline" if isinstance(error, DeadlineExceededError) else "error"
+        self._queue.ended(outcome, time.monotonic() - job.arrived)
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            job.future.set_exception(error)
+        self._told(job)
+
+    def _told(self, job: Job) -> None:
+        self._gate.end(job.whole)
+        self._queue.told()
+
+    def fail_all(self, error: Exception) -> None:
+        with self._lock:
+            jobs = [*self._current, *self._pending, *self._arrivals]
+            self._current, self._pending = [], []
+            self._arrivals.clear()
+        for job in jobs:
+            self._fail(job, error)
+
+    def ranks_lost(self, error: BaseException) -> None:
+        """A graph that raised did so over the step's own requests: only they are in doubt, and one alone is guilty."""
+        if not isinstance(error, RankFailedError):
+            self.fail_all(ranks_failed(error))
+            return
+        suspects, self._current = self._current, []
+        if len(suspects) == 1:
+            failure = GenerationError(f"the model failed on this request's inputs: {summary(error)}")
+            failure.__cause__ = error
+            self._fail(suspects[0], failure)
+            return
+        self._separate(suspects)
+
+    def _separate(self, jobs: list[Job]) -> None:
+        """One of ``jobs`` is at fault, and nobody knows which: each goes alone, before all others."""
+        for job in jobs:
+            job.alone = True
+        self._pending = [*jobs, *self._pending]
+
+    def finish_steps(self) -> None:
+        return  # each is finished by the work that began it
+
+    def graph_names(self) -> list[str]:
+        return [bucket.name for bucket in self._model.manifest.buckets]
+
+    def padding_inputs(self, name: str) -> Outputs:
+        spec = self._model.manifest.bucket(name)
+        return {one.name: lawful(one) for one in spec.inputs if one.default is None}
+
+    def warmed(self) -> None:
+        if self._model.manifest.states:
+            self._model.reset_states()
+
+
+def _failure(error: Exception) -> NxdError:
+    return error if isinstance(error, NxdError) else GenerationError(f"the step failed: {error}")

@@ -1,0 +1,132 @@
+"""What the owner of an engine does with it, whatever its steps are: start and end it, change weights, see how it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nxd_server.engine.engine_parts import EngineParts
+from nxd_server.engine.engine_thread import Batcher, EngineThread
+from nxd_server.engine.events import EngineHealth, EngineStats
+from nxd_server.engine.rank_restarts import RankRestarts
+from nxd_server.engine.warmup import Progress
+from nxd_server.engine.weight_swap import WeightGate
+from nxd_server.engine.weight_updates import WeightUpdates
+from nxd_server.errors import summary
+
+EngineT = TypeVar("EngineT", bound="EngineControls")
+
+
+class EngineControls:
+    """Hands each call to the part that does it; an engine adds what it takes requests with."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: EngineParts,
+        batcher: Batcher,
+        idle_probe: float | None,
+        on_state: Callable[[str], None] | None,
+    ):
+        self.model = parts.model
+        self.thread = EngineThread(name, parts, batcher, idle_probe, on_state)
+        self.parts = parts
+        self.updates = WeightUpdates(self.thread, parts.gate)
+
+    def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
+        """As :meth:`EngineThread.start`."""
+        self.thread.start(on_progress=on_progress, wait=wait)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """As :meth:`EngineThread.drain`."""
+        return self.thread.drain(timeout)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """As :meth:`EngineThread.close`."""
+        self.thread.close(timeout)
+
+    def __enter__(self: EngineT) -> EngineT:
+        if not self.thread.started:
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def wait_failed(self, timeout: float | None = None) -> bool:
+        """As :meth:`EngineThread.wait_failed`."""
+        return self.thread.wait_failed(timeout)
+
+    def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
+        """Swap the model's weights between requests; the new version (the artifact's own are version 0).
+
+        They are checked and cut for every rank while requests go on. Then what has begun is finished on the old
+        weights, what waits or comes begins on the new ones, and no request is refused.
+
+        Args:
+            weights, tag: as ``TensorParallelModel.update_weights`` takes them, all of them.
+            timeout: seconds that requests which have begun may take to finish.
+
+        Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError; the old
+        weights stay. After RankFailedError the ranks are started again with them.
+        """
+        return self.updates.update(weights, tag, timeout)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that fit without queueing."""
+        return self.parts.queue.capacity
+
+    @property
+    def gate(self) -> WeightGate:
+        return self.parts.gate
+
+    @property
+    def restarts(self) -> RankRestarts:
+        return self.parts.restarts
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining, recovering, failed or closed."""
+        return self.thread.state
+
+    @property
+    def verdict(self) -> str:
+        """Why the engine has failed for good, with the way out where there is one."""
+        return self.thread.verdict
+
+    def health(self) -> EngineHealth:
+        """Whether a request sent now would be served."""
+        state, steps, restarts = self.state, self.parts.steps, self.parts.restarts
+        reason = "" if state == "ready" else f"the engine is {state}"
+        if state in ("ready", "draining"):
+            reason = steps.overdue(self.parts.costs) or reason
+        error = self.thread.error
+        return EngineHealth(
+            state=state,
+            ready=not reason,
+            reason=reason,
+            last_step_age=steps.age,
+            step_running=steps.running_for,
+            error=summary(error) if error else "",
+            ranks=list(self.model.health()),
+            recovering_for=restarts.seconds,
+            stage=restarts.stage,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        queue, steps = self.parts.queue, self.parts.steps
+        return EngineStats(
+            state=self.state,
+            waiting=queue.inside,
+            submitted=queue.submitted,
+            finished=dict(queue.finished),
+            rejected=dict(queue.rejected),
+            restarts=self.parts.restarts.count,
+            bucket_steps=dict(steps.bucket_steps),
+            bucket_seconds=dict(steps.bucket_seconds),
+            useful_tokens=dict(steps.useful_tokens),
+            padding_tokens=dict(steps.padding_tokens),
+            step_seconds=self.parts.costs.as_dict(),
+        )

@@ -1,0 +1,203 @@
+"""The engine of decoders as its callers meet it: a request is checked and queued here, and answered by the engine's
+thread (:class:`ContinuousBatcher`)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Tokens
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.adapter_slots import Adapters
+from nxd_server.engine.continuous_batcher import ContinuousBatcher
+from nxd_server.engine.core.model import Model
+from nxd_server.engine.core.scheduler import Scheduler
+from nxd_server.engine.core.sequence import derive_seed
+from nxd_server.engine.core.step_costs import Graph, StepCosts
+from nxd_server.engine.core.step_inputs import Sampler, StepInputs, check_buckets, sampler_of, tokens_input
+from nxd_server.engine.engine_controls import EngineControls
+from nxd_server.engine.engine_parts import EngineParts
+from nxd_server.engine.events import EngineStats, OnEvent
+from nxd_server.engine.inbox import Inbox
+from nxd_server.engine.queue_limit import check_timeout
+from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
+from nxd_server.engine.sampling_params import SamplingParams
+from nxd_server.engine.speculation import Speculation, split_graphs
+from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.errors import RequestError
+from nxd_server.text.tokenizer import Tokenizer
+
+
+class Engine(EngineControls):
+    """Serve one decoder artifact (``metadata["task"] == "generate"``)."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_queued_requests: int = 256,
+        max_queued_tokens: int | None = None,
+        prefill_ratio: float = 4.0,
+        stall_ratio: float = 4.0,
+        speculate: int = 0,
+        restart_limit: int = 1,
+        restart_window: float = 600.0,
+        idle_probe: float | None = 5.0,
+        on_state: Callable[[str], None] | None = None,
+        costs: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
+        are refused. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens
+        to guess ahead. ``costs``: seconds by graph in place of what is measured, so that the same steps are chosen in
+        every run; ``clock``: of the requests' timeouts.
+
+        Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
+        """
+        manifest = model.manifest
+        meta = manifest.metadata
+        if meta.get("task") != "generate":
+            raise ModelConfigError(f"the artifact's task is {meta.get('task')!r}; this engine serves 'generate'")
+        try:
+            self.slots, self.max_len = int(meta["slots"]), int(meta["max_len"])
+            self.vocab_size = int(meta["vocab_size"])
+        except KeyError as error:
+            raise ModelConfigError(f"the artifact's metadata lacks {error.args[0]!r}; trace the model again") from None
+        check_buckets(manifest.buckets)
+        self.tokenizer = tokenizer
+        self.max_queued_tokens = max_queued_tokens
+        self.adapters = Adapters(model, self._load_adapter)
+        self.eos_token_ids = tuple(meta.get("eos_token_ids") or ())
+        self.max_logprobs = int(meta.get("top_logprobs", 0))
+        self._bias_slots = int(meta.get("bias_slots", 0))
+        self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
+        self._ids = itertools.count(1)
+        shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
+        graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
+        parts = EngineParts(
+            model,
+            StepCosts([*graphs, *verifying], costs),
+            max_queued_requests=max_queued_requests,
+            capacity=self.slots,
+            restart_limit=restart_limit,
+            restart_window=restart_window,
+        )
+        self._inbox = Inbox(parts.lock, clock)
+        self._batcher = ContinuousBatcher(
+            parts,
+            self._inbox,
+            self.adapters,
+            Scheduler(
+                graphs,
+                self.slots,
+                parts.costs,
+                prefill_ratio=prefill_ratio,
+                stall_ratio=stall_ratio,
+                mixes=bool(meta.get("rows_share_slots")),
+            ),
+            Speculation(verifying, speculate, parts.costs),
+            {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},
+            [graph.name for graph in (*graphs, *verifying)],  # those that verify only where guesses are made
+        )
+        super().__init__("Engine", parts, self._batcher, idle_probe, on_state)
+
+    def submit(
+        self,
+        prompt_tokens: Tokens[int],
+        params: SamplingParams,
+        on_event: OnEvent,
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        whole: WholeRequest | None = None,
+    ) -> Ticket:
+        """Queue a request; its events come from the engine's thread.
+
+        Args:
+            prompt_tokens: 1 to ``max_len`` token ids.
+            params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
+            timeout: seconds until the request fails with DeadlineExceededError, queueing included.
+            adapter: the name of a loaded adapter; None is the model itself.
+            whole: the request that this is a part of, all of which the same weights answer.
+
+        Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``,
+        UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; nothing is queued then.
+        """
+        queue, inbox = self.parts.queue, self._inbox
+        try:
+            prompt = check_prompt(prompt_tokens, self.vocab_size, self.max_len)
+            new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
+            samplers = self._checked_params(params)
+            check_timeout(timeout)
+        except RequestError:
+            queue.rejected["invalid"] += 1
+            raise
+        ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, inbox.cancel, whole)
+        with self.parts.lock:
+            self.thread.check_open()
+            queue.check(params.n)
+            self._check_tokens(len(prompt) * params.n)
+            lora = self.adapters.take(adapter, params.n)
+            for index, sampler in enumerate(samplers):
+                text = self.tokenizer.stream(params.stop, prompt) if self.tokenizer is not None else None
+                identity = next(self._ids)
+                choice = Choice(
+                    identity, prompt, params, new_tokens, ticket=ticket, index=index, sampler=sampler, text=text
+                )
+                choice.adapter, sampler.values["adapter"] = lora, 0 if lora is None else lora.slot
+                ticket.choices.append(choice)
+            ticket.open = params.n
+            queue.taken(params.n)
+            self.gate.take(ticket.whole, params.n)
+            inbox.put(ticket)
+        if whole is None:
+            ticket.whole.close()
+        return ticket
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        stats.slots = self.slots
+        stats.running = self._batcher.running
+        stats.slots_free = self.slots - stats.running
+        stats.waiting = max(0, stats.waiting - stats.running)
+        stats.waiting_tokens = self._inbox.waiting_tokens
+        self._batcher.add_to(stats)
+        stats.kv_usage = self._batcher.live_tokens / (self.slots * self.max_len)
+        return stats
+
+    def _checked_params(self, params: SamplingParams) -> list[Sampler]:
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and this artifact has none; use stop_token_ids")
+        if params.logprobs is not None and params.logprobs > self.max_logprobs:
+            raise RequestError("logprobs", f"at most {self.max_logprobs} are available, got {params.logprobs}")
+        limit = self.parts.queue.capacity + self.parts.queue.max_queued_requests
+        if params.n > limit:
+            raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            sampler_of(
+                params,
+                derive_seed(seed, index),
+                self._input_names,
+                self.vocab_size,
+                self._bias_slots,
+                self.eos_token_ids,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_tokens(self, tokens: int) -> None:
+        limit, waiting = self.max_queued_tokens, self._inbox.waiting_tokens
+        if limit is None or waiting == 0 or waiting + tokens <= limit:
+            return
+        raise self.parts.queue.full(
+            f"{waiting} prompt tokens are waiting and at most {limit} may; try again later", len(self._inbox.arrivals)
+        )
+
+    def _load_adapter(self, slot: int, folder: str | os.PathLike[str] | None, timeout: float) -> None:
+        self.updates.load_adapter(slot, folder, timeout)

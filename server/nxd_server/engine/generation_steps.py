@@ -1,0 +1,103 @@
+"""Steps that the ranks have: the one that runs and, where the next one's tokens may be unknown, that one too.
+
+What a step gives is looked at while the next one runs, so that ranks never wait for it. A choice that ends then is in
+the next step all the same, and what that gives for it is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from nxd_server.engine.core.model import Model
+from nxd_server.engine.core.scheduler import UNKNOWN, Row, Step
+from nxd_server.engine.core.step_inputs import StepInputs, tokens_input
+from nxd_server.engine.core.step_outputs import StepOutputs
+from nxd_server.engine.core.step_runner import FATAL, StepRunner
+from nxd_server.engine.request import Choice
+
+log = logging.getLogger("nxd_server.engine")
+
+
+def steps_may_follow(model: Model) -> bool:
+    """Whether a step is begun while the one before it runs.
+
+    The model must take arrays, in processes, and its graphs a token that is not known yet, in steps of one token. And
+    several ranks must leave a core: one that the engine took from a rank amid a step would keep all of them waiting
+    (some 2 % slower at tp 2 on two cores); between two steps they wait anyhow. Readings: docs/benchmarks.md.
+    """
+    tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
+    unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
+    single = min(spec.shape[1] for spec in tokens) == 1
+    free = model.manifest.tp_degree == 1 or model.spare_cores > 0
+    return model.arrays and unknown and single and free
+
+
+class GenerationSteps:
+    """Begins and finishes the scheduler's steps, in order. ``refuse(choice, error)`` ends a choice that cannot be
+    served; what ends the ranks (FATAL) is raised."""
+
+    def __init__(
+        self,
+        steps: StepRunner,
+        inputs: Mapping[str, StepInputs],
+        depth: int,
+        refuse: Callable[[Choice, Exception], None],
+    ):
+        """``depth``: how many the ranks may have at a time."""
+        self._steps, self.inputs, self._refuse = steps, inputs, refuse
+        self._in_flight = steps.in_flight
+        self.depth = depth
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def full(self) -> bool:
+        return len(self._in_flight) >= self.depth
+
+    def begin(self, step: Step[Choice]) -> Step[Choice] | None:
+        """Hand ``step`` to the ranks; what they got of it, if anything."""
+        inputs = self.inputs[step.graph.name]
+        rows: list[Row[Choice]] = []
+        for row in step.rows:
+            try:
+                inputs.put(len(rows), row, row.sequence.sampler)
+            except Exception as error:  # one request's values must not stop the others' step
+                log.exception("a request's inputs could not be built")
+                self._refuse(row.sequence, error)
+                continue
+            rows.append(row)
+        for index in range(len(rows), inputs.batch):
+            inputs.clear(index)
+        if not rows:
+            return None
+        if len(rows) < len(step.rows):
+            step = Step(step.kind, step.graph, tuple(rows))
+        try:
+            self._steps.begin(step.graph.name, inputs.tensors, step)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._refuse_all(step, error)
+            return None
+        return step
+
+    def finish(self) -> tuple[Step[Choice], StepOutputs, float] | None:
+        """Wait for the step that was begun first: it, what it gave, and its seconds; None when it was refused."""
+        step: Step[Choice] = self._in_flight[0].work
+        useful = sum(row.length for row in step.rows if not row.sequence.ended)
+        try:
+            outputs, seconds = self._steps.finish(useful, step.graph.batch * step.graph.length - useful)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._refuse_all(step, error)
+            return None
+        return step, StepOutputs(outputs, step.graph.batch), seconds
+
+    def _refuse_all(self, step: Step[Choice], error: Exception) -> None:
+        """The graph refused these rows; the ranks and the other requests live on."""
+        log.error("a step of %s failed", step.graph.name, exc_info=error)
+        for row in step.rows:
+            self._refuse(row.sequence, error)

@@ -1,0 +1,163 @@
+"""Texts through an encoder: tokens in, one vector (an embedding, or a classifier's logits) out for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeGuard, cast
+
+import torch
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.classifier_scores import scores_of
+from nxd_server.engine.oneshot_engine import OneShotEngine, Outputs
+from nxd_server.engine.request import check_token_ids
+from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.errors import PromptTooLongError, RequestError
+from nxd_server.text.tokenizer import Tokenizer
+
+Tokens = tuple[list[int], list[int]]
+"""The ids of a text and their types."""
+OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The result for one text."""
+
+    values: torch.Tensor
+    """float32: the embedding [hidden], or the logits [labels]."""
+    tokens: int
+    """How many tokens the text had, special ones included."""
+
+
+def is_pair(value: object) -> TypeGuard[tuple[str, str]]:
+    """Whether it is two texts."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+class TextEncoder:
+    """Tokenize, check and submit texts to a :class:`OneShotEngine`; long waits are the engine's."""
+
+    def __init__(self, engine: OneShotEngine, tokenizer: Tokenizer):
+        """Raises ModelConfigError when the artifact is neither an embedder nor a classifier, ArtifactVersionError for a
+        classifier whose scores mean what is not known here."""
+        metadata = engine.model.manifest.metadata
+        task = metadata.get("task")
+        if task not in OUTPUT_OF_TASK:
+            raise ModelConfigError(f"the artifact's task is {task!r}, not one of {', '.join(OUTPUT_OF_TASK)}")
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.task: str = task
+        self.labels: list[str] = [str(label) for label in metadata.get("labels") or []]
+        self.scores = scores_of(metadata)
+        """What a classifier's logits mean."""
+        self.prompts: dict[str, str] = metadata.get("prompts") or {}
+        """By name, what sentence-transformers' files say to put in front of a text."""
+        self._default_prompt: str | None = metadata.get("default_prompt")
+        specs = {spec.name: spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs}
+        if "input_ids" not in specs:
+            raise ModelConfigError(f"the artifact has no input 'input_ids' (it takes {', '.join(specs)})")
+        self._names = set(specs)
+        longest = max(
+            spec.shape[1]
+            for bucket in engine.model.manifest.buckets
+            for spec in bucket.inputs
+            if spec.name == "input_ids"
+        )
+        self.max_len = min(longest, int(metadata.get("max_len") or longest))
+        self._vocab_size = int(metadata.get("vocab_size") or tokenizer.vocab_size)
+
+    def submit(
+        self,
+        text: str | tuple[str, str] | Sequence[int],
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        timeout: float | None = None,
+        field: str = "input",
+        whole: WholeRequest | None = None,
+    ) -> Future[Encoded]:
+        """Encode one text, a pair of them as one input, or token ids taken as they are: :meth:`tokens`, submitted."""
+        tokens = self.tokens(text, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, field=field)
+        return self.submit_tokens(tokens, timeout=timeout, field=field, whole=whole)
+
+    def tokens(
+        self,
+        text: str | tuple[str, str] | Sequence[int],
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        field: str = "input",
+    ) -> Tokens:
+        """The token ids, and their types, of a text, of a pair of them as one input, or of token ids.
+
+        ``prompt_name``: which of :attr:`prompts` to put in front of a text; None is the model's default, if it has one.
+        ``truncate_prompt_tokens``: cut the end to as many tokens, special ones included; -1: to as many as fit.
+
+        Raises RequestError naming ``field``, and PromptTooLongError.
+        """
+        most = self.most(truncate_prompt_tokens)
+        parts = self.parts(text, prompt_name)
+        if parts:
+            ids, types = self.tokenizer.encode_with_types(*parts, field=field, most=most, limit=self.max_len)
+        else:
+            ids = cast("Sequence[int]", text)[:most]
+            if len(ids) > self.max_len:  # before every one is looked at
+                raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
+            ids = check_token_ids(ids, self._vocab_size, field)
+            types = [0] * len(ids)
+        return ids, types
+
+    def submit_tokens(
+        self,
+        tokens: Tokens,
+        *,
+        timeout: float | None = None,
+        field: str = "input",
+        continuing: bool = False,
+        whole: WholeRequest | None = None,
+    ) -> Future[Encoded]:
+        """Encode what :meth:`tokens` made; raises what :meth:`OneShotEngine.submit` does, RequestError for none."""
+        ids, types = tokens
+        if not ids:
+            raise RequestError(field, "has no tokens")
+        tensors = {
+            "input_ids": torch.tensor([ids], dtype=torch.int64),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+            "token_type_ids": torch.tensor([types], dtype=torch.int64),
+        }
+        name, count = OUTPUT_OF_TASK[self.task], len(ids)
+
+        def convert(outputs: Outputs) -> Encoded:
+            return Encoded(outputs[name][0].float(), count)
+
+        inputs = {key: value for key, value in tensors.items() if key in self._names}
+        return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)
+
+    def parts(self, text: str | tuple[str, str] | Sequence[int], prompt_name: str | None) -> tuple[str, ...]:
+        """The one or two texts to tokenise, the model's prompt before a text; none for token ids."""
+        if isinstance(text, str):
+            return (self._prompt(prompt_name) + text,)
+        if prompt_name is not None:
+            raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
+        return text if is_pair(text) else ()
+
+    def most(self, asked: int | None) -> int | None:
+        """The length to cut to; None: no cut. RequestError for one that is none, or more than the model takes."""
+        if asked is None or 1 <= asked <= self.max_len:
+            return asked
+        if asked == -1:
+            return self.max_len
+        raise RequestError(
+            "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {self.max_len} tokens, got {asked}"
+        )
+
+    def _prompt(self, name: str | None) -> str:
+        if name is None:
+            return self.prompts.get(self._default_prompt or "", "")
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise RequestError("prompt_name", f"this model has no prompt {name[:100]!r}; it has {known}")
+        return self.prompts[name]

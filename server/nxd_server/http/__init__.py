@@ -1,0 +1,1 @@
+"""The HTTP half: routes, keys, limits. It runs no graph."""

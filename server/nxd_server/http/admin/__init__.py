@@ -1,0 +1,1 @@
+"""The routes that change what is served."""

@@ -1,0 +1,50 @@
+"""``/v1/adapters``: load LoRA adapters into the slots of the model, list them, take them away again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from nxd_server.engine.adapter_slots import Adapter
+from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.schemas import AdapterBody
+from nxd_server.http.admin.update_weights import unchanged
+from nxd_server.http.request_context import context_of, require_admin
+from nxd_server.threads import in_thread
+
+
+def _card(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "id": adapter.name,
+        "object": "adapter",
+        "created": adapter.created,
+        "slot": adapter.slot,
+        "running": adapter.running,
+    }
+
+
+async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
+    """Load a PEFT directory under ``weights_root``; from the answer on, requests may name it as their ``model``."""
+    context = context_of(request)
+    adapters = context.service.require_adapters()
+
+    def load() -> Adapter:
+        with opened_under(context.settings.weights_root, body.path) as path:
+            return adapters.load(body.name, path, context.settings.weights_drain_timeout)
+
+    with unchanged("the adapter was not loaded", "adapter"):
+        return _card(await in_thread(load, "nxd-adapters"))
+
+
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """Those that requests may name."""
+    service = context_of(request).service
+    service.require_loaded()
+    return {"object": "list", "data": [_card(adapter) for adapter in service.adapters()]}
+
+
+async def remove_adapter(request: Request, name: str) -> dict[str, Any]:
+    """Take an adapter away from new requests; its slot is free when those that ``running`` counts have ended."""
+    require_admin(request)
+    return {**_card(context_of(request).service.require_adapters().remove(name)), "deleted": True}

@@ -1,0 +1,73 @@
+"""``POST /v1/weights``: swap the weights of the model that is served, while it is served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+
+from nxd_infer.errors import (
+    ArtifactError,
+    ArtifactSpaceError,
+    CheckpointError,
+    NxdError,
+    OpenFilesError,
+    ShardingError,
+    WeightSchemaError,
+)
+from nxd_server.http.admin.allowed_paths import opened_under
+from nxd_server.http.admin.schemas import WeightsBody
+from nxd_server.http.error_responses import ApiError
+from nxd_server.http.release_memory import trim_soon
+from nxd_server.http.request_context import context_of
+from nxd_server.threads import in_thread
+
+logger = logging.getLogger("nxd_server.http")
+
+
+async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
+    """Answer later requests with the weights under ``path``; returns when they are served.
+
+    Requests that have begun are finished on the old weights, no request is refused, and no answer is of both. Weights
+    that do not fit (400), another swap, or requests that run for too long (409) leave everything as it was.
+    """
+    context = context_of(request)
+    service, settings = context.service, context.settings
+    begin = time.monotonic()
+
+    def swap() -> int:
+        with opened_under(settings.weights_root, body.path) as path:
+            return service.update_weights(path, body.tag, body.timeout or settings.weights_drain_timeout)
+
+    with unchanged("the weights are unchanged", "weights"):
+        version = await in_thread(swap, "nxd-weights")
+    seconds = time.monotonic() - begin
+    tag = "" if body.tag is None else f" ({body.tag})"
+    logger.info("weights: version %d from %s%s after %.1f s", version, body.path, tag, seconds)
+    return {"object": "weights", "version": version, "path": body.path, "tag": body.tag, "seconds": round(seconds, 3)}
+
+
+@contextlib.contextmanager
+def unchanged(what: str, code: str) -> Iterator[None]:
+    """The refusals of a change: 400 for what does not fit, 503 where files can be neither opened nor written.
+
+    ``what`` did not happen; ``code`` begins the refusals' codes. What the change took is given back, made or not.
+    """
+    try:
+        yield
+    except OpenFilesError as error:
+        raise ApiError(503, f"{what}: {error}", code="no_descriptors") from error
+    except (CheckpointError, ShardingError, WeightSchemaError) as error:
+        raise ApiError(400, f"{what}: {error}", code=f"{code}_refused", param="path") from error
+    except ArtifactSpaceError as error:
+        raise ApiError(503, f"{what}: {error}", code="no_space") from error
+    except (ArtifactError, OSError) as error:
+        if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
+            raise  # a path that may not be named, ranks that are late
+        raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
+    finally:
+        trim_soon()

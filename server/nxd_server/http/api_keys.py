@@ -1,0 +1,86 @@
+"""API keys: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, any of several, compared in constant time.
+
+The admin key opens the routes that change what is served, and every other route as well; no other key opens those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from nxd_server.http.error_responses import ApiError
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
+"""What a load balancer, a kubelet, SageMaker and Prometheus ask without a key."""
+
+
+class Keys:
+    """The keys that open this server; with none, it is open to all but the admin's routes.
+
+    Args:
+        keys: any of them opens the ordinary routes.
+        admin: opens all routes; without it the admin's routes are closed to everybody.
+    """
+
+    def __init__(self, keys: Iterable[bytes], admin: bytes | None = None):
+        # Digests have one length, so that the comparison's time says nothing about a key's length either.
+        self._digests = [hashlib.sha256(key).digest() for key in keys]
+        self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self._digests)})"
+
+    def check(self, scope: Scope) -> None:
+        """Raises :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
+        if not self._digests or scope["path"] in OPEN_PATHS:
+            return
+        offered = list(_offered(scope["headers"]))
+        if not offered:
+            raise _refusal("no API key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        if not _any_match(offered, [*self._digests, *self._admin]):
+            raise _refusal("the API key is not valid")
+
+    def check_admin(self, scope: Scope) -> None:
+        """Raises :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
+        if not self._admin:
+            raise ApiError(
+                403,
+                f"{scope['path']} changes what is served, and this server has no admin key: start it with --admin-key",
+                code="admin_disabled",
+            )
+        offered = list(_offered(scope["headers"]))
+        if not offered:
+            raise _refusal("no admin key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        if not _any_match(offered, self._admin):
+            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is another")
+
+
+def _any_match(offered: Iterable[bytes], digests: Iterable[bytes]) -> bool:
+    """Whether any key is one of ``digests``. Every pair is compared, whether one matched already or not."""
+    equal = 0
+    known = list(digests)
+    for key in offered:
+        digest = hashlib.sha256(key).digest()
+        for other in known:
+            equal |= hmac.compare_digest(digest, other)
+    return bool(equal)
+
+
+def _offered(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer" and rest.strip():
+                yield rest.strip()
+        elif name == b"x-api-key" and value.strip():
+            yield value.strip()
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(401, message, headers={"www-authenticate": "Bearer"})

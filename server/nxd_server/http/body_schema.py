@@ -1,0 +1,97 @@
+"""What a request's body may hold, route by route, and how a body becomes a checked object.
+
+A field falls in one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
+*Harmless* ones (``user``, ``metadata``, ...) are about bookkeeping and pass with any value. *Neutral* ones are not
+acted on, so only the values that ask for nothing pass (``best_of`` 1, ``suffix`` null); another value is a 400 that
+names the field. Everything else is unknown: a 400 that names it. ``null`` always means "not given".
+
+Ranges are checked once, where they are used: :class:`~nxd_server.engine.sampling_params.SamplingParams` for sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
+
+BodyT = TypeVar("BodyT", bound="Body")
+ItemT = TypeVar("ItemT")
+Listed = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that ends with its first wrong element: an error for each takes seconds, and hundreds of megabytes."""
+
+
+class Body(BaseModel):
+    """Base of all request bodies: strict types, unknown fields refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
+
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier", "request_id"})
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """Names of other servers, and ours of the same thing."""
+
+    @classmethod
+    def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
+        """``data`` as this body.
+
+        Raises:
+            ApiError: 400, its ``param`` the path of the first field that is wrong.
+        """
+        given = {}
+        for name, value in data.items():
+            if value is None or name in cls.HARMLESS:
+                continue
+            if name in cls.NEUTRAL:
+                if not cls.NEUTRAL[name](value):
+                    instead = cls.INSTEAD.get(name)
+                    raise unsupported(name, f"use `{instead}`" if instead else "")
+                continue
+            if name not in cls.model_fields:
+                raise unknown_field(clip(name), cls.model_fields)
+            given[name] = value
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            path = field_path(first["loc"])
+            if first["type"] == "missing":
+                raise missing_field(path) from None
+            if first["type"] == "extra_forbidden":
+                raise unknown_field(path) from None
+            raise bad_request(f"`{path}`: {first['msg']}{_got(first)}", param=path) from None
+
+
+def _got(error: ErrorDetails) -> str:
+    """What stood where a number belongs, if it is short; elsewhere it may be half a prompt."""
+    value = error["input"]
+    if not error["type"].startswith(("int", "float", "bool")) or not isinstance(value, (int, float, str)):
+        return ""
+    return f", got {value!r}" if len(str(value)) <= 40 else ""
+
+
+def field_path(loc: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "role")`` -> ``messages[0].role``."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return clip(path)
+
+
+def is_one_of(*values: Any) -> Callable[[Any], bool]:
+    """Accepts exactly these values (``True`` is not 1 here)."""
+    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+
+
+def is_empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+def equals(number: float) -> Callable[[Any], bool]:
+    return lambda value: value == number and not isinstance(value, bool)

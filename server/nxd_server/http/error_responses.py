@@ -1,0 +1,184 @@
+"""Refusals in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, one status a kind.
+
+400 the request is wrong, 401 no valid key, 403 not allowed, 404 no such route or model, 405 wrong method, 409 in
+conflict with what the server is doing, 413 body too large, 415 body compressed, 429 full (with ``Retry-After``), 503
+not ready or failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means a defect of ours: its
+message carries nothing but the request id, the log has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.responses import Response
+
+from nxd_infer.errors import InputMismatchError, InputRangeError, ModelClosedError, RankError
+from nxd_infer.util.suggest import did_you_mean
+from nxd_server.errors import (
+    AdapterConflictError,
+    BodyError,
+    DeadlineExceededError,
+    EngineFailedError,
+    EngineUnavailableError,
+    ForbiddenPathError,
+    GenerationError,
+    MaxTokensError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    TextTooLongError,
+    UnknownModelError,
+    WeightsBusyError,
+    summary,
+)
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+CODES = {
+    400: "invalid_request",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    413: "body_too_large",
+    415: "compressed_body",
+    429: "queue_full",
+    500: "internal_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+class ApiError(Exception):
+    """A refusal on its way to the client.
+
+    Args:
+        status: one of :data:`TYPES`.
+        message: for a person: the value, the limit, the fix.
+        param: the field of the body that is wrong, as a path (``messages[0].role``).
+        code: for a program; the status's own by default.
+        retry_after: seconds; sent as ``Retry-After``.
+        headers: further response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or CODES.get(status, "error")
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(max(1, round(retry_after)))
+
+    @property
+    def type(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(encode(self.body()), self.status, self.headers, "application/json")
+
+
+def encode(value: Any) -> bytes:
+    """Compact UTF-8 JSON. A lone surrogate that slipped into a message is escaped rather than fatal."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def clip(name: str) -> str:
+    """A name of the client's choice, short and printable."""
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return name if len(name) <= 100 else name[:97] + "..."
+
+
+def unknown_field(path: str, known: Iterable[str] = ()) -> ApiError:
+    """``known`` are the names that the last part of ``path`` may have."""
+    hint = did_you_mean(path.rpartition(".")[2], known)
+    return bad_request(f"unknown field `{path}`{hint}", path, "unknown_parameter")
+
+
+def missing_field(path: str) -> ApiError:
+    return bad_request(f"`{path}` is required", path, "missing_parameter")
+
+
+def unsupported(param: str, why: str = "") -> ApiError:
+    """400 for a field that would change the answer and that this server does not act on."""
+    message = f"`{param}` is not supported by this server" + (f": {why}" if why else "")
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def internal(request_id: str) -> ApiError:
+    return ApiError(500, f"internal error; the server's log has it under request id {request_id}")
+
+
+def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """The refusal that ``error`` means to a client; 500 for what is no refusal."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (MaxTokensError, PromptTooLongError, TextTooLongError)):
+        return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
+    if isinstance(error, UnknownModelError):
+        return ApiError(404, str(error), param="model", code="model_not_found")
+    if isinstance(error, AdapterConflictError):
+        return ApiError(409, str(error), code="adapter_conflict")
+    if isinstance(error, BodyError):
+        return ApiError(400, str(error), code=error.code)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.field or None, code="invalid_value")
+    if isinstance(error, ForbiddenPathError):
+        return ApiError(403, str(error), param="path", code="forbidden_path")
+    if isinstance(error, WeightsBusyError):
+        return ApiError(409, str(error), code="weights_busy", retry_after=5)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), retry_after=error.retry_after)
+    if isinstance(error, EngineFailedError):
+        return ApiError(503, str(error), code="engine_failed", retry_after=error.retry_after or 5)
+    if isinstance(error, EngineUnavailableError):
+        return ApiError(503, str(error), code=error.state or "not_ready", retry_after=error.retry_after or 1)
+    if isinstance(error, DeadlineExceededError):
+        return ApiError(504, str(error))
+    if isinstance(error, GenerationError):
+        return ApiError(500, str(error), code="generation_failed")
+    if isinstance(error, InputRangeError):
+        return ApiError(400, str(error), param=f"inputs.{error.input}", code="invalid_value")
+    if isinstance(error, InputMismatchError):
+        return ApiError(400, str(error), param="inputs", code="invalid_value")
+    if isinstance(error, RankError):
+        return ApiError(503, f"the model's ranks failed: {summary(error)}", code="rank_failed", retry_after=5)
+    if isinstance(error, ModelClosedError):
+        return ApiError(503, str(error), code="not_ready", retry_after=1)
+    return internal(request_id)

@@ -1,0 +1,62 @@
+"""Waiting for one-shot results: all of a request's futures, its client, and its deadline at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from nxd_server.errors import ended_early, not_finished
+from nxd_server.http.request_body import ClientLeft, client_left
+from nxd_server.http.request_context import context_of
+
+if TYPE_CHECKING:
+    from nxd_server.http.ops.metrics import Metrics
+
+T = TypeVar("T")
+DEADLINE_GRACE = 0.5
+
+
+async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float) -> list[T]:
+    """Submit everything, or nothing, and wait for all of it.
+
+    Args:
+        submit: each queues one call.
+        timeout: seconds in all.
+
+    Raises:
+        ClientLeft: the connection closed; what was not running yet is cancelled.
+        NxdError: one of them failed, or the deadline passed.
+    """
+    futures: list[Future[T]] = []
+    try:
+        for one in submit:
+            futures.append(one())
+        return await _wait(request.receive, futures, timeout, context_of(request).metrics)
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metrics: Metrics) -> list[T]:
+    results = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+    watcher = asyncio.create_task(client_left(receive))
+    try:
+        await asyncio.wait({results, watcher}, timeout=timeout + DEADLINE_GRACE, return_when=asyncio.FIRST_COMPLETED)
+        if results.done():
+            return results.result()
+        if watcher.done():
+            metrics.disconnected()
+            raise ClientLeft
+        raise not_finished(timeout)
+    except (asyncio.CancelledError, CancelledError):
+        if results.done():  # cancelled on the engine's side, not this task
+            raise ended_early() from None
+        raise
+    finally:
+        watcher.cancel()
+        results.cancel()

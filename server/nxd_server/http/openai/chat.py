@@ -1,0 +1,221 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import max_new_tokens
+from nxd_server.http.error_responses import (
+    ApiError,
+    bad_request,
+    clip,
+    encode,
+    missing_field,
+    unknown_field,
+    unsupported,
+)
+from nxd_server.http.openai.completions import check_choices
+from nxd_server.http.openai.event_stream import EventStream
+from nxd_server.http.openai.generation import Generation
+from nxd_server.http.openai.logprobs import chat_logprob
+from nxd_server.http.openai.schemas import ChatBody
+from nxd_server.http.openai.stream_usage import Tails, usage_object
+from nxd_server.http.request_context import (
+    Context,
+    check_model,
+    context_of,
+    encode_text,
+    request_id,
+    require_task,
+    unless_left,
+    whole_of,
+)
+from nxd_server.text.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant")
+MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+MESSAGE_UNSUPPORTED = frozenset(
+    {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "annotations"}
+)
+
+NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
+"""What ``chat_template_kwargs`` may not hold."""
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that the template may see; ``developer`` is OpenAI's newer word for ``system``.
+
+    Raises:
+        ApiError: 400 naming the message's field. (What is inside ``content`` is checked where it is rendered.)
+    """
+    if not messages:
+        raise bad_request("`messages` must hold at least one message", param="messages")
+    checked = []
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        for name, value in message.items():
+            if value is None or name in MESSAGE_FIELDS:
+                continue
+            if name in MESSAGE_UNSUPPORTED:
+                if value not in ([], {}, ""):
+                    raise unsupported(f"{where}.{name}")
+                continue
+            raise unknown_field(f"{where}.{clip(name)}", MESSAGE_FIELDS)
+        role = message.get("role")
+        if role in ("tool", "function"):
+            raise unsupported(f"{where}.role", f"messages of the role {role!r} need tool calls")
+        if role not in ROLES:
+            raise bad_request(f"`{where}.role` must be one of {', '.join(ROLES)}", f"{where}.role")
+        if not isinstance(message.get("name"), (str, type(None))):
+            raise bad_request(f"`{where}.name` must be a string", f"{where}.name")
+        if message.get("content") is None:
+            raise missing_field(f"{where}.content")
+        kept = {name: message[name] for name in MESSAGE_FIELDS if message.get(name) is not None}
+        checked.append({**kept, "role": "system" if role == "developer" else role})
+    return checked
+
+
+async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The conversation as the model's own template writes it."""
+    template = service.chat_template
+    if template is None:
+        raise ApiError(
+            400,
+            f"{service.model_name!r} has no chat template; use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    for name in variables:
+        if name in NO_VARIABLES or not name.isidentifier():
+            raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
+
+    most = service.require_tokenizer().most_characters(service.max_len)
+    return await template.render(check_messages(messages), variables, most)
+
+
+async def chat_prompt(context: Context, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    """The conversation's token ids."""
+    text = await chat_text(context.service, messages, variables)
+    tokens = await encode_text(context, text, "messages", special=False)
+    if not tokens:
+        raise bad_request("`messages` render to no tokens", "messages")
+    return tokens
+
+
+async def chat(request: Request, body: ChatBody) -> Any:
+    """Answer one chat request, whole or as a stream."""
+    context = context_of(request)
+    service, settings = context.service, context.settings
+    adapter = check_model(service, body.model)
+    require_task(service, "/v1/chat/completions", "generate")
+    body.check_stream_options()
+    top = _top_logprobs(body, service.top_logprobs)
+    asked, field = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        if asked is not None and asked != body.max_completion_tokens:
+            raise bad_request(
+                "`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens"
+            )
+        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if asked is not None and asked < 1:
+        raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
+    check_choices(1, body.n, settings.max_choices)
+    defaults = service.sampling_defaults
+    body.sampling(asked, top, defaults)  # a wrong value is told before a long conversation is tokenised
+    tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
+    max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
+    generation = Generation(
+        service,
+        context.metrics,
+        [tokens],
+        body.sampling(max_tokens, top, defaults),
+        receive=request.receive,
+        timeout=settings.request_timeout,
+        request_id=request_id(request),
+        whole=whole_of(request),
+        adapter=adapter,
+    )
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+    head["model"] = adapter or service.model_name
+    tokenizer = service.require_tokenizer()
+    if body.stream:
+        tails = Tails(body.stream_options, [len(tokens)], body.n)
+        writer = _Chunks({**head, "object": "chat.completion.chunk"}, tokenizer, body, top, tails)
+        return EventStream(generation, writer, settings.keep_alive_interval, request_id(request))
+    return await _whole(generation, {**head, "object": "chat.completion"}, tokenizer, top)
+
+
+def _top_logprobs(body: ChatBody, most: int) -> int | None:
+    """How many alternatives to ask the engine for; ``None`` without log-probabilities."""
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise bad_request("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+        if not 0 <= body.top_logprobs <= most:
+            raise bad_request(f"`top_logprobs` must be from 0 to {most}, got {body.top_logprobs}", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, top: int | None) -> Response:
+    logprobs: list[list[dict]] = [[] for _ in range(generation.choices)]
+
+    def token(choice: int, event: TokenEvent) -> None:
+        if top is not None:
+            logprobs[choice].append(chat_logprob(tokenizer, event, top))
+
+    answers = await generation.whole(token)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": {"content": content, "refusal": None} if top is not None else None,
+            "finish_reason": reason,
+        }
+        for index, ((text, reason), content) in enumerate(zip(answers, logprobs, strict=True))
+    ]
+    answer = {**head, "choices": choices, "usage": usage_object(generation.usage)}
+    answer["weight_version"] = generation.weight_version
+    return Response(encode(answer), media_type="application/json")
+
+
+class _Chunks:
+    """:class:`~.sse.ChunkWriter` of ``/v1/chat/completions``."""
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None, tails: Tails):
+        self._fields = head
+        self._head = b""
+        self._tails = tails
+        self._tokenizer = tokenizer
+        self._body = body
+        self._top = top
+
+    def begin(self, weight_version: int | None) -> bytes:
+        self._head = b"data: " + json.dumps({**self._fields, "weight_version": weight_version})[:-1].encode()
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(choice, first, None, None) for choice in range(self._body.n))
+
+    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        if isinstance(event, FinishEvent):
+            held = self._chunk(choice, {"content": event.text}, None, None) if event.text else b""
+            return held + self._chunk(choice, {}, None, event.reason)
+        self._tails.count(choice)
+        if self._top is not None and not event.is_stop:
+            logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
+            return self._chunk(choice, {"content": event.text}, logprobs, None)
+        return self._chunk(choice, {"content": event.text}, None, None) if event.text else b""
+
+    def usage(self, usage: Usage) -> bytes:
+        if not self._body.include_usage:
+            return b""
+        return self._head + b',"choices":[],"usage":' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
+
+    def _chunk(self, choice: int, delta: dict[str, Any], logprobs: dict | None, reason: str | None) -> bytes:
+        part = f'{{"index":{choice},"delta":{json.dumps(delta)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
+        end = f'"{reason}"}}' if reason else "null}"
+        return self._tails.close(choice, self._head + b',"choices":[' + (part + end).encode())

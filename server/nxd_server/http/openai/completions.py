@@ -1,0 +1,172 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.engine.events import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import max_new_tokens
+from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.openai.event_stream import EventStream
+from nxd_server.http.openai.generation import Generation
+from nxd_server.http.openai.logprobs import LegacyLogprobs
+from nxd_server.http.openai.schemas import CompletionBody, token_lists
+from nxd_server.http.openai.stream_usage import Tails, usage_object
+from nxd_server.http.request_context import (
+    check_model,
+    context_of,
+    encode_prompts,
+    request_id,
+    require_task,
+    unless_left,
+    whole_of,
+)
+from nxd_server.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def check_choices(prompts: int, n: int, limit: int) -> None:
+    if n >= 1 and prompts * n > limit:
+        raise bad_request(
+            f"{prompts} prompts with n = {n} are {prompts * n} choices; one request may ask for {limit} (max_choices)",
+            param="n" if prompts == 1 else "prompt",
+        )
+
+
+async def completions(request: Request, body: CompletionBody) -> Any:
+    """Answer one completion request, whole or as a stream."""
+    context = context_of(request)
+    service, settings = context.service, context.settings
+    adapter = check_model(service, body.model)
+    require_task(service, "/v1/completions", "generate")
+    body.check_stream_options()
+    if body.best_of is not None and body.best_of != body.n:
+        raise bad_request(
+            f"`best_of` = {body.best_of} is not supported: only the value of `n` ({body.n}) is",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    most = service.top_logprobs
+    if body.logprobs is not None and not 0 <= body.logprobs <= most:
+        raise bad_request(f"`logprobs` must be from 0 to {most}, got {body.logprobs}", param="logprobs")
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "`echo` together with `logprobs` is not supported: no log-probabilities of the prompt are computed",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    tokenizer = service.require_tokenizer()
+    prompts = token_lists(body.prompt, "prompt")
+    check_choices(len(prompts), body.n, settings.max_choices)
+    defaults = service.sampling_defaults
+    body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value is told before a long prompt is tokenised
+    tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
+    longest = max(len(ids) for ids in tokens)
+    max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
+    if body.max_tokens is None:
+        max_tokens = min(max_tokens, DEFAULT_MAX_TOKENS)
+    generation = Generation(
+        service,
+        context.metrics,
+        tokens,
+        body.sampling(max_tokens, body.logprobs, defaults),
+        receive=request.receive,
+        timeout=settings.request_timeout,
+        request_id=request_id(request),
+        whole=whole_of(request),
+        adapter=adapter,
+    )
+    echoes = [""] * len(tokens)
+    if body.echo:
+        echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+    head["model"] = adapter or service.model_name
+    shape = _Shape(head, tokenizer, body, echoes)
+    if body.stream:
+        tails = Tails(body.stream_options, [len(ids) for ids in tokens], body.n)
+        return EventStream(generation, _Chunks(shape, tails), settings.keep_alive_interval, request_id(request))
+    return await _whole(generation, shape)
+
+
+class _Shape:
+    """What the whole answer and the chunks share."""
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: CompletionBody, echoes: list[str]):
+        self.head = head
+        self.tokenizer = tokenizer
+        self.body = body
+        self.echoes = echoes
+
+    def logprobs(self) -> LegacyLogprobs | None:
+        return None if self.body.logprobs is None else LegacyLogprobs(self.tokenizer, self.body.logprobs)
+
+
+async def _whole(generation: Generation, shape: _Shape) -> Response:
+    logprobs = [shape.logprobs() for _ in range(generation.choices)]
+
+    def token(choice: int, event: TokenEvent) -> None:
+        if (table := logprobs[choice]) is not None:
+            table.add(event)
+
+    choices = [
+        {
+            "index": index,
+            "text": shape.echoes[index // shape.body.n] + text,
+            "logprobs": table.take() if table else None,
+            "finish_reason": reason,
+        }
+        for index, ((text, reason), table) in enumerate(zip(await generation.whole(token), logprobs, strict=True))
+    ]
+    answer = {**shape.head, "choices": choices, "usage": usage_object(generation.usage)}
+    answer["weight_version"] = generation.weight_version
+    return Response(encode(answer), media_type="application/json")
+
+
+class _Chunks:
+    """:class:`~.sse.ChunkWriter` of ``/v1/completions``; the parts that never change are rendered once."""
+
+    def __init__(self, shape: _Shape, tails: Tails):
+        self._shape = shape
+        self._tails = tails
+        self._logprobs: dict[int, LegacyLogprobs | None] = {}
+        self._head = b""
+
+    def begin(self, weight_version: int | None) -> bytes:
+        self._head = json.dumps({**self._shape.head, "weight_version": weight_version})[:-1].encode()
+        n = self._shape.body.n
+        return b"".join(
+            self._chunk(place * n + index, echo, None, None)
+            for place, echo in enumerate(self._shape.echoes)
+            for index in range(n)
+            if echo
+        )
+
+    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+        if isinstance(event, FinishEvent):
+            return self._chunk(choice, event.text, None, event.reason)
+        self._tails.count(choice)
+        table = self._logprobs.setdefault(choice, self._shape.logprobs())
+        if table is not None and not event.is_stop:
+            table.add(event)
+            return self._chunk(choice, event.text, table.take(), None)
+        return self._chunk(choice, event.text, None, None) if event.text else b""
+
+    def usage(self, usage: Usage) -> bytes:
+        if not self._shape.body.include_usage:
+            return b""
+        return self._head_only() + b',"choices":[],"usage":' + json.dumps(usage_object(usage)).encode() + b"}\n\n"
+
+    def _head_only(self) -> bytes:
+        return b"data: " + self._head
+
+    def _chunk(self, choice: int, text: str, logprobs: dict | None, reason: str | None) -> bytes:
+        part = f'{{"index":{choice},"text":{json.dumps(text)},"logprobs":{json.dumps(logprobs)},"finish_reason":'
+        end = f'"{reason}"}}' if reason else "null}"
+        return self._tails.close(choice, self._head_only() + b',"choices":[' + (part + end).encode())

@@ -1,0 +1,210 @@
+"""``POST /v1/embeddings`` and ``POST /v1/classify``: texts through an encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.errors import QueueFullError, not_finished
+from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.oneshot_results import wait_all
+from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
+from nxd_server.http.request_context import (
+    INLINE_TEXT,
+    THREAD_TEXT,
+    Context,
+    check_model,
+    context_of,
+    in_thread,
+    require_task,
+    unless_left,
+    whole_of,
+)
+from nxd_server.text.body_limits import MOST_INPUTS
+
+if TYPE_CHECKING:
+    import torch
+
+    from nxd_server.engine.text_encoder import Encoded, TextEncoder, Tokens
+
+Text = str | tuple[str, str] | list[int]
+LARGEST_WAVE = 64
+RETRY_SECONDS = 0.05
+
+
+async def embeddings(request: Request, body: EmbeddingBody) -> Response:
+    """One vector a text, in the order they came."""
+    service = context_of(request).service
+    check_model(service, body.model)
+    require_task(service, "/v1/embeddings", "embed")
+    size = _output_size(service.manifest, "embedding")
+    if body.dimensions is not None and body.dimensions != size:
+        raise bad_request(
+            f"`dimensions` = {body.dimensions} is not supported: this model's embeddings have {size}",
+            "dimensions",
+            "unsupported_parameter",
+        )
+    results = await _encode(
+        request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
+    )
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(result.values, body.encoding_format)}
+        for index, result in enumerate(results)
+    ]
+    return _answer({"object": "list", "data": data, "model": service.model_name, "usage": _usage(results)})
+
+
+async def classify(request: Request, body: ClassifyBody) -> Response:
+    """The likeliest label of each text, and the probabilities of all, or the bare scores where there are none."""
+    service = context_of(request).service
+    check_model(service, body.model)
+    require_task(service, "/v1/classify", "classify")
+    results = await _encode(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    encoder = service.require_encoder()
+    data = [
+        {"index": index, **verdict_on(result.values, encoder.labels, encoder.scores)}
+        for index, result in enumerate(results)
+    ]
+    head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return _answer({**head, "model": service.model_name, "data": data, "usage": _usage(results)})
+
+
+def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
+    """What is answered for one text's ``logits`` [labels]."""
+    from nxd_server.engine.classifier_scores import (  # torch, which a server that generates never loads
+        likeliest,
+        probabilities,
+    )
+
+    probs = probabilities(logits, scores)
+    numbers = {"scores": logits.tolist()} if probs is None else {"probs": probs.tolist()}
+    return {"label": likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
+
+
+async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
+    """Every text's result. Long lists go in waves, so that they leave room for other requests."""
+    context = context_of(request)
+    encoder, settings = context.service.require_encoder(), context.settings
+    texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
+    if len(texts) > MOST_INPUTS:
+        raise bad_request(f"`input` has {len(texts)} texts; one request may have {MOST_INPUTS}", "input")
+    several = len(texts) > 1
+    for place, text in enumerate(texts):
+        path = f"input[{place}]" if several else "input"
+        if not text:
+            raise bad_request(f"`{path}` must not be empty", path)
+        for part in _parts(text):
+            encoder.tokenizer.check_length(part, encoder.max_len, path)
+    deadline = time.monotonic() + settings.request_timeout
+    wave = max(1, encoder.engine.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
+    results: list[Encoded] = []
+    whole = whole_of(request)
+    tokens: list[Tokens] = []
+
+    def path_of(place: int) -> str:
+        return f"input[{len(results) + place}]" if several else "input"
+
+    while len(results) < len(texts):
+        left = deadline - time.monotonic()
+        if left <= 0:  # a step that has begun is not stopped: each wave would get through, however late
+            raise not_finished(settings.request_timeout)
+        try:
+            if not tokens:
+                now = texts[len(results) : len(results) + wave]
+                tokens = await unless_left(request, tokens_of(context, encoder, now, path_of, **options), left)
+            more = {"timeout": left, "continuing": bool(results), "whole": whole}
+            submits = [
+                functools.partial(encoder.submit_tokens, one, field=path_of(place), **more)
+                for place, one in enumerate(tokens)
+            ]
+            results += await wait_all(request, submits, timeout=left)
+            tokens = []
+        except QueueFullError:
+            if not results or time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
+    whole.close()  # a slow reader of the answer holds up nobody
+    return results
+
+
+async def tokens_of(
+    context: Context,
+    encoder: TextEncoder,
+    texts: Sequence[Text],
+    path_of: Callable[[int], str],
+    *,
+    prompt_name: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+) -> list[Tokens]:
+    """The tokens of each: of few characters at once, of more in a thread, of a text that is long in a process.
+
+    ``path_of`` names a text by its place in ``texts``. When this is cancelled, no other text is begun.
+    """
+    found: dict[int, Tokens] = {}
+    sizes = [sum(map(len, _parts(text))) for text in texts]
+    left = False
+
+    def short() -> None:
+        for place, text in enumerate(texts):
+            if left:
+                return
+            if sizes[place] <= THREAD_TEXT:
+                found[place] = encoder.tokens(
+                    text,
+                    prompt_name=prompt_name,
+                    truncate_prompt_tokens=truncate_prompt_tokens,
+                    field=path_of(place),
+                )
+
+    def leave() -> None:
+        nonlocal left
+        left = True
+
+    if sum(sizes) <= INLINE_TEXT:
+        short()
+    else:
+        await in_thread(context, short, sum(sizes), leave)
+    for place, text in enumerate(texts):
+        if place not in found:
+            found[place] = await context.service.bounded_tokenizer().encode_with_types(
+                encoder.parts(text, prompt_name),
+                most=encoder.most(truncate_prompt_tokens),
+                limit=encoder.max_len,
+                field=path_of(place),
+            )
+    return [found[place] for place in range(len(texts))]
+
+
+def _parts(text: Text) -> Sequence[str]:
+    return (text,) if isinstance(text, str) else text if isinstance(text, tuple) else ()
+
+
+def _vector(values: torch.Tensor, form: str) -> list[float] | str:
+    if form == "float":
+        return values.tolist()
+    return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _usage(results: list[Encoded]) -> dict[str, int]:
+    tokens = sum(result.tokens for result in results)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _answer(content: dict[str, Any]) -> Response:
+    return Response(encode(content), media_type="application/json")
+
+
+def _output_size(manifest: Any, name: str) -> int | None:
+    for bucket in manifest.buckets:
+        for spec in bucket.outputs:
+            if spec.name == name:
+                return spec.shape[-1]
+    return None

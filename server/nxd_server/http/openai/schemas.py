@@ -1,0 +1,248 @@
+"""What the bodies of OpenAI's routes may hold. A field's range is checked once, by the engine's SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from nxd_server.engine.sampling_params import SAMPLER_FIELDS, SamplingParams
+from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
+from nxd_server.http.error_responses import bad_request, clip
+from nxd_server.text.body_limits import MOST_BIASES
+
+MOST_STOP_TOKENS = 1024
+"""They are looked through at every token, in the one thread that serves everybody."""
+MOST_VARIABLES = 64
+
+OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
+    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), is_one_of(True)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), is_one_of(True)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
+    **dict.fromkeys(("watermark", "no_stop_trim"), is_one_of(False)),
+    **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), equals(0)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
+    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
+}
+"""What clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = Field(None, description="A last chunk with the token counts.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the counts of a choice so far in each of its chunks."
+    )
+    include_obfuscation: bool | None = Field(None, description="Pad every chunk, so that sizes tell little.")
+
+
+def _sampler_fields() -> dict[str, Any]:
+    """The sampler's numbers as fields of a body: their limits are the engine's to check."""
+    made: dict[str, Any] = {}
+    for name, field in SAMPLER_FIELDS.items():
+        kind, default = int if field.whole else float, SamplingParams.__dataclass_fields__[name].default
+        if field.own:
+            says = f"{field.says} Default: the model's own, else {default:g}.".strip()
+            made[name] = (kind | None, Field(None, description=says))
+        else:
+            made[name] = (kind, Field(default, description=field.says or None))
+    return made
+
+
+class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields())):
+    """What completions and chat share."""
+
+    # Whether, and with whom, a prompt's cache may be shared: requests share none here.
+    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_prompt", "cache_salt"}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        **OTHER_SERVERS,
+        "store": is_one_of(False),
+        "response_format": is_one_of({"type": "text"}),
+        "service_tier": is_one_of("auto", "default"),
+        "skip_special_tokens": is_one_of(True),
+        "include_stop_str_in_output": is_one_of(False),
+        "use_beam_search": is_one_of(False),
+        "length_penalty": equals(1),
+        "early_stopping": is_one_of(False),
+        "guided_json": is_empty,
+        "guided_regex": is_empty,
+        "guided_choice": is_empty,
+        "guided_grammar": is_empty,
+    }
+    INSTEAD: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
+
+    model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
+    stream: bool = Field(False, description="Answer as server-sent events, a chunk a piece of text.")
+    stream_options: StreamOptions | None = None
+
+    n: int = Field(1, description="Choices a prompt.")
+    max_tokens: int | None = Field(None, description="Tokens to generate at most.")
+    min_tokens: int = Field(0, description="No end before this many tokens.")
+    seed: int | None = Field(None, description="The same seed gives the same answer.")
+    stop: str | Listed[str] | None = Field(None, description="Up to 16 strings that end the text.")
+    stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
+    ignore_eos: bool = False
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's parameters, ``defaults`` where the body says nothing; raises its RequestError for a value out of
+        range."""
+        given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **{**defaults, **given},
+            max_tokens=max_tokens,
+            seed=self.seed,
+            stop=[self.stop] if isinstance(self.stop, str) else list(self.stop or []),
+            stop_token_ids=self.stop_token_ids,
+            n=self.n,
+            logprobs=logprobs,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logit_bias={_token_id(token): bias for token, bias in self.logit_bias.items()},
+        )
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise bad_request(f"`logit_bias`: {clip(text)!r} is not a token id", param="logit_bias")
+    return int(text)
+
+
+class CompletionBody(SamplingBody):
+    """``POST /v1/completions``."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": is_one_of("")}
+
+    prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    best_of: int | None = Field(None, description="Only the value of n: the best of more is not chosen here.")
+    echo: bool = Field(False, description="Put the prompt before the text.")
+    logprobs: int | None = Field(None, description="Log-probabilities of the tokens and of this many likeliest ones.")
+    add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
+
+
+class ChatBody(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    HARMLESS: ClassVar[frozenset[str]] = SamplingBody.HARMLESS | {
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        **SamplingBody.NEUTRAL,
+        "audio": is_empty,
+        "modalities": is_one_of(["text"]),
+        "tools": is_empty,
+        "tool_choice": is_one_of("none", "auto"),
+        "functions": is_empty,
+        "function_call": is_one_of("none", "auto"),
+        "prediction": is_empty,
+        "moderation": is_empty,
+        "reasoning_effort": is_one_of("none"),
+        "verbosity": is_one_of("medium"),
+        "web_search_options": lambda value: False,
+        "continue_final_message": is_one_of(False),
+        "add_generation_prompt": is_one_of(True),
+        "chat_template": lambda value: False,
+        "documents": is_empty,
+        "echo": is_one_of(False),
+        "add_special_tokens": is_one_of(False),
+        "best_of": equals(1),
+    }
+
+    messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
+
+
+_TRUNCATE = "Cut a longer text to as many tokens; -1: to what the model takes."
+
+
+class EmbeddingBody(Body):
+    """``POST /v1/embeddings``."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"priority": equals(0), "add_special_tokens": is_one_of(True)}
+
+    input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
+    prompt_name: str | None = Field(
+        None, description="Which of the model's prompts to put in front of a text; by default the model's default one."
+    )
+    dimensions: int | None = Field(None, description="Only the model's own size.")
+
+
+class ClassifyBody(Body):
+    """``POST /v1/classify``."""
+
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = EmbeddingBody.NEUTRAL
+
+    input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
+
+
+def token_lists(value: Any, field: str) -> list[str | list[int]]:
+    """A prompt in any of its four forms, as a list of texts and token-id lists.
+
+    Raises:
+        ApiError: 400 for another form, an empty list, or a negative id.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
+    _not_empty(value, field)
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if _ids(value):
+        return [list(value)]
+    for i, item in enumerate(value):
+        path = f"{field}[{i}]"
+        if not isinstance(item, list) or not _ids(item):
+            raise bad_request(
+                f"`{path}` must be a list of token ids, as `{field}` is not a list of strings", param=path
+            )
+        _not_empty(item, path)
+    return [list(item) for item in value]
+
+
+def texts_or_pairs(value: Any, field: str) -> list[str | tuple[str, str] | list[int]]:
+    """As :func:`token_lists`, or a list of pairs of texts, as tuples."""
+    if isinstance(value, list) and value and all(map(_is_pair, value)):
+        return [(first, second) for first, second in value]
+    return [*token_lists(value, field)]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _not_empty(value: list[Any], path: str) -> None:
+    if not value:
+        raise bad_request(f"`{path}` must not be an empty list", param=path)
+
+
+def _ids(value: list[Any]) -> bool:
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31)

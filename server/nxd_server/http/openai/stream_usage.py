@@ -1,0 +1,53 @@
+"""How the chunks of a stream end: with the token counts so far, and padded, where the request asks for either."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+
+from nxd_server.engine.events import Usage
+from nxd_server.http.openai.schemas import StreamOptions
+
+PADDED_TO = 64
+"""Padded chunks have a multiple of so many bytes: their sizes then tell little of the tokens in them."""
+
+
+def usage_object(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+
+
+class Tails:
+    """Closes the chunks of one request, whose choice ``c`` is an answer to prompt ``c // n``.
+
+    Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
+    """
+
+    def __init__(self, options: StreamOptions | None, prompt_lengths: Sequence[int], n: int):
+        self._prompts, self._n = prompt_lengths, n
+        self._counts = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._pads = bool(options and options.include_obfuscation)
+        self._end = b'],"usage":null' if options and options.include_usage else b"]"
+        self._tokens: dict[int, int] = {}
+
+    def count(self, choice: int) -> None:
+        """One more token of ``choice``."""
+        if self._counts:
+            self._tokens[choice] = self._tokens.get(choice, 0) + 1
+
+    def close(self, choice: int, chunk: bytes) -> bytes:
+        """``chunk``, which ends behind the only one of its choices, as a whole event."""
+        if self._counts:
+            usage = Usage(self._prompts[choice // self._n], self._tokens.get(choice, 0))
+            chunk += b'],"usage":' + json.dumps(usage_object(usage)).encode()
+        else:
+            chunk += self._end
+        if self._pads:
+            chunk += b',"obfuscation":"'
+            short = -(len(chunk) + len(b'"}\n\n')) % PADDED_TO
+            chunk += secrets.token_hex(PADDED_TO)[:short].encode() + b'"'
+        return chunk + b"}\n\n"

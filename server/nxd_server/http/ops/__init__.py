@@ -1,0 +1,1 @@
+"""The routes and lines that say how the server is."""

@@ -1,0 +1,98 @@
+"""The routes that say how the server is: ``/livez``, ``/readyz``, ``/health``, ``/ping``, ``/version``, ``/metrics``.
+
+Live means that this process answers; ready, that a request sent now would be served; healthy, that a step of the model
+was just seen to work. They hold nothing secret and need no key.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_infer.runtime.ranks.health import RankHealth
+from nxd_infer.util.machine import torch_version
+from nxd_infer.util.version import VERSION
+from nxd_server.http.error_responses import ApiError, encode
+from nxd_server.http.ops.metrics import CONTENT_TYPE
+from nxd_server.http.request_context import Context, context_of
+
+
+def _answer(status: int, content: dict[str, Any]) -> Response:
+    return Response(encode(content), status, {"cache-control": "no-store"}, "application/json")
+
+
+def _verdict(context: Context, extra: dict[str, Any] | None = None) -> Response:
+    ready, state, reason = context.service.readiness()
+    content: dict[str, Any] = {"status": state, **(extra or {})}
+    if ready:
+        return _answer(200, content)
+    refusal = ApiError(503, f"not ready: {reason or state}", code=state, retry_after=1)
+    response = _answer(503, {**content, **refusal.body()})
+    response.headers["retry-after"] = refusal.headers["retry-after"]
+    return response
+
+
+async def livez(request: Request) -> Response:
+    """200 as long as the process answers, whatever the model does."""
+    return _answer(200, {"status": "alive"})
+
+
+async def readyz(request: Request) -> Response:
+    """200 when a request sent now would be served, else 503 with the reason."""
+    return _verdict(context_of(request))
+
+
+async def ping(request: Request) -> Response:
+    """SageMaker's health route; as ``/readyz``."""
+    return _verdict(context_of(request))
+
+
+async def version(request: Request) -> dict[str, Any]:
+    """What is running."""
+    return {
+        "version": VERSION,
+        "torch": torch_version(),
+        "python": platform.python_version(),
+    }
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(context_of(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def health(request: Request) -> Response:
+    """Every part's state, and how long ago a step of the model was seen to work.
+
+    The engine runs a step of padding whenever it was idle for two seconds, so the age is small unless something is
+    wrong, and asking costs nothing.
+    """
+    context = context_of(request)
+    service = context.service
+    extra: dict[str, Any] = {
+        "uptime": round(time.time() - service.created, 1),
+        "restarts": service.restarts,
+        "ranks": [_rank(rank) for rank in service.ranks()],
+    }
+    engine = service.health()
+    stats = service.stats()
+    if engine is not None:
+        extra |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
+        if engine.recovering_for is not None:
+            extra["recovery"] = {
+                "stage": engine.stage,
+                "seconds": round(engine.recovering_for, 1),
+                "expected": service.recovery.expected,
+                "limit": service.recovery.limit,
+            }
+    if stats is not None:
+        extra |= {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
+    return _verdict(context, extra)
+
+
+def _rank(rank: RankHealth) -> dict[str, Any]:
+    return {name: getattr(rank, name) for name in ("rank", "pid", "alive", "state", "steps", "last_step_age")}

@@ -1,0 +1,97 @@
+"""Log lines as text or JSON, and the access log: a request's id, route, status, time, and which error it was answered.
+
+Never a key, a query, or a word of what was asked: an error's message may quote a request, so its code and the name of
+the field stand for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_server.http.error_responses import ApiError
+
+EXTRA = "nxd"
+"""Records carry their structured fields under this attribute."""
+access = logging.getLogger("nxd_server.access")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, EXTRA, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """One line a record: a path or header of a client cannot forge another line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.name == access.name:  # what clients send; the messages of others may have several lines
+            record.message = record.message.encode("unicode_escape").decode("ascii")
+        return super().formatMessage(record)
+
+
+def configure(log_format: str, level: str) -> None:
+    """Log to standard error, once; uvicorn's own loggers speak through the same handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name in ("nxd_server", "nxd_infer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("uvicorn").level))
+
+
+_FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,80}")
+"""What the name of a field looks like; clients choose some of them, and text is none."""
+
+
+def log_access(
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    request_id: str,
+    client: str,
+    sent: int,
+    refusal: ApiError | None = None,
+) -> None:
+    """One line for one request; ``refusal`` is what it was answered with, or what its stream ended with."""
+    fields = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 4),
+        "request_id": request_id,
+        "client": client,
+        "bytes": sent,
+    }
+    error = ""
+    if refusal is not None:
+        fields |= {"error_type": refusal.type, "error_code": refusal.code}
+        error = f" {refusal.type} {refusal.code}"
+        if refusal.param is not None:
+            fields["param"] = refusal.param if _FIELD.fullmatch(refusal.param) else "(not a field's name)"
+            error += f" param={fields['param']}"
+    line = "%s %s %d %.1f ms %s %s%s"
+    access.info(line, method, path, status, seconds * 1e3, request_id, client, error, extra={EXTRA: fields})

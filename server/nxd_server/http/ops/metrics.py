@@ -1,0 +1,184 @@
+"""Prometheus metrics, in a registry of the application's own; the names are vLLM's with our prefix.
+
+Gauges and the engine's counters are read from the engine at the moment of the scrape, so they are exact: an
+autoscaler that waits for zero running requests sees zero when there are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nxd_server.engine.events import EngineStats, ErrorEvent, FinishEvent
+
+if TYPE_CHECKING:
+    from nxd_server.app.service import Service
+    from nxd_server.http.connections import Connections
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+
+
+class Metrics:
+    """What the HTTP half measures itself, and the registry that also holds the engine's figures."""
+
+    def __init__(self, service: Service):
+        self.registry = CollectorRegistry(auto_describe=False)
+        registry = self.registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ()):
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._http = Counter(
+            "nxd_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry
+        )
+        self._disconnects = Counter(
+            "nxd_client_disconnects", "Clients that left before their answer was complete.", registry=registry
+        )
+        self._http_seconds = histogram(
+            "nxd_http_request_seconds", "Seconds to the end of the answer.", labels=("route",)
+        )
+        self.inter_token = histogram(
+            "nxd_inter_token_latency_seconds", "Seconds between two tokens of a choice.", STEP_SECONDS
+        )
+        self._first_token = histogram("nxd_time_to_first_token_seconds", "Seconds from arrival to the first token.")
+        self._queue = histogram("nxd_request_queue_time_seconds", "Seconds a choice waited for a slot.")
+        self._prefill = histogram("nxd_request_prefill_time_seconds", "Seconds from a slot to the first token.")
+        self._decode = histogram("nxd_request_decode_time_seconds", "Seconds from the first token to the end.")
+        self._whole = histogram("nxd_e2e_request_latency_seconds", "Seconds from arrival to the end of a choice.")
+        registry.register(_ServiceCollector(service))
+
+    def http(self, method: str, route: str, status: int, seconds: float) -> None:
+        known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
+        self._http.labels(known, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def disconnected(self) -> None:
+        self._disconnects.inc()
+
+    def finished(self, event: FinishEvent | ErrorEvent) -> None:
+        """Count a choice's end and when its stages were."""
+        times = event.timings
+        if times.admitted is not None:
+            self._queue.observe(times.admitted - times.arrived)
+        if times.first_token is not None:
+            self._first_token.observe(times.first_token - times.arrived)
+            if times.admitted is not None:
+                self._prefill.observe(times.first_token - times.admitted)
+            self._decode.observe(times.finished - times.first_token)
+        self._whole.observe(times.finished - times.arrived)
+
+    def watch(self, connections: Connections) -> None:
+        """Show how many connections there are, and how many were ended by this side."""
+        self.registry.register(_ConnectionsCollector(connections))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _ConnectionsCollector(Collector):
+    """The connections, counted when asked."""
+
+    def __init__(self, connections: Connections):
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        connections = self._connections
+        yield GaugeMetricFamily("nxd_connections", "Connections that are open.", len(connections))
+        yield GaugeMetricFamily("nxd_connections_most", "Connections there is room for.", connections.most)
+        ended = CounterMetricFamily("nxd_connections_ended", "Connections this side ended.", labels=["reason"])
+        for reason, count in connections.closed.items():
+            ended.add_metric([reason], count)
+        yield ended
+
+
+class _ServiceCollector(Collector):
+    """The engine's gauges and counters, read when asked."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering must not ask a service that is not built yet
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
+        yield CounterMetricFamily("nxd_engine_restarts", "Times the ranks were started again.", service.restarts)
+        yield GaugeMetricFamily("nxd_weight_version", "Swaps of weights since the start.", service.weight_version)
+        if service.load_seconds is not None:
+            yield GaugeMetricFamily(
+                "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
+            )
+        texts = GaugeMetricFamily(
+            "nxd_texts_aside",
+            "Conversations, texts and large bodies that are worked on beside the server, or wait.",
+            labels=["kind"],
+        )
+        for kind, count in service.texts_aside().items():
+            texts.add_metric([kind], count)
+        yield texts
+        yield from self._ranks()
+        stats = service.stats()
+        if stats is not None:
+            yield from _gauges(stats)
+            yield from _counters(stats)
+            yield from self._buckets(stats)
+
+    def _ranks(self) -> Iterator[Metric]:
+        steps = CounterMetricFamily("nxd_rank_steps", "Steps a rank completed.", labels=["rank"])
+        age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a rank last moved.", labels=["rank"])
+        alive = GaugeMetricFamily("nxd_rank_alive", "1 while the rank's process lives.", labels=["rank"])
+        for rank in self._service.ranks():
+            label = [str(rank.rank)]
+            alive.add_metric(label, float(rank.alive))
+            steps.add_metric(label, float(rank.steps))
+            if rank.last_step_age is not None:
+                age.add_metric(label, rank.last_step_age)
+        yield from (steps, age, alive)
+
+    def _buckets(self, stats: EngineStats) -> Iterator[Metric]:
+        names = ["graph", "batch", "seq"]
+        executions = CounterMetricFamily("nxd_bucket_executions", "Executions of a compiled graph.", labels=names)
+        seconds = CounterMetricFamily("nxd_bucket_seconds", "Seconds spent in a compiled graph.", labels=names)
+        useful = CounterMetricFamily("nxd_bucket_useful_tokens", "Tokens (or rows) of requests.", labels=names)
+        padding = CounterMetricFamily("nxd_bucket_padding_tokens", "Tokens (or rows) of padding.", labels=names)
+        step = GaugeMetricFamily("nxd_bucket_step_seconds", "Estimate of one execution.", labels=names)
+        for bucket, batch, seq in self._service.bucket_shapes():
+            label = [bucket, str(batch), str(seq)]
+            executions.add_metric(label, stats.bucket_steps.get(bucket, 0))
+            seconds.add_metric(label, stats.bucket_seconds.get(bucket, 0.0))
+            useful.add_metric(label, stats.useful_tokens.get(bucket, 0))
+            padding.add_metric(label, stats.padding_tokens.get(bucket, 0))
+            if bucket in stats.step_seconds:
+                step.add_metric(label, stats.step_seconds[bucket])
+        yield from (executions, seconds, useful, padding, step)
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("nxd_num_requests_running", "Choices that hold a slot.", stats.running)
+    yield GaugeMetricFamily("nxd_num_requests_waiting", "Choices that wait for a slot.", stats.waiting)
+    yield GaugeMetricFamily("nxd_queue_tokens", "Prompt tokens that wait.", stats.waiting_tokens)
+    yield GaugeMetricFamily("nxd_slots", "Slots of the cache.", stats.slots)
+    yield GaugeMetricFamily("nxd_slots_free", "Slots that are free.", stats.slots_free)
+    yield GaugeMetricFamily("nxd_kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", stats.kv_usage)
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
+    yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
+    yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
+    yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Of these, right.", stats.accepted_tokens)
+    success = CounterMetricFamily("nxd_request_success", "Choices by how they ended.", labels=["finished_reason"])
+    for reason, count in stats.finished.items():
+        success.add_metric([reason], count)
+    yield success
+    rejections = CounterMetricFamily("nxd_admission_rejections", "Requests refused at the door.", labels=["reason"])
+    for reason, count in stats.rejected.items():
+        rejections.add_metric([reason], count)
+    yield rejections

@@ -1,0 +1,183 @@
+"""What every route needs of a request: its id, its body, the service behind it, the model it names."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from nxd_server.engine.request import check_token_ids
+from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.errors import PromptTooLongError, not_finished
+from nxd_server.http.body_schema import Body
+from nxd_server.http.error_responses import ApiError, bad_request, clip
+from nxd_server.http.release_memory import trim_soon
+from nxd_server.http.request_body import Bodies, ClientLeft, client_left, default_limit
+from nxd_server.http.scope_keys import REQUEST_ID, WHOLE
+from nxd_server.text.body_limits import Bounds
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
+
+if TYPE_CHECKING:
+    from nxd_server.app.service import Service
+    from nxd_server.http.api_keys import Keys
+    from nxd_server.http.ops.metrics import Metrics
+    from nxd_server.settings import ServerSettings
+
+BodyT = TypeVar("BodyT", bound=Body)
+T = TypeVar("T")
+INLINE_TEXT = 4096
+"""A longer text is tokenised in a thread: the library frees the interpreter while it works."""
+THREAD_TEXT = 2**16
+"""A longer one in a process: it takes seconds and a hundred megabytes, and nothing could end the thread."""
+TRIM_TEXT = 2**14
+"""What a longer one took, some megabytes, is given back."""
+ENCODERS = 2
+"""Threads that do, and as many that make tensors; nothing ends the text that one is at, but no more than these go on
+after their clients left."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The application's parts, on ``app.state.context``."""
+
+    service: Service
+    settings: ServerSettings
+    metrics: Metrics
+    keys: Keys
+    encoders: ConcurrencyLimit
+    tensors: ConcurrencyLimit
+    bodies: Bodies
+
+
+def context_of(request: Request) -> Context:
+    return request.app.state.context
+
+
+def request_id(request: Request) -> str:
+    return request.scope.get(REQUEST_ID, "")
+
+
+def require_admin(request: Request) -> None:
+    """ApiError 401 or 403 unless the request carries the admin key."""
+    context_of(request).keys.check_admin(request.scope)
+
+
+def whole_of(request: Request) -> WholeRequest:
+    """What all parts of the request are submitted with, so that the same weights answer them."""
+    return request.scope[WHOLE]
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; raises as :meth:`Bodies.read_json`, and as :func:`unless_left` for a large one."""
+    context = context_of(request)
+    service, settings = context.service, context.settings
+    limit = settings.max_body_bytes or default_limit(service)
+
+    def aside(data: bytes, bounds: Bounds) -> Awaitable[dict[str, Any]]:
+        return unless_left(request, service.bounded_json.parse(data, bounds))
+
+    return await context.bodies.read_json(request, limit, settings.request_timeout, service.body_bounds, aside)
+
+
+async def parse(request: Request, kind: type[BodyT]) -> BodyT:
+    """The body as ``kind``; raises ApiError 400, 413 or 415, or ClientLeft."""
+    return kind.parse(await json_body(request))
+
+
+def check_model(service: Service, name: str | None) -> str | None:
+    """The adapter that ``name`` is; None for the served model itself. 404 for another name."""
+    if name is None or name == service.model_name:
+        return None
+    adapters = [adapter.name for adapter in service.adapters()]
+    if name not in adapters:
+        known = ", ".join(map(repr, [service.model_name, *adapters]))
+        raise ApiError(
+            404,
+            f"the model {clip(name)!r} does not exist; this server has {known}",
+            param="model",
+            code="model_not_found",
+        )
+    return name
+
+
+def require_task(service: Service, route: str, *tasks: str) -> None:
+    """400 when the loaded artifact is of a kind that this route cannot ask; 503 until it is known."""
+    service.require_ready()
+    if service.task not in tasks:
+        raise bad_request(
+            f"{route} needs a model traced for {' or '.join(tasks)}; {service.model_name!r} was traced for "
+            f"{service.task or 'no task of its own'}: use {service.main_route}",
+            code="task_not_supported",
+        )
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """The result of ``work``, which is cancelled when the client leaves or the request's time is over.
+
+    ``timeout``: what is left of that time, in seconds; all of it by default.
+
+    Raises ClientLeft, and what ``work`` raises; the request's body must have been read.
+    """
+    context = context_of(request)
+    timeout = context.settings.request_timeout if timeout is None else timeout
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(client_left(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            context.metrics.disconnected()
+            raise ClientLeft
+        raise not_finished(context.settings.request_timeout)
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:
+    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant, PromptTooLongError for more
+    than the model takes."""
+    service = context.service
+    tokenizer = service.require_tokenizer()
+    tokenizer.check_length(text, service.max_len, field)
+    most = service.max_len
+    if len(text) > THREAD_TEXT:
+        return await service.bounded_tokenizer().encode(text, special=special, most=most, field=field)
+    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
+    return encode() if len(text) <= INLINE_TEXT else await in_thread(context, encode, len(text))
+
+
+async def in_thread(
+    context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
+) -> T:
+    """``work``, which tokenises so many ``characters``; as ``ConcurrencyLimit.run``."""
+    try:
+        return await context.encoders.run(work, cancel)
+    finally:
+        if characters > TRIM_TEXT:
+            trim_soon()
+
+
+async def encode_prompts(
+    context: Context, prompts: list[str | list[int]], field: str, *, special: bool = True
+) -> list[list[int]]:
+    """Token ids of prompts given as texts or as token ids already."""
+    service = context.service
+    several = len(prompts) > 1
+    tokens = []
+    for place, prompt in enumerate(prompts):
+        path = f"{field}[{place}]" if several else field
+        if isinstance(prompt, str):
+            ids = await encode_text(context, prompt, path, special=special)
+        else:
+            ids = prompt
+        if several:
+            await asyncio.sleep(0)  # others have their turn between two of them
+        if len(ids) > service.max_len:  # before every one is looked at
+            raise PromptTooLongError(len(ids), service.max_len, path)
+        tokens.append(check_token_ids(ids, service.vocab_size, path))
+    return tokens

@@ -1,0 +1,87 @@
+"""``POST /tokenize`` and ``POST /detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nxd_server.engine.request import check_token_ids
+from nxd_server.http.body_schema import Body, Listed
+from nxd_server.http.error_responses import bad_request, encode
+from nxd_server.http.openai.chat import chat_text
+from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
+from nxd_server.text.body_limits import MOST_IDS
+
+INLINE_TOKENS = 4096
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Listed[int]
+
+
+async def tokenize(request: Request, body: TokenizeBody) -> Response:
+    """Token ids of a text, or of a conversation as the model would see it."""
+    context = context_of(request)
+    context.service.require_loaded()
+    check_model(context.service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
+    if body.messages is None and len(body.prompt or "") <= INLINE_TEXT:
+        answer = _tokenized(context, body, body.prompt or "")
+    else:
+        answer = await unless_left(request, _tokenize_aside(context, body))
+    return Response(answer, media_type="application/json")
+
+
+async def _tokenize_aside(context: Context, body: TokenizeBody) -> bytes:
+    service = context.service
+    text, special, field = body.prompt or "", body.add_special_tokens, "prompt"
+    if body.messages is not None:
+        text, special, field = await chat_text(service, body.messages, {}), False, "messages"
+    service.require_tokenizer().check_length(text, service.max_len, field)
+    return await service.bounded_tokenizer().tokenize(
+        text, special=special, strings=body.return_token_strs, max_model_len=service.max_len, field=field
+    )
+
+
+def _tokenized(context: Context, body: TokenizeBody, text: str) -> bytes:
+    service = context.service
+    tokenizer = service.require_tokenizer()
+    tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens, field="prompt")
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+    return encode(answer)
+
+
+async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+    """The text of token ids, special tokens included."""
+    service = context_of(request).service
+    service.require_loaded()
+    check_model(service, body.model)
+    tokenizer = service.require_tokenizer()
+    most = max(MOST_IDS, service.max_len)
+    if len(body.tokens) > most:
+        raise bad_request(f"`tokens` has {len(body.tokens)} ids; at most {most} are taken at once", "tokens")
+    if body.tokens:
+        check_token_ids(body.tokens, service.vocab_size, "tokens")
+    if len(body.tokens) <= INLINE_TOKENS:
+        answer = encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    else:
+        answer = await unless_left(request, service.bounded_tokenizer().detokenize(body.tokens))
+    return Response(answer, media_type="application/json")

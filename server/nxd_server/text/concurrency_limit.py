@@ -1,0 +1,52 @@
+"""So many pieces of work at once, so many that wait, and none whose client has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nxd_server.errors import QueueFullError
+from nxd_server.threads import Workers
+
+T = TypeVar("T")
+
+
+class ConcurrencyLimit:
+    """``width`` pieces of work at a time, each in a thread of its own; ``queue`` more may wait."""
+
+    def __init__(self, what: str, width: int, queue: int):
+        self._what = what
+        self._most = width + queue
+        self._turns = asyncio.Semaphore(width)
+        self._workers = Workers(width, "nxd-text")
+        self.inside = 0
+
+    async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
+        """``work()``. When this is cancelled, work that waits is dropped, and ``cancel`` ends work that runs.
+
+        Raises QueueFullError when there is no room to wait.
+        """
+        if self.inside >= self._most:
+            raise QueueFullError(f"{self.inside} {self._what} are being worked on or wait (max_queued_requests)")
+        self.inside += 1
+        try:
+            await self._turns.acquire()
+        except BaseException:
+            self.inside -= 1
+            raise
+        running = self._workers.run(work)
+        running.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if cancel is not None:
+                cancel()
+            raise
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        """The turn is over when the work is, and not when nobody waits for it any more."""
+        self.inside -= 1
+        self._turns.release()
+        if not work.cancelled():
+            work.exception()  # seen, whether somebody waits or not

@@ -1,0 +1,161 @@
+"""What is done with texts in a process that can be killed: templates, long texts, large bodies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import marshal
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_server.errors import BodyError, RequestError
+from nxd_server.text.body_limits import Bounds
+from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.concurrency_limit import ConcurrencyLimit
+from nxd_server.text.text_process import JobFailed, Setup, TextProcess
+from nxd_server.text.text_process_main import TEMPLATE_MEMORY, TEXT_MEMORY
+from nxd_server.text.tokenizer import Tokenizer
+
+MIB = 2**20
+
+
+class BoundedTemplate:
+    """A model's chat template, rendered in a process that can be killed."""
+
+    def __init__(self, sources: TemplateSources, seconds: float, queue: int):
+        """``seconds`` for each rendering; ``queue`` conversations may wait."""
+        header = {"kind": "template", "source": sources.default, "named": dict(sources.named)}
+        setup = Setup({**header, "special_tokens": dict(sources.special_tokens)})
+        self._process = TextProcess(lambda: setup)
+        self._seconds = seconds
+        self._limit = ConcurrencyLimit("conversations", 1, queue)
+
+    def check(self) -> None:
+        """ModelConfigError for a template that cannot be used with any conversation; blocks."""
+        try:
+            self._render([{"role": "user", "content": ""}], {}, MIB, None)
+        except JobFailed as error:
+            raise ModelConfigError(f"the model's chat template cannot be used: {self._why(error)}") from None
+        except RequestError as error:
+            if not error.field:  # it does not compile; one that refuses this conversation may take another
+                raise ModelConfigError(error.message) from None
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most: int) -> str:
+        """The prompt as text, of at most ``most`` characters; RequestError when the template does not give one."""
+        job = object()
+        work = functools.partial(self._render, messages, variables, most, job)
+        try:
+            return await self._limit.run(work, functools.partial(self._process.cancel, job))
+        except JobFailed as error:
+            raise RequestError("messages", f"the model's chat template was ended: {self._why(error)}") from None
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._limit.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def _render(self, messages: Any, variables: Mapping[str, Any], most: int, job: object | None) -> str:
+        # Marshalled, in a tenth of the time that JSON takes: this thread keeps the interpreter meanwhile.
+        data = marshal.dumps([messages, dict(variables)])
+        return self._process.run({"most": most}, data, seconds=self._seconds, job=job)[1].decode()
+
+    def _why(self, error: JobFailed) -> str:
+        if error.late:
+            return f"it did not come to an end within {self._seconds:g} s (render_timeout)"
+        return f"it takes more than {TEMPLATE_MEMORY // MIB} MiB of memory, or ended its process otherwise"
+
+
+class BoundedTokenizer:
+    """Long texts, made to token ids in a process that can be killed, and the answers to ``/tokenize`` and
+    ``/detokenize``, ready to be sent."""
+
+    def __init__(self, tokenizer: Tokenizer, seconds: float, queue: int):
+        """``seconds`` for each text; ``queue`` texts may wait."""
+        self._tokenizer = tokenizer
+        self._process = TextProcess(lambda: self._setup)
+        self._seconds = seconds
+        self._limit = ConcurrencyLimit("texts", 1, queue)
+
+    @functools.cached_property
+    def _setup(self) -> Setup:
+        """Made once: of a large vocabulary it takes long, and a client that leaves has another process started."""
+        return Setup({"kind": "tokenizer", "config": self._tokenizer.config}, self._tokenizer.raw.to_str().encode())
+
+    async def encode(self, text: str, *, special: bool, most: int, field: str) -> list[int]:
+        """Token ids of ``text``; RequestError naming ``field``, of the code of a prompt that is too long for more than
+        ``most``."""
+        header = {"do": "encode", "special": special, "most": most, "field": field}
+        return array("q", (await self._run(header, text.encode(), field))[1]).tolist()
+
+    async def encode_with_types(
+        self, parts: Sequence[str], *, most: int | None, limit: int, field: str
+    ) -> tuple[list[int], list[int]]:
+        """As :meth:`~nxd_server.text.tokenizer.Tokenizer.encode_with_types` of a text or a pair."""
+        header = {"do": "types", "most": most, "limit": limit, "field": field}
+        both = array("q", (await self._run(header, marshal.dumps(list(parts)), field))[1]).tolist()
+        return both[: len(both) // 2], both[len(both) // 2 :]
+
+    async def tokenize(self, text: str, *, special: bool, strings: bool, max_model_len: int, field: str) -> bytes:
+        """The answer to ``/tokenize``; RequestError naming ``field``."""
+        header = {"do": "tokenize", "special": special, "strings": strings, "max_model_len": max_model_len}
+        return (await self._run({**header, "field": field}, text.encode(), field))[1]
+
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
+        """The answer to ``/detokenize``, of ids that the model has."""
+        return (await self._run({"do": "detokenize"}, array("q", ids).tobytes(), "tokens"))[1]
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._limit.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    async def _run(self, header: dict[str, Any], blob: bytes, field: str) -> tuple[dict[str, Any], bytes]:
+        job = object()
+        work = functools.partial(self._process.run, header, blob, seconds=self._seconds, job=job)
+        try:
+            return await self._limit.run(work, functools.partial(self._process.cancel, job))
+        except JobFailed as error:
+            why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"
+            raise RequestError(field, f"it takes more than {why}; send less at once") from None
+
+
+class BoundedJson:
+    """Large bodies, parsed in a process that can be killed: the parser would keep the server from everything else."""
+
+    def __init__(self, seconds: float, queue: int):
+        """``seconds`` for each body; ``queue`` bodies may wait."""
+        self._process = TextProcess(lambda: Setup({"kind": "json"}))
+        self._seconds = seconds
+        self._limit = ConcurrencyLimit("large bodies", 1, queue)
+
+    async def parse(self, data: bytes, bounds: Bounds) -> dict[str, Any]:
+        """As :func:`~nxd_server.text.strict_json.parse_json`."""
+        job = object()
+        try:
+            return await self._limit.run(
+                functools.partial(self._parse, data, bounds, job), functools.partial(self._process.cancel, job)
+            )
+        except JobFailed as error:
+            why = f"{self._seconds:g} s" if error.late else f"{TEXT_MEMORY // MIB} MiB of memory"
+            raise BodyError(f"the request body takes more than {why}; send less at once", "body_too_complex") from None
+
+    @property
+    def inside(self) -> int:
+        """How many are worked on or wait."""
+        return self._limit.inside
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def _parse(self, data: bytes, bounds: Bounds, job: object) -> dict[str, Any]:
+        header = {"bounds": dataclasses.asdict(bounds)}
+        # Of a process of ours, made of what has been parsed there.
+        return marshal.loads(self._process.run(header, data, seconds=self._seconds, job=job)[1])  # nosec B302

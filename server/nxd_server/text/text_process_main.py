@@ -1,0 +1,158 @@
+"""What runs inside a :class:`~nxd_server.text.text_process.TextProcess`: frames in and out, on its standard input."""
+
+from __future__ import annotations
+
+import functools
+import json
+import marshal
+import os
+import resource
+import signal
+import socket
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.memory import give_back
+from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
+from nxd_server.text.text_process import START_SECONDS, read_frame, write_frame
+
+TEMPLATE_MEMORY = 256 * 2**20
+TEXT_MEMORY = 1024 * 2**20
+"""Bytes a job may take beyond what the process has when it is ready."""
+KEPT_MEMORY = 2 * 2**20
+"""A process that keeps more than it had ends: only so does the system get everything back."""
+
+TOO_LONG = (TextTooLongError, PromptTooLongError)
+
+Answer = tuple[dict[str, Any], bytes]
+Job = Callable[[dict[str, Any], bytes], Answer]
+
+
+def main() -> None:
+    """Serve jobs until the other side closes."""
+    connection = socket.socket(fileno=os.dup(0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _end_in(START_SECONDS)
+    try:
+        job = _prepare(*read_frame(connection))
+    except ModelConfigError as error:
+        write_frame(connection, {"refused": ["", str(error)]})
+        return
+    _end_in(None)
+    write_frame(connection, {})
+    resident = _bytes(1)
+    while True:
+        try:
+            header, blob = read_frame(connection)
+        except EOFError:
+            return
+        _end_in(header["seconds"])
+        answer, data = _answered(job, header, blob)
+        _end_in(None)
+        last = answer.get("last", False) or _has_grown(resident + len(blob) + len(data))
+        write_frame(connection, {**answer, "last": last}, data)
+        if last:
+            return
+        del header, blob, answer, data
+
+
+def _end_in(seconds: float | None) -> None:
+    """Die a moment after ``seconds``, should nobody be left to kill this process: that is what SIGALRM does."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + 1.0)
+
+
+def _limit_memory(size: int) -> None:
+    """Let this process take ``size`` bytes more than it has."""
+    limit = _bytes(0) + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _answered(job: Job, header: dict[str, Any], blob: bytes) -> Answer:
+    try:
+        return job(header, blob)
+    except RequestError as error:
+        answer: dict[str, Any] = {"refused": [error.field, error.message]}
+        if isinstance(error, BodyError):
+            answer["code"] = error.code
+        return {**answer, "too_long": isinstance(error, TOO_LONG)}, b""
+    except MemoryError:
+        return {"memory": True, "last": True}, b""
+
+
+def _prepare(header: dict[str, Any], blob: bytes) -> Job:
+    if header["kind"] == "template":
+        return _template_job(header)
+    job = _json_job() if header["kind"] == "json" else _tokenizer_job(header, blob)
+    _limit_memory(TEXT_MEMORY)
+    return job
+
+
+def _template_job(setup: dict[str, Any]) -> Job:
+    from nxd_server.text.chat_template import ChatTemplate
+
+    _limit_memory(TEMPLATE_MEMORY)
+    # Compiled here and nowhere else: jinja2 computes constants while it compiles, so that alone may take for ever.
+    template = ChatTemplate(setup["source"], setup["special_tokens"], setup["named"])
+
+    def render(header: dict[str, Any], blob: bytes) -> Answer:
+        messages, variables = marshal.loads(blob)  # nosec B302  # of the server
+        text = template.render(messages, max_characters=header["most"], **variables)
+        return {}, text.encode()
+
+    return render
+
+
+def _json_job() -> Job:
+    from nxd_server.text.body_limits import Bounds
+    from nxd_server.text.strict_json import parse_json
+
+    # Marshalled, a value is read back by the server in a fraction of the time that JSON takes.
+    return lambda header, blob: ({}, marshal.dumps(parse_json(blob, Bounds(**header["bounds"]))))
+
+
+def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
+    from tokenizers import Tokenizer as RawTokenizer
+
+    from nxd_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(RawTokenizer.from_str(blob.decode()), setup["config"])
+
+    def work(header: dict[str, Any], blob: bytes) -> Answer:
+        if header["do"] == "detokenize":
+            ids = array("q", blob)
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            return {}, json.dumps({"prompt": text}, ensure_ascii=False, separators=(",", ":")).encode()
+        if header["do"] == "types":
+            options = {name: header[name] for name in ("field", "most", "limit")}
+            ids, types = tokenizer.encode_with_types(*marshal.loads(blob), **options)  # nosec B302  # of the server
+            return {}, array("q", [*ids, *types]).tobytes()
+        special, field, most = header["special"], header["field"], header.get("most")
+        ids = tokenizer.encode(blob.decode(), add_special_tokens=special, field=field, most=most)
+        if header["do"] == "encode":
+            return {}, array("q", ids).tobytes()
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": header["max_model_len"], "tokens": ids}
+        if header["strings"]:
+            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        return {"count": len(ids)}, json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+    return work
+
+
+def _has_grown(expected: int) -> bool:
+    """Whether this process holds much more memory than ``expected``, with what was freed given back."""
+    if _bytes(1) - expected > KEPT_MEMORY:
+        give_back()
+    return _bytes(1) - expected > KEPT_MEMORY
+
+
+def _bytes(field: int) -> int:
+    """Bytes of address space (0) or of memory (1) that this process has."""
+    return int(os.pread(_statm(), 200, 0).split()[field]) * resource.getpagesize()
+
+
+@functools.cache
+def _statm() -> int:
+    """Open for good: it is read after every job."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

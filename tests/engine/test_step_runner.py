@@ -1,0 +1,62 @@
+"""What the engine takes a graph's time for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nxd_server.engine.core.step_costs import Graph, StepCosts
+from nxd_server.engine.core.step_runner import OVERDUE_FACTOR, OVERDUE_SECONDS, WARM_SECONDS, StepRunner
+
+
+class Model:
+    """Takes the seconds that are written down, call by call, of a clock of its own."""
+
+    def __init__(self, *seconds: float):
+        self.seconds = list(seconds)
+        self.now = 0.0
+
+    def run_bucket(self, name: str, inputs: Any) -> dict[str, Any]:
+        self.now += self.seconds.pop(0)
+        return {}
+
+
+def runner_of(model: Model) -> StepRunner:
+    return StepRunner(model, clock=lambda: model.now)
+
+
+SLOW, FAST = 2 * WARM_SECONDS, WARM_SECONDS / 10
+
+
+@pytest.mark.check
+def test_the_first_graph_is_measured_again_however_long_it_took():
+    """A rank that is cold takes long for whatever comes first; a graph that seems slow would never be chosen again."""
+    model = Model(SLOW, FAST)
+    assert runner_of(model).measure("first", {}) == pytest.approx(FAST)
+    assert model.seconds == []
+
+
+@pytest.mark.check
+def test_a_large_graph_is_run_once_and_a_small_one_twice():
+    model = Model(FAST, FAST, SLOW, FAST, FAST)
+    runner = runner_of(model)
+    assert runner.measure("first", {}) == pytest.approx(FAST)
+    assert runner.measure("large", {}) == pytest.approx(SLOW) and len(model.seconds) == 2
+    assert runner.measure("small", {}) == pytest.approx(FAST) and model.seconds == []
+
+
+@pytest.mark.check
+def test_a_step_is_overdue_when_it_takes_many_times_what_it_costs():
+    found, costs = [], StepCosts([Graph("g", 1, 1)], {"g": 1.0})
+
+    class Slow(Model):
+        def run_bucket(self, name: str, inputs: Any) -> dict[str, Any]:
+            for self.now in (OVERDUE_SECONDS, OVERDUE_FACTOR, OVERDUE_FACTOR + 1):
+                found.append(runner.overdue(costs))
+            return {}
+
+    runner = runner_of(Slow())
+    runner.timed("g", {})
+    assert found == ["", "", "a step of g has been running for 21.0 s (limit 20.0 s)"]
+    assert runner.overdue(costs) == "" and runner.running_for is None
