@@ -7,7 +7,6 @@ import http.client
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
 from nxd_infer.errors import ArtifactError
+from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
 
@@ -55,31 +55,23 @@ def ready(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def server(artifact: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(artifact: Path, port: int, log: Path) -> Iterator[ChildProcess]:
     """Run a server process inside the block; end it with SIGTERM, or SIGKILL if that does not work."""
     command = python_module("nxd_infer.cli.main", "serve", str(artifact), "--port", str(port))
     with log.open("wb") as output:
-        process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
-            command, stdout=output, stderr=subprocess.STDOUT, env=child_environment()
-        )
+        process = ChildProcess(command, environment=child_environment(), stdout=output, stderr=output)
         try:
             yield process
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(STOP_TIMEOUT)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end_all([process], patience=STOP_TIMEOUT)
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> float:
+def wait_ready(process: ChildProcess, port: int, log: Path) -> float:
     """Return the seconds until the server is ready. Raises ServerError with the end of its log on timeout."""
     start = time.monotonic()
     while not ready(port):
-        if process.poll() is not None or time.monotonic() - start > READY_TIMEOUT:
-            state = "ended" if process.poll() is not None else f"is not ready after {READY_TIMEOUT:.0f} s"
+        if not process.running or time.monotonic() - start > READY_TIMEOUT:
+            state = "ended" if not process.running else f"is not ready after {READY_TIMEOUT:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise ServerError(f"the server {state}; the end of its log:\n{tail}")
         time.sleep(0.05)
@@ -198,7 +190,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
             to_ready = wait_ready(process, port, log)
         answers = ask(port)
     if process.returncode != 0:
-        raise ServerError(f"the server ended with status {process.returncode}; its log is {log}")
+        raise ServerError(f"the server {process.explain()}; its log is {log}")
 
     console.print()
     speeds = sorted(answer.tokens_per_second for answer in answers)

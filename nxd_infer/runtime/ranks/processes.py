@@ -28,6 +28,7 @@ from nxd_infer.runtime.rank.main import WorkerConfig
 from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel
 from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
+from nxd_infer.util.child_process import ChildProcess
 from nxd_infer.util.processes import process_state
 from nxd_infer.util.python_command import child_environment, python_module
 
@@ -68,7 +69,7 @@ class RankProcesses:
         """Set once all ranks have ended and their output is read."""
         self._collective_timeout = collective_timeout
         self._on_exit = on_exit
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ChildProcess] = []
         self._counters: list[mmap.mmap] = []
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.count)]
         self._cores: list[list[int]] = []
@@ -131,10 +132,7 @@ class RankProcesses:
         for process in processes:
             process.kill()
         for process in processes:
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                continue  # in the kernel, beyond any signal; it ends when its system call does
+            process.wait(5.0)  # one in the kernel is beyond any signal; it ends when its system call does
         with self._mutex:
             cores, self._cores = self._cores, []
             directory, self._directory = self._directory, None
@@ -165,7 +163,7 @@ class RankProcesses:
 
     def state(self, rank: int) -> str:
         """``running``, ``stopped`` or ``ended``."""
-        if rank >= len(self._processes) or self._processes[rank].poll() is not None:
+        if rank >= len(self._processes) or not self._processes[rank].running:
             return "ended"
         return process_state(self._processes[rank].pid)
 
@@ -237,14 +235,12 @@ class RankProcesses:
         command = python_module("nxd_infer.runtime.rank.main", "rank", str(rank), "--config", config.to_json())
         try:
             with self._going():
-                process = subprocess.Popen(  # nosec B603  # this interpreter and a module of ours
+                process = ChildProcess(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    environment=registry.with_import_path(environment, self.artifact.manifest.backend),
+                    inherit=(theirs.fileno(), *fds),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=registry.with_import_path(environment, self.artifact.manifest.backend),
-                    pass_fds=(theirs.fileno(), *fds),
-                    start_new_session=True,  # Ctrl-C at a terminal reaches the caller alone
                 )
                 self._processes.append(process)
         except BaseException:
@@ -277,7 +273,7 @@ class RankProcesses:
                     poll.unregister(fd)
                     del ranks[fd]
             for rank in sorted(running):
-                if self._processes[rank].poll() is None:
+                if self._processes[rank].running:
                     continue
                 running.discard(rank)
                 if rank in ends:
@@ -286,8 +282,7 @@ class RankProcesses:
                 self._drain(outputs[rank], rank)
                 self._on_exit(rank, self._how(rank) + self.tail(rank))
         for process in self._processes:
-            assert process.stdout is not None
-            process.stdout.close()
+            process.end()
 
     def _drain(self, fd: int, rank: int) -> bool:
         """Keep what the rank printed; False at the end of its output."""
@@ -301,12 +296,9 @@ class RankProcesses:
             self._tails[rank].append(data[-_TAIL:])
 
     def _how(self, rank: int) -> str:
-        code = self._processes[rank].returncode
-        if code >= 0:
-            return f"ended with status {code}"
-        name = signal.Signals(-code).name
-        why = " (a file that it has mapped was cut short or cannot be read)" if name == "SIGBUS" else ""
-        return f"was ended by {name}{why}"
+        process = self._processes[rank]
+        cut = process.returncode == -signal.SIGBUS
+        return process.explain() + (" (a file that it has mapped was cut short or cannot be read)" if cut else "")
 
 
 def _nothing(rank: int, text: str) -> None:
