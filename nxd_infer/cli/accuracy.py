@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import PACKED_INT8, Manifest, dtype_of
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.cli.console import console
+from nxd_infer.cli.demo.corpus import split
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
 from nxd_infer.ops.packed_int8 import quantize
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_server.text.tokenizer import Tokenizer
 
 TOKENS = 512
 """Maximum length of the text over which logits are compared."""
@@ -69,9 +73,6 @@ class RoundedSource:
 @torch.no_grad()
 def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int) -> None:
     """Print how far the logits are from those with the original ``weights``, over a text or random tokens."""
-    from nxd_models import registry
-    from nxd_models.hf import weights as hf
-
     meta = artifact.manifest.metadata
     ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
     with torch.device("meta"):
@@ -96,9 +97,6 @@ RANDOM = "random tokens"
 
 def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) -> tuple[Tensor, str]:
     """Return ids [n], n at most ``count``, and their description; random ids without a usable tokenizer."""
-    from nxd_infer.cli.demo.corpus import split
-    from nxd_server.text.tokenizer import Tokenizer
-
     try:
         ids = Tokenizer.from_dir(artifact).encode(split()[1][0])[:count]
     except (ModelConfigError, ModuleNotFoundError):

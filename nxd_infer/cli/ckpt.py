@@ -37,6 +37,7 @@ from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.util.units import size
+from nxd_models import registry
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -75,8 +76,6 @@ def _reference(path: str | os.PathLike[str], tag: str | None) -> ReferenceArchiv
 
 def _layouts(config: Path) -> dict[str, ParamLayout]:
     """Return the layouts of the parameters of a Hugging Face directory's model, under each of their names."""
-    from nxd_models import registry
-
     with torch.device("meta"):
         layouts = weight_layout(registry.build(config))
     return {**one_by_one(layouts), **layouts}
@@ -283,8 +282,6 @@ def export_hf(
 
 def _require_model_of(config: Path, source: RunsSource) -> None:
     """Raise WeightMismatchError if a weight of the model of ``config`` is missing; unknown models are not checked."""
-    from nxd_models import registry
-
     try:
         with torch.device("meta"):
             layouts = weight_layout(registry.build(config))

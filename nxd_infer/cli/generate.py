@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.cli.console import aside, spinner, verbatim
+from nxd_server import LLM, RequestOutput
+from nxd_server.engine.generation_engine import Engine
+from nxd_server.engine.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -24,10 +27,6 @@ def run(
 
     ``max_tokens`` None: the default, if it fits. Other parameters that are None: the model's default, else greedy.
     """
-    from nxd_server import LLM, RequestOutput
-    from nxd_server.engine.generation_engine import Engine
-    from nxd_server.engine.sampling_params import SamplingParams
-
     typed = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, **typed)  # report a wrong value before anything is loaded
 

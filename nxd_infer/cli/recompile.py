@@ -6,12 +6,11 @@ from pathlib import Path
 
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.cli.trace import Progress, check_writable
+from nxd_infer.trace import load_artifact, parallel_model_recompile
 
 
 def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]) -> None:
     """Write ``out``; print what was compiled and for which target."""
-    from nxd_infer.trace import load_artifact, parallel_model_recompile
-
     check_writable(out)
     with bar(drawn=console.is_terminal) as display:
         report = parallel_model_recompile(

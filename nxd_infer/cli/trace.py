@@ -8,13 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nxd_infer import trace
+from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
 from nxd_infer.backends import registry
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
+from nxd_infer.ops.packed_int8 import packed_shape
+from nxd_infer.trace import ArtifactWriter
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_server.text.tokenizer_files import has_tokenizer
 
 SAME_ROUNDING = "emulate_precision_casts"
 """An option of compilers that have it: they round every result to its dtype, whatever they fuse, so that all graphs
@@ -57,8 +65,6 @@ class Progress:
 
 def check_writable(out: Path) -> None:
     """Raise ArtifactError if ``out`` cannot be created: before minutes of compilation, not after."""
-    from nxd_infer.trace import ArtifactWriter
-
     ArtifactWriter(out).check_target()
     parent = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -88,13 +94,6 @@ def run(
     quantize: str | None = None,
 ) -> dict[str, float]:
     """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk."""
-    from nxd_infer import trace
-    from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
-    from nxd_infer.checkpoint.source import weight_source
-    from nxd_models.hf import weights as hf
-    from nxd_models.serving import tasks
-    from nxd_server.text.tokenizer_files import has_tokenizer
-
     check_writable(out)
     plan = tasks.plan(
         model_dir,
@@ -159,7 +158,6 @@ def run(
     )
     if quantize is not None:
         weights = model.manifest.weights
-        from nxd_infer.ops.packed_int8 import packed_shape
 
         held = [spec for spec in weights if spec.encoding == PACKED_INT8]
         before = sum(spec.nbytes for spec in weights)

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_infer import trace
+from nxd_infer.artifact.manifest import dtype_of
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import accuracy
 from nxd_infer.cli.console import bar, console, table
 from nxd_infer.errors import ArtifactError
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
 from nxd_server.engine.classifier_scores import probabilities, scores_of
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 3e-2, "float16": 1e-2}
@@ -126,11 +132,6 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
     """Return a function that builds the unsharded eager module which the artifact should equal: states empty,
     ``weights`` quantized like the artifact's.
     """
-    from nxd_infer.artifact.manifest import dtype_of
-    from nxd_models import registry
-    from nxd_models.hf import weights as hf
-    from nxd_models.serving import tasks
-
     meta = manifest.metadata
     if meta.get("task") not in registry.TASKS:
         raise ArtifactError(
@@ -172,11 +173,6 @@ def run(
     allow_kernel: bool = True,
 ) -> int:
     """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
-    from nxd_infer import trace
-    from nxd_infer.checkpoint.source import weight_source
-    from nxd_models import registry
-    from nxd_models.hf import weights as hf
-
     rows: list[Row] = []
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest

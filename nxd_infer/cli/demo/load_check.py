@@ -6,10 +6,11 @@ import json
 import sys
 import time
 
+from nxd_infer import trace
+
 
 def main(directory: str) -> None:
     start = time.monotonic()
-    from nxd_infer import trace
 
     with trace.parallel_model_load(directory) as model:
         model.start()

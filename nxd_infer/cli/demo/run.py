@@ -15,13 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxd_infer import native
+from nxd_infer.cli import trace
+from nxd_infer.cli.ckpt import WEIGHTS, consolidate
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
+from nxd_infer.cli.demo import training
 from nxd_infer.cli.demo.client import Answer, ServerError, stream_completion
 from nxd_infer.cli.demo.ranks import run_ranks
+from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL, TOKENS
 from nxd_infer.errors import ArtifactError
 from nxd_infer.util.child_process import ChildProcess, end_all
 from nxd_infer.util.python_command import child_environment, python_module
 from nxd_infer.util.units import size
+from nxd_models.registry import weights
 
 if TYPE_CHECKING:
     from nxd_infer.cli.demo.training import Trained
@@ -106,10 +112,6 @@ def load_in_fresh_process(artifact: Path) -> dict[str, float]:
 
 def train(directory: Path, seconds: float, tp: int) -> Trained:
     """Train on ``tp`` rank processes, which save a checkpoint; write its full weights into the model directory."""
-    from nxd_infer import native
-    from nxd_infer.cli.ckpt import WEIGHTS, consolidate
-    from nxd_infer.cli.demo import training
-
     with spinner("writing the text and its tokenizer"):
         training.prepare(directory)
     if native.availability().ok and not native.is_built():
@@ -127,8 +129,6 @@ def train(directory: Path, seconds: float, tp: int) -> Trained:
 
 def parameters(model_dir: Path) -> int:
     """Return the number of parameters in a model directory."""
-    from nxd_models.registry import weights
-
     source = weights(model_dir)
     return sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
 
@@ -146,8 +146,6 @@ def run(directory: Path | None, seconds: float, tp: int, backend: str) -> None:
 
 def check_directory(directory: Path) -> None:
     """Reject a non-empty directory that is not from an earlier demo, before anything is written."""
-    from nxd_infer.cli.demo.training import TOKENS
-
     if directory.exists() and not directory.is_dir():
         raise ArtifactError(f"{directory} is not a directory: pass a new one as --dir")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / TOKENS).exists():
@@ -158,9 +156,6 @@ def check_directory(directory: Path) -> None:
 
 
 def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float) -> None:
-    from nxd_infer.cli import trace
-    from nxd_infer.cli.demo.training import CHECKPOINTS, MODEL
-
     model_dir, artifact = directory / MODEL, directory / "artifact"
     console.rule(f"1. train a small Llama on the Python language reference, on {tp} rank{'s' * (tp > 1)}")
     trained = train(directory, seconds, tp)

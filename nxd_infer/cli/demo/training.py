@@ -30,6 +30,7 @@ from nxd_infer.context import current_context
 from nxd_infer.trainer import NxDModel, TrainingProgress, shutdown
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.processes import die_with_parent
+from nxd_models.registry import build
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,8 +119,6 @@ def held_out_loss(model: NxDModel, tokens: Tensor) -> float:
 
 def train(folder: Path, seconds: float) -> Trained:
     """Train for about ``seconds`` on this rank, and save a checkpoint. Every rank calls it."""
-    from nxd_models.registry import build
-
     nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=dist.get_world_size())
     torch.manual_seed(SEED)
     model = nxd.initialize_parallel_model(nxd_config, build, folder / MODEL, task="generate", dtype=torch.float32)
