@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import functools
 import hashlib
 import os
@@ -23,6 +24,7 @@ from typing import NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  (documented, not in __all__)
 
 from nxd_infer.comm.protocol import NativeOperators
 from nxd_infer.comm.shared import DTYPES, connect
@@ -37,6 +39,22 @@ EXIT_GRACE = 1.0
 LEAVE_SECONDS = 5.0
 """Seconds that a process waits for gloo's threads when it ends."""
 UNKNOWN_HOST = -1
+
+
+def join_on_this_host(context: ParallelContext, file: str, timeout: float) -> DistributedCollectives:
+    """Start gloo among the ranks of this host, which meet in ``file``, and return their transport.
+
+    ``timeout`` bounds the meeting and every collective, in seconds.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(file, context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    return DistributedCollectives(context, {"tp": dist.distributed_c10d._get_default_group()}, timeout)
 
 
 class DistributedCollectives:

@@ -23,6 +23,7 @@ from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
 from nxd_infer.trace.options import check_arguments, temporary_root
 from nxd_infer.trace.progress import Progress, silent
+from nxd_infer.trace.steps import make_plan, run
 
 if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan
@@ -116,7 +117,6 @@ def parallel_model_trace(
         TraceError: tracing or compiling failed; with the rank and its traceback.
     """
     arguments = dict(locals())
-    from nxd_infer.trace.steps import run
 
     settings = check_arguments(**arguments)
     make_workdir(settings.workdir)
@@ -149,8 +149,6 @@ def trace_plan(*arguments: Any, **named: Any) -> TracePlan:
     With a ``checkpoint_loader_callable``, ``func`` is called once (without parameters in memory) to count bytes.
     Raises TraceConfigError as the trace would.
     """
-    from nxd_infer.trace.steps import make_plan
-
     bound = inspect.signature(parallel_model_trace).bind(*arguments, **named)
     bound.apply_defaults()
     return make_plan(check_arguments(**bound.arguments))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nxd_infer import native
 from nxd_infer.artifact.manifest import (
     PACKED_REQUIREMENT,
     BucketSpec,
@@ -19,6 +20,7 @@ from nxd_infer.artifact.manifest import (
     weight_schema_hash,
 )
 from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile import cache as compile_cache
@@ -264,8 +266,6 @@ def write_artifact(
             writer.add(f"weights/rank_{rank.rank:02d}.safetensors", source, link=True)
             progress("write artifact", len(compiled.directories) + rank.rank + 1, steps, "")
         if extras.kernel is not None:
-            from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
-
             writer.add(BUCKET_KERNEL_NAME, extras.kernel)
         for name, source in extras.files.items():
             writer.add(name, source)
@@ -276,8 +276,6 @@ def write_artifact(
 
 def library_path(content_hash: str) -> Path:
     """The file of the native operators of that hash. Raises TraceError where this process has others."""
-    from nxd_infer import native
-
     library = native.load()
     if library.hash != content_hash:
         raise TraceError(f"the graphs call the operators {content_hash}, this process has {library.hash}")

@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer import native
 from nxd_infer.backends.compile import footprint
 from nxd_infer.backends.compile.pool import worker_count
+from nxd_infer.graph.names import named_inputs
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
 from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
 from nxd_infer.trace.ranks.files import WEIGHTS_FILE
+from nxd_infer.trace.ranks.from_checkpoint import measure, trace_ranks_here
+from nxd_infer.trace.ranks.processes import trace_ranks
 from nxd_infer.trace.request import TracedRank, rank_directory
 from nxd_infer.util.memory import held_memory
 
@@ -27,19 +32,12 @@ Report = Callable[[str, int, int, str], None]
 
 def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Report) -> TensorParallelModel:
     """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
-    from nxd_infer.runtime.load import load_artifact
-    from nxd_infer.runtime.model import TensorParallelModel
-
     start = time.monotonic()
     request = settings.request
     settings.backend.prepare_trace(request.tp_degree)
     if settings.loader is not None:
-        from nxd_infer.trace.ranks.from_checkpoint import trace_ranks_here
-
         ranks = trace_ranks_here(request, build, settings.loader, progress)
     else:
-        from nxd_infer.trace.ranks.processes import trace_ranks
-
         ranks = trace_ranks(
             request, build, max_parallel=settings.max_parallel, timeout=settings.timeout, progress=progress
         )
@@ -98,15 +96,11 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
 
 def make_plan(settings: TraceSettings) -> TracePlan:
     """See ``trace_plan``."""
-    from nxd_infer.graph.names import named_inputs
-
     request = settings.request
     buckets = []
     sizes: dict[str, Any] = {}
     module = None
     if settings.loader is not None:
-        from nxd_infer.trace.ranks.from_checkpoint import measure
-
         measured = measure(request)
         module = measured.modules
         sizes = {

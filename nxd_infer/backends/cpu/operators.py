@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nxd_infer import native
 from nxd_infer.errors import BackendUnavailableError
 from nxd_infer.graph.stored import GraphFile
 
 
 def native_library() -> Any | None:
     """The native operators, or None where they cannot be built (no compiler, no headers)."""
-    from nxd_infer import native
-    from nxd_infer.errors import BackendUnavailableError
-
     if not native.availability().ok:
         return None
     try:
@@ -27,8 +25,6 @@ def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
 
     Raises BackendUnavailableError when the graph calls those of another version that are not there.
     """
-    from nxd_infer import native
-
     libraries = []
     for content_hash in graph.ops:
         beside = graph_dir.parents[1] / "ops" / f"{content_hash}.so"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_infer import native
 from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.artifact.rank_weights import load_entries, load_weights
 from nxd_infer.artifact.reader import LoadedArtifact
@@ -37,8 +38,6 @@ class Runtime:
         A rank process has connected it to its peers before any graph is loaded.
         """
         if content_hash not in self._libraries:
-            from nxd_infer import native
-
             self._libraries[content_hash] = native.load_file(self.artifact.op_file(content_hash))
         return self._libraries[content_hash]
 

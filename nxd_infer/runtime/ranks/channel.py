@@ -35,7 +35,6 @@ class Kind(enum.IntEnum):
     PREPARE_WEIGHTS = 3
     COMMIT_WEIGHTS = 4
     ABORT_WEIGHTS = 5
-    STOP = 6
     ROUTE = 7
 
     @property

@@ -24,7 +24,7 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
-from nxd_infer.runtime.rank.main import WorkerConfig
+from nxd_infer.runtime.rank.config import RankConfig
 from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel
 from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
@@ -215,7 +215,7 @@ class RankProcesses:
         self, rank: int, fds: list[int], libraries: list[tuple[str, int]], cores: list[int], directory: str
     ) -> Channel:
         ours, theirs = Channel.pair()
-        config = WorkerConfig(
+        config = RankConfig(
             artifact=str(self.artifact.path),
             digest=self.artifact.digest,
             rank=rank,

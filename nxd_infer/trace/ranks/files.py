@@ -14,7 +14,7 @@ from nxd_infer.artifact.rank_weights import STORED_DTYPES, write_safetensors
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import write_graph
-from nxd_infer.layout import layout_of
+from nxd_infer.layout import layout_of, weight_layout
 from nxd_infer.modules.lora.slots import AdapterTables
 from nxd_infer.trace.ranks.one_rank import RankGraphs, is_symbolic
 from nxd_infer.trace.request import TraceRequest
@@ -89,8 +89,6 @@ def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:
 
 def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
     """How the states that a checkpoint may hold (parameters, persistent buffers) are made of logical tensors."""
-    from nxd_infer.layout import weight_layout
-
     found: dict[str, Any] = {}
     for module in {id(b.module): b.module for b in reversed(graphs.built)}.values():
         found.update({name: entry for name, entry in weight_layout(module).items() if name in graphs.states})
@@ -99,8 +97,6 @@ def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
 
 def layouts(graphs: RankGraphs) -> dict[str, Any]:
     """How each weight of the tables is made of logical tensors; weights without a logical tensor are left out."""
-    from nxd_infer.layout import weight_layout
-
     found: dict[str, Any] = {}
     tables: dict[int, Any] = {}
     for name, (index, own) in graphs.origin.items():

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import pickle
+import resource
 import sys
 import time
 import traceback
@@ -18,11 +19,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nxd_infer import compat
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.comm import register_collectives
+from nxd_infer.comm.distributed import join_on_this_host
+from nxd_infer.context import make_context, set_default_context
 from nxd_infer.errors import CollectiveError, NotInitializedError
+from nxd_infer.parallel_state import TRACE_COLLECTIVES
+from nxd_infer.trace.ranks import files as rank_files
+from nxd_infer.trace.ranks import one_rank
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.util.processes import die_with_parent
 
 importing_script = False
 """Whether this process is a rank that is importing its caller's script."""
@@ -55,8 +65,6 @@ class RankSettings:
 def main(descriptor: int) -> None:
     """Be the rank that the settings on the connection describe. Does not return."""
     global importing_script
-    from nxd_infer.util.processes import die_with_parent
-
     connection = Connection(descriptor)
     settings: RankSettings = connection.recv()
     die_with_parent(settings.parent)
@@ -94,14 +102,6 @@ def _about_groups(error: BaseException) -> bool:
 
 
 def _trace_here(connection: Connection, settings: RankSettings) -> None:
-    import resource
-
-    import torch
-
-    from nxd_infer.artifact.manifest import WeightSpec
-    from nxd_infer.trace.ranks import files as rank_files
-    from nxd_infer.trace.ranks import one_rank
-
     start = time.monotonic()
     os.environ.update(
         RANK=str(settings.rank),
@@ -144,32 +144,10 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
 
 def _connect(settings: RankSettings) -> None:
     """Make this process the rank it is: a default context, and a transport or one that refuses."""
-    import datetime
-
-    from nxd_infer.comm import register_collectives
-    from nxd_infer.context import make_context, set_default_context
-    from nxd_infer.parallel_state import TRACE_COLLECTIVES
-
     context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
-    if settings.together:
-        import torch.distributed as dist
-        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
-
-        from nxd_infer.comm.distributed import DistributedCollectives
-
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            store=FileStore(settings.rendezvous, settings.degree),
-            rank=settings.rank,
-            world_size=settings.degree,
-            timeout=datetime.timedelta(seconds=settings.timeout),
-        )
-        world = dist.group.WORLD
-        transport = DistributedCollectives(context, {"tp": world} if world is not None else {}, settings.timeout)
-        register_collectives(TRACE_COLLECTIVES, transport)
-    else:
-        register_collectives(TRACE_COLLECTIVES, RefusingCollectives())
+    together = settings.together
+    transport = join_on_this_host(context, settings.rendezvous, settings.timeout) if together else RefusingCollectives()
+    register_collectives(TRACE_COLLECTIVES, transport)
     set_default_context(context)
 
 
