@@ -48,6 +48,7 @@ class ChildProcess:
             stderr=stderr,
             start_new_session=True,  # Ctrl-C at a terminal reaches its parent alone, which ends it
         )
+        self._group_killed = False
         self.pid = self._process.pid
         self.stdin = self._process.stdin
         self.stdout = self._process.stdout
@@ -55,9 +56,9 @@ class ChildProcess:
     @property
     def returncode(self) -> int | None:
         """Its status, minus the number of the signal that ended it, or None while it runs."""
-        if self._process.returncode is not None:
-            return self._process.returncode
-        try:  # without taking note of its end: its number stays its own, and its group's, until `end`
+        if self._process.returncode is not None or self._group_killed:
+            return self._process.poll()
+        try:  # without taking note of its end: its number stays its own, and its group's, until that is killed
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # somebody else has
             return self._process.poll()
@@ -85,6 +86,7 @@ class ChildProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+        self._group_killed = True
 
     def terminate(self) -> None:
         """SIGTERM for the process alone, so that it can end what it has started."""

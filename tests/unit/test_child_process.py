@@ -100,3 +100,10 @@ def test_the_first_end_is_noticed(monkeypatch: pytest.MonkeyPatch, kernel: str):
         assert wait_for_an_end([long], 0.2) == [] and time.monotonic() - begun >= 0.2
     finally:
         end_all([long, short])
+
+
+def test_nothing_is_left_of_one_that_was_killed():
+    """Not even the kernel's entry for it, once its end has been seen."""
+    child = ChildProcess(python_code(SLEEP))
+    child.kill()
+    assert child.wait(60) and not Path(f"/proc/{child.pid}").exists()

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nxd_server.engine.classifier_scores import (  # torch, which a server that generates never loads
-    likeliest,
-    probabilities,
-)
 from nxd_server.errors import QueueFullError, not_finished
 from nxd_server.http.error_responses import bad_request, encode
 from nxd_server.http.oneshot_results import wait_all
@@ -83,6 +79,11 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
     """What is answered for one text's ``logits`` [labels]."""
+    from nxd_server.engine.classifier_scores import (  # torch, which a server that generates never loads
+        likeliest,
+        probabilities,
+    )
+
     probs = probabilities(logits, scores)
     numbers = {"scores": logits.tolist()} if probs is None else {"probs": probs.tolist()}
     return {"label": likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
