@@ -30,7 +30,7 @@ def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], obje
             continue
         if failure is not None:
             raise failure
-        raise CheckpointError(f"rank {context.rank} gave up, because another rank could not read or write its files")
+        raise CheckpointError(f"rank {context.rank} gave up because another rank could not read or write its files")
 
 
 def largest(context: ParallelContext, number: int, axes: Sequence[str] = AXES) -> int:

@@ -92,7 +92,7 @@ def read_reference_xser(path: Path, mapped: bool = False) -> Any:
             return item
         if id(item) not in visited:
             if level == MOST_LEVELS:
-                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or holds itself")
+                raise CheckpointError(f"{path} is nested more than {MOST_LEVELS} levels deep, or contains itself")
             if isinstance(item, dict):
                 visited[id(item)] = {key: visit(value, level + 1) for key, value in item.items()}
             else:
