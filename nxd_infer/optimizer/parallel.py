@@ -2,9 +2,8 @@
 
 A step averages the gradients over the data-parallel ranks, sums those of sequence-parallel parameters, checks that they
 are finite, clips them by the norm of the whole model, runs the wrapped optimizer, and writes back what it updated
-elsewhere (float32 master weights, ZeRO-1 shards). ``param_groups`` has the model's own parameters, so schedulers and
-other users see what they expect; hyperparameters are copied before each step. Attributes and methods that the wrapper
-does not have are those of the wrapped optimizer.
+elsewhere (float32 master weights, ZeRO-1 shards). ``param_groups`` has the model's own parameters (for schedulers);
+hyperparameters are copied before each step. Other attributes and methods are those of the wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class NxDOptimizer(OptimizerWrapper):
 
     Gradients are final after :meth:`synchronize_gradients`, which ``step`` calls; call it before you clip or read
     ``.grad`` yourself. With ZeRO-1, ``.grad`` stays this rank's own, see :meth:`named_gradients`. Accumulated gradients
-    are averages over ranks of sums over backward passes: divide the loss as in any PyTorch loop. Zero the gradients
-    after each step.
+    are averages over ranks of sums over backward passes: divide the loss, and zero them, as in any PyTorch loop.
 
     The wrapper exposes the attributes and methods of the wrapped optimizer, and ``state`` is its state keyed by the
     model's parameters. A copy is in the state between two steps: parameters, state and settings are copied, gradients

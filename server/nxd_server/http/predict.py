@@ -72,20 +72,27 @@ async def predict(request: Request, body: PredictBody) -> Response:
     return Response(answer, media_type="application/json")
 
 
+def _tensors():
+    from nxd_server.http import tensors  # imports torch, which a server that generates never loads
+
+    return tensors
+
+
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs in a base64 safetensors file; ApiError 400 for others than those of ``specs``."""
-    from nxd_server.http.tensors import tensors_from_safetensors  # torch, which a server that generates never loads
-
-    return tensors_from_safetensors(text, "safetensors", functools.partial(_check_names, specs, "safetensors"))
+    return _tensors().tensors_from_safetensors(
+        text, "safetensors", functools.partial(_check_names, specs, "safetensors")
+    )
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs as JSON; ApiError 400 for others than those of ``specs``."""
-    from nxd_server.http.tensors import tensor_from_json
-
     given = {name: value for name, value in inputs.items() if value is not None}
     _check_names(specs, "inputs", given.keys())
-    return {name: tensor_from_json(value, specs[name].torch_dtype, f"inputs.{name}") for name, value in given.items()}
+    return {
+        name: _tensors().tensor_from_json(value, specs[name].torch_dtype, f"inputs.{name}")
+        for name, value in given.items()
+    }
 
 
 def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
@@ -98,8 +105,7 @@ def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> bytes:
-    from nxd_server.http.tensors import tensor_to_json, tensors_to_safetensors
-
+    tensors = _tensors()
     if as_file:
-        return encode({"model": model, "safetensors": tensors_to_safetensors(outputs)})
-    return encode({"model": model, "outputs": {name: tensor_to_json(value) for name, value in outputs.items()}})
+        return encode({"model": model, "safetensors": tensors.tensors_to_safetensors(outputs)})
+    return encode({"model": model, "outputs": {name: tensors.tensor_to_json(value) for name, value in outputs.items()}})
