@@ -42,11 +42,11 @@ async def again_after(loss: signal.Signals, server: Server, model: Path, number:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Return the rank processes of a server."""
+    """Return the rank processes of a server, by the name that each gives itself."""
     found = []
     for process in tree(pid):
         with contextlib.suppress(OSError):
-            if b"nxd_infer.runtime.rank.main" in Path(f"/proc/{process}/cmdline").read_bytes():
+            if Path(f"/proc/{process}/comm").read_text().startswith("nxd rank "):
                 found.append(process)
     return found
 

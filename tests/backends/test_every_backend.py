@@ -23,10 +23,10 @@ from nxd_infer.errors import (
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
+from tests import traced_models as models
 from tests.backends.plugins import NAMES, installed
 from tests.http.http_artifacts import real_server, trace_tiny
 from tests.http.http_servers import wait_for
-from tests.trace import models
 
 STEPS = [
     (torch.tensor([3, 20]), torch.tensor([0, 0])),

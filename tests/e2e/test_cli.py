@@ -16,11 +16,11 @@ from rich.console import Console
 from nxd_infer.cli.console import bar
 from nxd_infer.cli.trace import Progress
 from nxd_infer.cli.verify import generation_cases
+from tests import toy_artifacts as toy
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
 from tests.processes import wait_until
 from tests.tiny_models import write_tiny
-from tests.trace import toy
 
 COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo")
 BUCKETS = ("decode_b1", "decode_b2", "mixed_b18", "prefill_s8", "prefill_s16")

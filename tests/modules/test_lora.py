@@ -21,8 +21,8 @@ from nxd_infer.modules.lora import LoraConfig, LoRAModel, load_adapter, save_ada
 from nxd_infer.modules.lora.peft import collect_adapter, read_config, write_adapter
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from tests.layers.compare import error
 from tests.modules.golden.make import GoldenNet
+from tests.parallel_layers.compare import error
 from tests.ranks import run_ranks
 
 GOLDEN = Path(__file__).with_name("golden")

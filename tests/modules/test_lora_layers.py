@@ -18,7 +18,7 @@ from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.layers import lora_layer
 from nxd_infer.modules.qkv_linear import PARTS, GQAQKVColumnParallelLinear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings
-from tests.layers.compare import LIMITS, error, failures, own_part, piece
+from tests.parallel_layers.compare import LIMITS, error, failures, own_part, piece
 from tests.ranks import run_ranks
 
 IN, OUT, RANK, ROWS = 12, 16, 3, 8

@@ -14,7 +14,7 @@ from nxd_server.text.chat_template import ChatTemplate, TemplateSources
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import has_tokenizer
 from tests import tiny_models
-from tests.trace import toy
+from tests import toy_artifacts as toy
 
 ADDITIONAL = "additional_chat_templates/tool_use.jinja"
 

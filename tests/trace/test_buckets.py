@@ -11,7 +11,7 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer.errors import BucketError, TraceConfigError
 from nxd_infer.trace import BucketModelConfig
-from tests.trace import models
+from tests import traced_models as models
 
 
 def trace(func, examples, config, **more):

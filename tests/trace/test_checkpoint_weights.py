@@ -28,9 +28,9 @@ from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_infer.trainer import gather_weights
 from nxd_infer.util.beneath import opened_beneath
+from tests import toy_artifacts as toy
 from tests.processes import wait_until
 from tests.ranks import run_ranks
-from tests.trace import toy
 from tests.trainer.jobs import training
 from tests.trainer.models import decoder, llama, tokens
 

@@ -17,8 +17,8 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.errors import TraceConfigError, TraceError
+from tests import traced_models as models
 from tests.processes import command_of, descendants, gone, wait_until
-from tests.trace import models
 
 LIMIT = 600.0
 
@@ -297,7 +297,7 @@ def test_a_rank_that_never_reads_a_large_request_ends_at_the_timeout(tmp_path):
                 time.sleep(600)
             import torch
             import nxd_infer as nxd
-            from tests.trace import models
+            from tests import traced_models as models
             if __name__ == "__main__":
                 nxd.trace.parallel_model_trace(models.plus, torch.ones(1 << 18, 4), backend="eager", trace_timeout=5)
         """)

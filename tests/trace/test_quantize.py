@@ -19,7 +19,7 @@ from nxd_infer.ops.packed_int8 import quantize
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
-from tests.trace import packed_models
+from tests.backends import packed_models
 
 TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
 

@@ -8,7 +8,8 @@ import torch
 import nxd_infer as nxd
 from nxd_infer.errors import ArtifactError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.runtime.load import load_artifact
-from tests.trace import models, toy
+from tests import toy_artifacts as toy
+from tests import traced_models as models
 
 recompile = nxd.trace.parallel_model_recompile
 

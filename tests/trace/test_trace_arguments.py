@@ -17,7 +17,8 @@ from nxd_infer.runtime.router import fill
 from nxd_infer.trace import BucketModelConfig, trace_plan
 from nxd_infer.trace.options import tracing_backend
 from nxd_infer.util.units import size
-from tests.trace import models, toy
+from tests import toy_artifacts as toy
+from tests import traced_models as models
 
 X = torch.zeros(4)
 

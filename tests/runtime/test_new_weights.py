@@ -1,0 +1,87 @@
+"""New weights for a model that others call meanwhile, that is saved afterwards, or that gets them piece by piece."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from nxd_infer.errors import WeightSchemaError
+from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
+from tests import toy_artifacts as toy
+from tests.processes import wait_until
+
+WEIGHTS = toy.logical_weights()
+
+
+@pytest.mark.check
+def test_saving_saves_the_new_weights(artifacts, tmp_path):
+    x = torch.randn(2, 4, toy.HIDDEN)
+    new = toy.logical_weights(3)
+    with parallel_model_load(artifacts[1]) as model:
+        model.update_weights({"up": new["up"]}, strict=False)
+        model.update_weights({"down": new["down"]}, strict=False)
+        parallel_model_save(model, tmp_path / "saved")
+    with parallel_model_load(tmp_path / "saved") as saved:
+        out = saved(x)
+    assert toy.close_to(out["y"], toy.expected({**WEIGHTS, "up": new["up"], "down": new["down"]}, x))
+    assert out["memory"].tolist() == [2.0, 3.0, 4.0]  # states are saved as traced
+    assert load_artifact(artifacts[1]).digest != load_artifact(tmp_path / "saved").digest
+
+
+@pytest.mark.check
+def test_inlined_weights_are_not_swapped(tmp_path):
+    def inline(manifest):
+        manifest.requires = ["inline-weights"]
+
+    model = parallel_model_load(toy.build(tmp_path / "inline", degree=1, change=inline))
+    with pytest.raises(WeightSchemaError, match="inline_weights_to_neff=False"):
+        model.update_weights(WEIGHTS)
+
+
+def test_swapping_between_the_calls_of_other_threads(artifacts):
+    """Every result is that of the old weights or of the new ones, never of a mixture."""
+    x = torch.randn(2, 4, toy.HIDDEN)
+    choices = [toy.logical_weights(seed) for seed in range(3)]
+    wanted = [toy.expected(weights, x) for weights in choices]
+    with parallel_model_load(artifacts[2], call_timeout=60, start_timeout=600) as model:
+        stop = threading.Event()
+        seen: set[int] = set()
+
+        def caller() -> None:
+            while not stop.is_set():
+                y = model(x)["y"]
+                matches = [i for i, want in enumerate(wanted) if toy.close_to(y, want)]
+                assert matches, "a mixture of weights"
+                seen.update(matches)
+
+        with ThreadPoolExecutor(3) as pool:
+            callers = [pool.submit(caller) for _ in range(3)]
+            for number in (1, 2, 0, 1, 2):
+                model.update_weights(choices[number])
+                assert toy.close_to(model(x)["y"], wanted[number])
+                seen.clear()
+                wait_until(lambda number=number: number in seen)
+            stop.set()
+            for each in callers:
+                each.result(60)
+    assert seen == {2}
+
+
+def test_swapping_a_part_of_the_weights_again_and_again_keeps_one_file(artifacts, tmp_path):
+    with parallel_model_load(artifacts[1]) as model:
+        counts = []
+        for seed in range(1, 6):
+            model.update_weights({"table": toy.logical_weights(seed)["table"]}, strict=False)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        model.update_weights({"up": toy.logical_weights(7)["up"]}, strict=False)
+        assert len(set(counts)) == 1
+        parallel_model_save(model, tmp_path / "saved")
+    x = torch.randn(2, 4, toy.HIDDEN)
+    want = {**toy.logical_weights(), "table": toy.logical_weights(5)["table"], "up": toy.logical_weights(7)["up"]}
+    with parallel_model_load(tmp_path / "saved") as model:
+        torch.testing.assert_close(model(x)["y"], toy.expected(want, x))
