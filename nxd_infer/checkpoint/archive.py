@@ -107,23 +107,31 @@ class RunsSource:
         ranks = list(self._ranks[param].values())
         if param not in self._holdings:
             self._holdings[param] = shared_holdings([pieces[0].layout for pieces in ranks])
-        shape = self._shapes[name]
+        shape, stored = self._shapes[name], self._stored(param)
         wanted = tuple(s.indices(n)[:2] for s, n in zip(slices or [slice(None)] * len(shape), shape, strict=True))
-        out = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
+        sizes = [stop - start for start, stop in wanted]
+        parts = [
+            (both, *holding.places[0], holding.logical)
+            for holding in self._holdings[param]
+            if holding.name == name and (both := overlap(holding.logical, wanted)) is not None
+        ]
+        held = sum(math.prod(piece.file.shape(stored)) for rank in {part[1] for part in parts} for piece in ranks[rank])
+        if held < math.prod(sizes):  # before memory of a size that only the record claims
+            raise self._incomplete(name, held, math.prod(sizes))
+        out = torch.empty(sizes, dtype=self.dtype(name))
         covered = 0
-        for holding in self._holdings[param]:
-            both = overlap(holding.logical, wanted) if holding.name == name else None
-            if both is None:
-                continue
-            rank, local = holding.places[0]
-            rectangle = moved(both, holding.logical, local)
+        for both, rank, local, logical in parts:
+            rectangle = moved(both, logical, local)
             for piece in ranks[rank]:
-                covered += piece.read_into(out[relative(both, wanted)], rectangle, self._stored(param))
+                covered += piece.read_into(out[relative(both, wanted)], rectangle, stored)
         if covered != out.numel():
-            raise CheckpointError(
-                f"{name!r}: the checkpoint holds {covered} of the {out.numel()} elements asked for, so it is damaged"
-            )
+            raise self._incomplete(name, covered, out.numel())
         return out
+
+    def _incomplete(self, name: str, held: int, wanted: int) -> CheckpointError:
+        return CheckpointError(
+            f"{name!r}: the checkpoint holds {held} of the {wanted} elements asked for, so it is damaged"
+        )
 
 
 def adapter_of(source: WeightSource) -> tuple[list[str], bool]:

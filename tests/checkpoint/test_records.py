@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nxd_infer.checkpoint.api import load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import CheckpointError
 from nxd_infer.trainer.data import ResumableLoader
 from tests.trainer.jobs import training
@@ -150,3 +151,10 @@ def test_values_that_are_nested_deeply(tmp_path: Path):
     endless["itself"] = endless
     with pytest.raises(CheckpointError, match="nested too deeply"):
         save_checkpoint(tmp_path, "a", user_content=endless)
+
+
+def test_memory_is_for_what_the_files_hold(tmp_path: Path):
+    """A record that claims a tensor of terabytes: the claim is compared with the files before memory is allocated."""
+    bare(tmp_path, lambda text: json.dumps(put(*PIECE, "logical", value={"unused": [2**40]})(json.loads(text))))
+    with pytest.raises(CheckpointError, match="'unused': the checkpoint holds 3 of the 1099511627776 elements"):
+        weight_source(tmp_path, "a").read("unused")
