@@ -208,7 +208,11 @@ def unknown_name(name: str, known: Iterable[str], where: str = "the weights") ->
 
 def _locate(path: AnyPath) -> dict[str, AnyPath]:
     """Return the file of each tensor."""
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name that no file system takes, for one
+        raise CheckpointError(f"{str(path)[:200]} cannot be opened: {error.strerror}") from None
+    if is_file:
         return dict.fromkeys(open_safetensors(path).keys(), path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a safetensors file nor a directory")

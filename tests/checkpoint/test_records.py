@@ -70,6 +70,7 @@ PIECE = ("model", "pieces", "unused")
         (put("model", "file", value=["x"]), "'model' must be an object with the name of a file"),
         (put("model", "file", value="../a"), "would lie outside of it"),
         (put("model", "file", value="nowhere.safetensors"), "nowhere.safetensors"),
+        (put("model", "file", value="x" * 300), "cannot be opened: File name too long"),
         (put("model", "pieces", value=[]), r"'model': 'pieces' must be an object of objects, got \[\]"),
         (put(*PIECE, value=3), "'pieces' must be an object of objects"),
         (put(*PIECE, "layout", drop=True), "'unused' is damaged"),

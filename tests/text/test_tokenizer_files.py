@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,12 @@ def test_a_tokenizer_that_is_not_listed_is_none(tmp_path, name):
     assert _tokenizer(artifact) is None and ChatTemplate.from_dir(artifact) is None
     with pytest.raises(ModelConfigError, match=r"no tokenizer\.json"):
         Tokenizer.from_dir(artifact)
+
+
+@pytest.mark.check
+def test_special_tokens_that_are_not_defined_are_an_error(tmp_path):
+    """The library panics at the first text of such a file, with an exception that is no Exception."""
+    damaged = Path(__file__).parents[1] / "fuzz/corpus/tokenizer_files/bad-post-processor"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(damaged.read_text())["tokenizer.json"]))
+    with pytest.raises(ModelConfigError, match="its post_processor cannot be applied: no entry found for key"):
+        Tokenizer.from_dir(tmp_path)

@@ -59,6 +59,7 @@ class Tokenizer:
     def __init__(self, raw: Any, config: dict[str, Any] | None = None):
         """``raw`` is a ``tokenizers.Tokenizer``, ``config`` the content of ``tokenizer_config.json``."""
         _require_dense(raw)
+        _require_special_tokens(raw)
         raw.no_truncation()  # a limit is the server's to report, never silently applied
         raw.no_padding()
         self.raw = raw
@@ -256,6 +257,22 @@ class Tokenizer:
     def _config_id(self, name: str) -> int | None:
         text = self.special_text(name)
         return self.raw.token_to_id(text) if text else None
+
+
+def _require_special_tokens(raw: Any) -> None:
+    """Raise ValueError for a post-processor that adds special tokens it does not define: the library panics then."""
+    try:
+        raw.encode("")
+        raw.encode("", "")
+    except BaseException as error:
+        if not _is_panic(error):
+            return  # a text it has no tokens for, which is the request's to report
+        raise ValueError(f"its post_processor cannot be applied: {error}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library's Rust code panicked. The class cannot be imported, and is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
