@@ -21,7 +21,7 @@ from nxd_infer.checkpoint.source import Weights
 from nxd_infer.runtime.model import TensorParallelModel, TensorParallelNeuronModel
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
-from nxd_infer.trace.options import check_arguments, temporary_root
+from nxd_infer.trace.check import check_arguments, temporary_root
 from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.steps import make_plan, run
 

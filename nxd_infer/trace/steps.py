@@ -25,7 +25,7 @@ from nxd_infer.util.memory import held_memory
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.model import TensorParallelModel
-    from nxd_infer.trace.options import TraceSettings
+    from nxd_infer.trace.check import TraceSettings
 
 Report = Callable[[str, int, int, str], None]
 

@@ -15,7 +15,7 @@ from nxd_infer.backends.compiler_args import split_arguments
 from nxd_infer.errors import ArtifactError, ParallelConfigError, TraceConfigError, WeightMismatchError
 from nxd_infer.runtime.router import fill
 from nxd_infer.trace import BucketModelConfig, trace_plan
-from nxd_infer.trace.options import tracing_backend
+from nxd_infer.trace.check import tracing_backend
 from nxd_infer.util.units import size
 from tests import toy_artifacts as toy
 from tests import traced_models as models
