@@ -1,10 +1,9 @@
-"""The arguments of ``parallel_model_trace``, checked: every contradiction is reported before anything runs."""
+"""Whether the options of a trace fit together, and what follows from them, before anything runs."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,66 +28,76 @@ from nxd_infer.errors import (
 )
 from nxd_infer.runtime.ranks.cores import check_degree
 from nxd_infer.trace.buckets import BucketModelConfig, list_buckets
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.request import TraceRequest
 
 
 @dataclass
-class TraceSettings:
-    """The checked arguments that are not part of the request."""
+class CheckedTrace:
+    """Options that fit together, and what follows from them."""
 
+    options: TraceOptions
     request: TraceRequest
-    config: BucketModelConfig | None
     backend: Backend
-    options: dict[str, Any]
-    quantize: str | None
     ignored_arguments: list[str]
+    """Those of ``compiler_args`` that mean nothing to the backend."""
+    bucket_config: BucketModelConfig | None
     loader: Callable[[], Any] | None
-    one_program: bool
-    inline_weights: bool
-    max_parallel: int | None
     workdir: Path | None
     artifact_dir: Path | None
     serialization_path: Path | None
     metadata: dict[str, Any]
     extra_files: dict[str, Path]
-    timeout: float
 
 
-def temporary_root(settings: TraceSettings) -> str | None:
-    """Beside the artifact where that is given, so that files can be linked; else the system's choice."""
-    if settings.artifact_dir is None:
-        return None
-    settings.artifact_dir.parent.mkdir(parents=True, exist_ok=True)
-    return str(settings.artifact_dir.parent)
-
-
-def check_arguments(
-    func: Any,
-    example_inputs: Any,
-    compiler_workdir: Any,
-    compiler_args: Any,
-    inline_weights_to_neff: Any,
-    bucket_config: Any,
-    tp_degree: Any,
-    max_parallel_compilations: Any,
-    states: Any,
-    spmd_mode: bool,
-    checkpoint_loader_callable: Any,
-    serialization_path: Any,
-    backend: str,
-    func_kwargs: Any,
-    metadata: Any,
-    extra_files: Any,
-    artifact_dir: Any,
-    trace_timeout: Any,
-    checkpoint: Any,
-    checkpoint_tag: Any,
-    quantize: Any,
-    **_: Any,
-) -> TraceSettings:
-    """Every contradiction is reported before anything runs."""
+def check_options(options: TraceOptions) -> CheckedTrace:
+    """Report every contradiction before anything runs. Raises TraceConfigError."""
     if "NXD_SKIP_RENDEZVOUS" in os.environ:
         raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
+    _check_func(options.func)
+    try:
+        check_degree(options.tp_degree)
+    except ParallelConfigError as error:
+        raise TraceConfigError(f"tp_degree: {error}") from None
+    config = _bucket_config(options)
+    loader = _loader(options)
+    if options.serialization_path is not None and not options.spmd_mode:
+        raise TraceConfigError("serialization_path needs spmd_mode=True")
+    backend = tracing_backend(options.backend)
+    own, ignored = split_arguments(options.compiler_args, backend.has_option)
+    request = TraceRequest(
+        func=options.func,
+        buckets=list_buckets(options.example_inputs, config, options.func_kwargs),
+        tp_degree=options.tp_degree,
+        backend=options.backend,
+        options=backend.options(own, options.quantize),
+        states=list(options.states or ()),
+        shared_states=config.shared_state_buffer if config is not None else None,
+        state_preprocessor=config.shared_state_buffer_preprocessor if config is not None else None,
+    )
+    files = _extra_files(options.extra_files or {})
+    try:
+        json.dumps(dict(options.metadata or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TraceConfigError(f"metadata is stored as JSON and cannot be: {error}") from error
+    if options.artifact_dir is not None:
+        ArtifactWriter(options.artifact_dir).check_target()
+    return CheckedTrace(
+        options=options,
+        request=request,
+        backend=backend,
+        ignored_arguments=ignored,
+        bucket_config=config,
+        loader=loader,
+        workdir=Path(options.compiler_workdir) if options.compiler_workdir is not None else None,
+        artifact_dir=Path(options.artifact_dir).absolute() if options.artifact_dir is not None else None,
+        serialization_path=Path(options.serialization_path) if options.serialization_path is not None else None,
+        metadata=dict(options.metadata or {}),
+        extra_files=files,
+    )
+
+
+def _check_func(func: Any) -> None:
     if isinstance(func, torch.nn.Module):
         raise TraceConfigError(
             f"func must be a function that builds the model in each rank, got a {type(func).__name__} that is built "
@@ -96,92 +105,53 @@ def check_arguments(
         )
     if not callable(func):
         raise TraceConfigError(f"func must be a callable that returns the model, got {type(func).__name__}")
-    for name, value in (("tp_degree", tp_degree), ("max_parallel_compilations", max_parallel_compilations)):
-        if (value is not None or name == "tp_degree") and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise TraceConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-    try:
-        check_degree(tp_degree)
-    except ParallelConfigError as error:
-        raise TraceConfigError(f"tp_degree: {error}") from None
-    if isinstance(bucket_config, Mapping):
-        bucket_config = _from_mapping(bucket_config)
-    if bucket_config is not None and not isinstance(bucket_config, BucketModelConfig):
+
+
+def _bucket_config(options: TraceOptions) -> BucketModelConfig | None:
+    config = options.bucket_config
+    if isinstance(config, Mapping):
+        config = _from_mapping(config)
+    if config is not None and not isinstance(config, BucketModelConfig):
         raise TraceConfigError(
-            "bucket_config must be a BucketModelConfig or a mapping of its arguments, got "
-            f"{type(bucket_config).__name__}"
+            f"bucket_config must be a BucketModelConfig or a mapping of its arguments, got {type(config).__name__}"
         )
-    if bucket_config is not None and inline_weights_to_neff:
+    if config is not None and options.inline_weights_to_neff:
         raise TraceConfigError(
             "bucket_config needs inline_weights_to_neff=False: the buckets share one copy of the weights; "
             "pass inline_weights_to_neff=False"
         )
-    if spmd_mode and inline_weights_to_neff:
+    return config
+
+
+def _loader(options: TraceOptions) -> Callable[[], Any] | None:
+    """What returns the unsharded weights, if they are given in one way or the other."""
+    loader = options.checkpoint_loader_callable
+    if options.spmd_mode and options.inline_weights_to_neff:
         raise TraceConfigError("spmd_mode=True needs inline_weights_to_neff=False; pass inline_weights_to_neff=False")
-    if checkpoint is None and checkpoint_tag is not None:
-        raise TraceConfigError(f"checkpoint_tag={checkpoint_tag!r} needs checkpoint, the folder that holds it")
-    if checkpoint is not None:
-        if checkpoint_loader_callable is not None:
+    if options.checkpoint is None and options.checkpoint_tag is not None:
+        raise TraceConfigError(f"checkpoint_tag={options.checkpoint_tag!r} needs checkpoint, the folder that holds it")
+    if options.checkpoint is not None:
+        if loader is not None:
             raise TraceConfigError("checkpoint and checkpoint_loader_callable are two sources of weights; give one")
-        checkpoint_loader_callable = functools.partial(weight_source, checkpoint, checkpoint_tag)
-    if spmd_mode and checkpoint_loader_callable is None:
+        loader = functools.partial(weight_source, options.checkpoint, options.checkpoint_tag)
+    if options.spmd_mode and loader is None:
         raise TraceConfigError(
             "spmd_mode=True needs checkpoint_loader_callable, a function that returns the unsharded weights, or "
             "checkpoint"
         )
-    if checkpoint_loader_callable is not None and not callable(checkpoint_loader_callable):
-        raise TraceConfigError(
-            f"checkpoint_loader_callable must be callable, got {type(checkpoint_loader_callable).__name__}"
-        )
-    if serialization_path is not None and not spmd_mode:
-        raise TraceConfigError("serialization_path needs spmd_mode=True")
-    if not isinstance(trace_timeout, (int, float)) or not 0 < trace_timeout < math.inf:
-        raise TraceConfigError(f"trace_timeout is a positive number of seconds, got {trace_timeout!r}")
-    found = tracing_backend(backend)
-    own, ignored = split_arguments(compiler_args, found.has_option)
-    options = found.options(own, quantize)
-    buckets = list_buckets(example_inputs, bucket_config, func_kwargs)
-    files = {str(name): Path(path) for name, path in (extra_files or {}).items()}
+    if loader is not None and not callable(loader):
+        raise TraceConfigError(f"checkpoint_loader_callable must be callable, got {type(loader).__name__}")
+    return loader
+
+
+def _extra_files(given: Mapping[str, str | os.PathLike[str]]) -> dict[str, Path]:
+    files = {str(name): Path(path) for name, path in given.items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
     if absent:
         raise TraceConfigError(f"extra_files: there is no file {absent[0]}")
     for name in files:
         _check_extra_name(name)
-    try:
-        json.dumps(dict(metadata or {}), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TraceConfigError(f"metadata is stored as JSON and cannot be: {error}") from error
-    if artifact_dir is not None:
-        ArtifactWriter(artifact_dir).check_target()
-    request = TraceRequest(
-        func=func,
-        buckets=buckets,
-        tp_degree=tp_degree,
-        backend=backend,
-        options=options,
-        states=list(states or ()),
-        shared_states=bucket_config.shared_state_buffer if bucket_config is not None else None,
-        state_preprocessor=bucket_config.shared_state_buffer_preprocessor if bucket_config is not None else None,
-    )
-    return TraceSettings(
-        request=request,
-        config=bucket_config,
-        backend=found,
-        options=options,
-        quantize=quantize,
-        ignored_arguments=ignored,
-        loader=checkpoint_loader_callable,
-        one_program=spmd_mode,
-        inline_weights=bool(inline_weights_to_neff),
-        max_parallel=max_parallel_compilations,
-        workdir=Path(compiler_workdir) if compiler_workdir is not None else None,
-        artifact_dir=Path(artifact_dir).absolute() if artifact_dir is not None else None,
-        serialization_path=Path(serialization_path) if serialization_path is not None else None,
-        metadata=dict(metadata or {}),
-        extra_files=files,
-        timeout=float(trace_timeout),
-    )
+    return files
 
 
 def _check_extra_name(name: str) -> None:

@@ -25,53 +25,57 @@ from nxd_infer.util.memory import held_memory
 
 if TYPE_CHECKING:
     from nxd_infer.runtime.model import TensorParallelModel
-    from nxd_infer.trace.check import TraceSettings
+    from nxd_infer.trace.check import CheckedTrace
 
 Report = Callable[[str, int, int, str], None]
 
 
-def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Report) -> TensorParallelModel:
+def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Report) -> TensorParallelModel:
     """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
     start = time.monotonic()
-    request = settings.request
-    settings.backend.prepare_trace(request.tp_degree)
-    if settings.loader is not None:
-        ranks = trace_ranks_here(request, build, settings.loader, progress)
+    request = checked.request
+    checked.backend.prepare_trace(request.tp_degree)
+    if checked.loader is not None:
+        ranks = trace_ranks_here(request, build, checked.loader, progress)
     else:
         ranks = trace_ranks(
-            request, build, max_parallel=settings.max_parallel, timeout=settings.timeout, progress=progress
+            request,
+            build,
+            max_parallel=checked.options.max_parallel_compilations,
+            timeout=checked.options.trace_timeout,
+            progress=progress,
         )
     traced = time.monotonic()
-    compare_ranks(ranks, build, one_program=settings.one_program)
+    compare_ranks(ranks, build, one_program=checked.options.spmd_mode)
     compiled = compile_ranks(
         ranks,
         build,
-        settings.backend,
-        settings.options,
-        workdir=settings.workdir,
-        workers=settings.max_parallel,
-        timeout=settings.timeout,
+        checked.backend,
+        request.options,
+        workdir=checked.workdir,
+        workers=checked.options.max_parallel_compilations,
+        timeout=checked.options.trace_timeout,
         progress=progress,
     )
-    if settings.serialization_path is not None:
-        settings.serialization_path.mkdir(parents=True, exist_ok=True)
+    if checked.serialization_path is not None:
+        checked.serialization_path.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
-            shutil.copyfile(source, settings.serialization_path / f"tp{rank.rank}_sharded_checkpoint.safetensors")
+            shutil.copyfile(source, checked.serialization_path / f"tp{rank.rank}_sharded_checkpoint.safetensors")
     extras = Extras(
-        metadata=settings.metadata,
+        metadata=checked.metadata,
         bucket_metadata=[bucket.metadata for bucket in request.buckets],
-        files=settings.extra_files,
+        files=checked.extra_files,
         kernel=kernel,
-        inline_weights=settings.inline_weights,
+        inline_weights=checked.options.inline_weights_to_neff,
     )
-    temporary = settings.artifact_dir is None
+    temporary = checked.artifact_dir is None
     holder = Path(tempfile.mkdtemp(prefix="nxd-artifact-")) if temporary else None
-    target = settings.artifact_dir or Path(str(holder))
+    target = checked.artifact_dir or Path(str(holder))
     try:
-        write_artifact(target, ranks, build, compiled, settings.backend, settings.options, extras, progress)
+        write_artifact(target, ranks, build, compiled, checked.backend, request.options, extras, progress)
         artifact = load_artifact(
-            target, verify=False, temporary=temporary, runs_here=not settings.backend.cross_compiles
+            target, verify=False, temporary=temporary, runs_here=not checked.backend.cross_compiles
         )
         model = TensorParallelModel(artifact)
     except BaseException:
@@ -82,7 +86,7 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
         "graphs": len(compiled.directories),
         "compiled": compiled.compiled,
         "cached": compiled.cached,
-        "ignored_compiler_args": settings.ignored_arguments,
+        "ignored_compiler_args": checked.ignored_arguments,
         "trace_seconds": traced - start,
         "compile_seconds": compiled.seconds,
         "seconds": time.monotonic() - start,
@@ -94,13 +98,13 @@ def run(settings: TraceSettings, build: Path, kernel: Path | None, progress: Rep
     return model
 
 
-def make_plan(settings: TraceSettings) -> TracePlan:
+def make_plan(checked: CheckedTrace) -> TracePlan:
     """See ``trace_plan``."""
-    request = settings.request
+    request = checked.request
     buckets = []
     sizes: dict[str, Any] = {}
     module = None
-    if settings.loader is not None:
+    if checked.loader is not None:
         measured = measure(request)
         module = measured.modules
         sizes = {
@@ -116,29 +120,29 @@ def make_plan(settings: TraceSettings) -> TracePlan:
         else:
             shown = _shapes(bucket.example)
         buckets.append(PlannedBucket(bucket.name, shown))
-    compiles = settings.backend.compiles
+    compiles, workers = checked.backend.compiles, checked.options.max_parallel_compilations
     return TracePlan(
         tp_degree=request.tp_degree,
-        backend=settings.backend.name,
+        backend=checked.backend.name,
         buckets=tuple(buckets),
         graphs=len(buckets) if compiles else 0,
         program_bytes=held_memory() or footprint.PROGRAM,
-        builders=native.builders() if settings.backend.native else 0,
-        compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), settings.max_parallel) if compiles else 0,
-        notes=_notes(settings),
+        builders=native.builders() if checked.backend.native else 0,
+        compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), workers) if compiles else 0,
+        notes=_notes(checked),
         **sizes,
     )
 
 
-def _notes(settings: TraceSettings) -> tuple[str, ...]:
+def _notes(checked: CheckedTrace) -> tuple[str, ...]:
     found = []
-    quantized = settings.quantize
+    quantized = checked.options.quantize
     if quantized is not None:
         found.append(f"note: linear layers keep their weights in {quantized}: serving needs less than this")
-    if settings.ignored_arguments:
+    if checked.ignored_arguments:
         found.append(
-            f"note: the {settings.backend.name} backend ignores what is for the Neuron compiler: "
-            f"{' '.join(settings.ignored_arguments)}"
+            f"note: the {checked.backend.name} backend ignores what is for the Neuron compiler: "
+            f"{' '.join(checked.ignored_arguments)}"
         )
     return tuple(found)
 

@@ -1,0 +1,158 @@
+"""The options of a trace, each declared once: name, type, default, limits and what it does.
+
+The signatures of ``parallel_model_trace`` and ``trace_plan``, the options of ``nxd-infer trace`` and the table in
+``docs/api.md`` are made of :class:`TraceOptions`. What the options must be together is in :mod:`nxd_infer.trace.check`.
+This module is imported for a command's help, so it imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.backends import registry
+from nxd_infer.errors import TraceConfigError
+from nxd_infer.util.options import check_each, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nxd_infer.checkpoint.source import Weights
+    from nxd_infer.trace.buckets import BucketModelConfig
+    from nxd_infer.trace.progress import Progress
+
+
+def _whole(minimum: int, *, optional: bool = False) -> dict[str, Any]:
+    """A whole number of at least ``minimum``, in Python and on the command line."""
+
+    def check(name: str, value: Any) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise TraceConfigError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+
+    return {"kind": int, "minimum": minimum, "check": check}
+
+
+def _seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise TraceConfigError(f"{name} is a positive number of seconds, got {value!r}")
+
+
+@dataclass(eq=False)
+class TraceOptions:
+    """The arguments of ``parallel_model_trace``. Raises TraceConfigError for a value that is out of range by itself."""
+
+    func: Callable[..., Any] = option(
+        ...,
+        "Returns `(model, aliases)`, or the model alone, for the rank that calls it.",
+        more="`aliases` maps a buffer or parameter of the model to the index of the output that is its next value. It "
+        "stays with the rank and the output is not returned. `func` runs in a spawned process per rank, so it must be "
+        "importable by name.",
+    )
+    example_inputs: Any = option(
+        ...,
+        "A tensor, a tuple or list of tensors, or a dictionary of them by name; with a `bucket_config` a list of such "
+        "entries, one per bucket.",
+    )
+    compiler_workdir: str | os.PathLike[str] | None = option(
+        None,
+        "Keep the compiler's files here, in a new directory per trace.",
+        more="It is created if it does not exist. Default: they are removed. Graphs that the compile cache holds are "
+        "not compiled again, and leave nothing there (`NXD_INFER_CACHE_LIMIT=0` turns the cache off).",
+        flag="--workdir",
+        kind=Path,
+    )
+    compiler_args: Any = option(
+        None,
+        "Options of the backend, as key=value,key=value.",
+        more="From Python a dictionary, a list or a text of `key=value` or `--key=value`. Arguments of the Neuron "
+        'compiler in its own words (`"--model-type=transformer -O1"`, or a list of such) mean nothing to the others: '
+        '`trace_report["ignored_compiler_args"]` names them.',
+        flag="--compiler-args",
+    )
+    inline_weights_to_neff: bool = option(
+        True,
+        "Make the weights part of the model for good: `update_weights` is refused.",
+        more="They are stored once, beside the graphs, in both cases.",
+    )
+    bucket_config: BucketModelConfig | Mapping[str, Any] | None = option(
+        None,
+        "Several shapes in one model: a BucketModelConfig or a mapping of its arguments. Needs "
+        "`inline_weights_to_neff=False`.",
+    )
+    tp_degree: int = option(1, "Tensor parallel degree: one process per rank.", flag="--tp", **_whole(1))
+    max_parallel_compilations: int | None = option(
+        None,
+        "At most this many ranks hold weights at a time, and at most this many graphs compile at a time.",
+        more="Below `tp_degree`, `func` must not communicate. Default: all ranks at once.",
+        **_whole(1, optional=True),
+    )
+    _: KW_ONLY
+    states: Sequence[str | Tensor] | None = option(
+        None,
+        "Further buffers (qualified names) that the model changes in place.",
+        more="Those it is seen to change are found.",
+    )
+    spmd_mode: bool = option(
+        False,
+        "Every rank must trace to the same graphs. Needs `checkpoint_loader_callable` and "
+        "`inline_weights_to_neff=False`.",
+    )
+    checkpoint_loader_callable: Callable[[], Any] | None = option(
+        None,
+        "Returns the unsharded weights, as `checkpoint` takes them.",
+        more="`func` then runs in this process and its parameters are never materialised; each rank's are cut from "
+        "these.",
+    )
+    force_custom_init_on_device: bool = option(
+        False, "Accepted: parameters that a loader fills are never initialised here."
+    )
+    serialization_path: str | os.PathLike[str] | None = option(
+        None, "With `spmd_mode`, also write `tp{r}_sharded_checkpoint.safetensors` there."
+    )
+    backend: str = option(
+        registry.DEFAULT,
+        "Who compiles and runs the graphs: `nxd-infer doctor` lists them.",
+        flag="--backend",
+    )
+    func_kwargs: Mapping[str, Any] | None = option(None, "Keyword arguments of `func` for every bucket.")
+    metadata: Mapping[str, Any] | None = option(None, "What a server needs to know; stored in the artifact.")
+    extra_files: Mapping[str, str | os.PathLike[str]] | None = option(None, "`{name in the artifact: file}`.")
+    artifact_dir: str | os.PathLike[str] | None = option(
+        None,
+        "Where to write the artifact; replaces an existing one.",
+        more="Default: a temporary directory that `parallel_model_save` links from.",
+        flag="--out",
+        kind=Path,
+    )
+    progress: Progress | None = option(None, "Called as `progress(stage, done, total, note)`.")
+    trace_timeout: float = option(
+        7200.0, "Seconds that tracing all ranks, and compiling each graph, may take.", check=_seconds
+    )
+    checkpoint: Weights | None = option(
+        None,
+        "Take the weights from this folder of save_checkpoint() checkpoints, at any degree.",
+        more="In place of a loader: the folder, the path of safetensors, a dictionary, a WeightSource, or a trained "
+        "model of degree 1.",
+        flag="--checkpoint",
+    )
+    checkpoint_tag: str | None = option(
+        None, "Which checkpoint in the folder. Default: the newest complete one.", flag="--tag"
+    )
+    quantize: str | None = option(
+        None,
+        "int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy.",
+        more='`"int8"` holds the weights of linear layers (and a table that is tied to one) in eight bits with a scale '
+        "per output. Weight files keep the traced type; ranks quantise as they load, and again when weights are "
+        "updated. Small weights stay as they are (`nxd_packed`).",
+        flag="--quantize",
+        choices=("int8",),
+    )
+
+    def __post_init__(self) -> None:
+        check_each(self)

@@ -1,0 +1,179 @@
+"""Options that are declared once, as the fields of a dataclass.
+
+::
+
+    @dataclass
+    class TraceOptions:
+        tp_degree: int = option(1, "Number of ranks.", flag="--tp", kind=int, minimum=1)
+
+    @takes(TraceOptions)
+    def trace(options: TraceOptions) -> Model:
+        '''Trace a model. ...{arguments}'''
+
+    trace(tp_degree=2)
+
+The function's signature and documentation, the options of a command (:func:`command_options`) and the table in the
+documents (:func:`table`) are made of the fields, so a new option is one new field.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Record = TypeVar("Record")
+Result = TypeVar("Result")
+
+Check = Callable[[str, Any], None]
+"""``(name, value)``; raises a typed error for a value that the option cannot have."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is declared of an option besides its name, type and default."""
+
+    says: str
+    """What it does, for every reader."""
+    more: str = ""
+    """Further sentences for a caller from Python."""
+    check: Check | None = None
+    flag: str | None = None
+    """The option of a command; None: commands do not offer it."""
+    kind: Any = str
+    """Type of the value on a command line; ``list[int]`` and ``list[str]`` are typed with commas."""
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    command_default: Any = None
+    """The command's default, if it is not the field's."""
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """An option of a command. Its value is None unless it is given, so the default stays where it is declared."""
+
+    name: str
+    flag: str
+    """``--name``; of one that is on or off ``--name/--no-name``."""
+    help: str
+    kind: Any
+    """``bool``, ``int``, ``float``, ``str`` or ``Path``; ``list[int]`` and ``list[str]`` are typed with commas."""
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    repeats: bool = False
+    """Given several times for several values."""
+    group: str | None = None
+    """Where it stands in the command's help."""
+
+
+def option(default: Any, says: str, **declared: Any) -> Any:
+    """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...`` is no default."""
+    return field(default=MISSING if default is ... else default, metadata={"option": Option(says, **declared)})
+
+
+def declared(options: type) -> dict[str, Option]:
+    """What is declared of each field, by name, in order."""
+    return {one.name: one.metadata["option"] for one in fields(options)}
+
+
+def defaults(options: type) -> dict[str, Any]:
+    """The default of each field that has one."""
+    return {one.name: one.default for one in fields(options) if one.default is not MISSING}
+
+
+def check_each(options: Any) -> None:
+    """Check the value of each field by itself."""
+    for name, one in declared(type(options)).items():
+        if one.check is not None:
+            one.check(name, getattr(options, name))
+
+
+def takes(options: Callable[Arguments, Record]) -> Callable[[Callable[[Record], Result]], Callable[Arguments, Result]]:
+    """Give a function of one record of ``options`` the fields as its arguments.
+
+    ``{arguments}`` in its docstring becomes the list of them.
+    """
+
+    def decorate(function: Callable[[Record], Result]) -> Callable[Arguments, Result]:
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(options).replace(return_annotation=returned)
+
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+            try:
+                signature.bind(*args, **named)
+            except TypeError as error:  # it would name the record's class
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(options(*args, **named))
+
+        vars(call)["__signature__"] = signature
+        annotations = {one.name: one.annotation for one in signature.parameters.values()}
+        call.__annotations__ = {**annotations, "return": returned}
+        call.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{arguments}", _arguments(options))
+        return call
+
+    return decorate
+
+
+def _arguments(options: Any) -> str:
+    """The fields as a docstring's list of arguments, without the first line's indentation."""
+    texts = (f"{name}: {one.says} {one.more}".strip() for name, one in declared(options).items())
+    wrapped = (textwrap.fill(text, 120, initial_indent="    ", subsequent_indent=" " * 8) for text in texts)
+    return "\n".join(wrapped).lstrip()
+
+
+def command_options(options: type) -> Iterator[CommandOption]:
+    """The fields that commands offer, in order."""
+    for name, one in declared(options).items():
+        if one.flag is not None:
+            default = defaults(options).get(name) if one.command_default is None else one.command_default
+            yield CommandOption(
+                name=name,
+                flag=one.flag,
+                help=with_default(one.says, default),
+                kind=one.kind,
+                minimum=one.minimum,
+                maximum=one.maximum,
+                choices=one.choices,
+            )
+
+
+def of_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a command's values stand for: those that were given, and the command's own defaults."""
+    values = {name: one.command_default for name, one in declared(options).items()}
+    values |= {name: value for name, value in given.items() if name in values and value is not None}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def with_default(says: str, default: Any) -> str:
+    """``says`` and the default, if there is one."""
+    if default is None:
+        return says
+    shown = "on" if default is True else "off" if default is False else _typed(default)
+    return f"{says} Default: {shown}."
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table(options: type) -> str:
+    """The options as a table of Markdown: name, default, option of the command, what it does."""
+    rows = ["| argument | default | command line | |", "|---|---|---|---|"]
+    known = defaults(options)
+    for name, one in declared(options).items():
+        default = f"`{known[name]!r}`" if name in known else ""
+        typed = f"`{one.flag}`" if one.flag else ""
+        if one.command_default is not None:
+            typed += f", default `{_typed(one.command_default)}`"
+        rows.append(f"| `{name}` | {default} | {typed} | {one.says} |")
+    return "\n".join(rows)
