@@ -148,7 +148,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
         model_dir,
         task=meta["task"],
         batch_sizes=meta["batch_sizes"],
-        length_buckets=meta.get("prompt_buckets") or meta["length_buckets"],
+        prompt_buckets=meta.get("prompt_buckets") or meta["length_buckets"],
         max_len=meta["max_len"],
         dtype=dtype_of(meta["dtype"]),
         **options,

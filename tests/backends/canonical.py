@@ -60,7 +60,7 @@ def ranks_of(family: str, degree: int, root: Path, *, bucket: int = 0, **options
         directory(family, root),
         task.get(family, "generate"),
         batch_sizes=[2],
-        length_buckets=[4],
+        prompt_buckets=[4],
         dtype=torch.float32,
         **({"max_len": 16} if family not in task else {}),
         **options,

@@ -15,7 +15,7 @@ def trace_llama(directory, tp, backend="eager", compiler_args=None, **options):
     from nxd_models.serving import tasks
 
     model_dir = write_tiny("llama", directory / "llama")
-    sizes = {"batch_sizes": BATCHES, "length_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
+    sizes = {"batch_sizes": BATCHES, "prompt_buckets": PROMPT_BUCKETS, "max_len": MAX_LEN, "slots": SLOTS}
     plan = tasks.plan(model_dir, "generate", **{"dtype": torch.float32} | sizes | options)
     return model_dir, _trace(nxd, plan, directory / f"llama_tp{tp}", tp, backend, compiler_args)
 
@@ -35,7 +35,7 @@ def trace_encoder(directory, family, task, tp=1, **changes):
     from nxd_models.serving import tasks
 
     model_dir = write_tiny(family, directory / family, **changes)
-    plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), length_buckets=(8, 32), dtype=torch.float32)
+    plan = tasks.plan(model_dir, task, batch_sizes=(1, 4), prompt_buckets=(8, 32), dtype=torch.float32)
     return model_dir, _trace(nxd, plan, directory / f"{family}_tp{tp}", tp)
 
 

@@ -24,7 +24,7 @@ def llms(request, tmp_path_factory):
     """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
     directory = tmp_path_factory.mktemp("speculation")
     if request.param == 1:  # few graphs, as compiling takes its time
-        few = {"batch_sizes": [4], "length_buckets": [16], "dtype": torch.bfloat16}
+        few = {"batch_sizes": [4], "prompt_buckets": [16], "dtype": torch.bfloat16}
         artifact = trace_llama(directory, 1, "inductor", [f"{SAME_ROUNDING}=True"], speculate=GUESSES, **few)[1]
     else:
         artifact = trace_llama(directory, 2, speculate=GUESSES)[1]

@@ -25,7 +25,7 @@ HELLO = [{"role": "user", "content": "while True"}]
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
     model = {"generation": {**SAMPLED, "do_sample": True, "eos_token_id": [EOS, 200]}}
-    shapes = {"batch_sizes": [1], "length_buckets": [16], "max_len": 64}
+    shapes = {"batch_sizes": [1], "prompt_buckets": [16], "max_len": 64}
     return trace_tiny("llama", "generate", tmp_path_factory.mktemp("llama"), tp=1, model=model, **shapes)
 
 

@@ -27,7 +27,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def artifact(root):
     """A tiny Llama at degree 1 with two slots of rank 4."""
-    sizes = {"batch_sizes": [1, 4], "length_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
+    sizes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64, "lora_slots": 2, "lora_rank": 4}
     return trace_tiny("llama", "generate", root, tp=1, **sizes)
 
 

@@ -28,7 +28,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def artifact(root):
-    return trace_tiny("llama", "generate", root, batch_sizes=[1, 4], length_buckets=[16], max_len=64)
+    return trace_tiny("llama", "generate", root, batch_sizes=[1, 4], prompt_buckets=[16], max_len=64)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ PATIENT = ("--recovery-timeout", "120")
 def llama(tmp_path_factory):
     """A tiny Llama at degree 2: batches of 1 and 8, prompts of 16 and 32, 128 positions."""
     directory = tmp_path_factory.mktemp("llama")
-    shapes = {"batch_sizes": [1, 8], "length_buckets": [16, 32], "max_len": 128}
+    shapes = {"batch_sizes": [1, 8], "prompt_buckets": [16, 32], "max_len": 128}
     return directory / "model", trace_tiny("llama", "generate", directory, **shapes)
 
 

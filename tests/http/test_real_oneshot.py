@@ -23,7 +23,7 @@ TEXTS = ["the with statement", "a", "while it runs, it runs", "é 中 😀", "x"
 def encoder(tmp_path_factory):
     """A tiny BERT at degree 2: batches of 4, lengths 16 and 32."""
     directory = tmp_path_factory.mktemp("bert")
-    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[4], length_buckets=[16, 32])
+    artifact = trace_tiny("bert", "embed", directory, batch_sizes=[4], prompt_buckets=[16, 32])
     with real_server(artifact) as server:
         yield server, directory / "model"
 
@@ -211,7 +211,7 @@ def test_predict_goes_on_after_all_of_that(affine):
 
 def test_classify_gives_labels_and_probabilities(tmp_path_factory):
     directory = tmp_path_factory.mktemp("classifier")
-    artifact = trace_tiny("bert_classifier", "classify", directory, tp=1, batch_sizes=[4], length_buckets=[32])
+    artifact = trace_tiny("bert_classifier", "classify", directory, tp=1, batch_sizes=[4], prompt_buckets=[32])
     with real_server(artifact) as server:
         answer = server.post("/v1/classify", {"input": TEXTS}).json()
         assert len(answer["data"]) == len(TEXTS)

@@ -25,7 +25,7 @@ def served(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sentence")
     prompts = {"prompts": {"query": "find: ", "passage": "read: "}, "default_prompt_name": "passage"}
     path = write_sentence_model(directory / "model", {"pooling_mode": ["cls", "mean"]}, prompts=prompts)
-    plan = tasks.plan(path, batch_sizes=[1], length_buckets=[32], dtype=torch.float32)
+    plan = tasks.plan(path, batch_sizes=[1], prompt_buckets=[32], dtype=torch.float32)
     with trace.parallel_model_trace(**plan.trace_arguments(), tp_degree=1, backend="eager") as model:
         trace.parallel_model_save(model, directory / "artifact")
     listed = json.loads((directory / "artifact" / "manifest.json").read_text())["files"]

@@ -75,7 +75,7 @@ class Case:
 
     def plan(self, slots=2, **more):
         lora = {"lora_slots": slots, "lora_rank": RANK} if slots else {}
-        sizes = {"batch_sizes": [len(ROWS)], "length_buckets": [BUCKET], "max_len": MAX_LEN, "dtype": torch.float32}
+        sizes = {"batch_sizes": [len(ROWS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN, "dtype": torch.float32}
         return without_mixed(tasks.plan(self.base, **{**sizes, **lora, **more}))
 
     def trace(self, degree, slots=2, backend="eager", **more):
@@ -173,7 +173,7 @@ def test_adapters_over_weights_in_eight_bits(case):
 
 def test_compiled_graphs_load_adapters_without_a_compiler(case, tmp_path, monkeypatch):
     case = case("llama")
-    model, step = case.trace(2, backend="inductor", length_buckets=[1])  # one graph
+    model, step = case.trace(2, backend="inductor", prompt_buckets=[1])  # one graph
     with model:
         parallel_model_save(model, tmp_path / "artifact")
     monkeypatch.setenv("CXX", "/nowhere/g++")

@@ -180,7 +180,7 @@ def test_the_driver_respects_its_limits(step):
 
 @pytest.mark.check
 def test_the_plan_of_a_decoder(path):
-    plan = tasks.plan(path, batch_sizes=[4, 1], length_buckets=[16, 512], max_len=64, dtype=torch.float32)
+    plan = tasks.plan(path, batch_sizes=[4, 1], prompt_buckets=[16, 512], max_len=64, dtype=torch.float32)
     assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "prefill_s16", "prefill_s64"]
     assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == [(1, 1), (4, 1), (20, 1), (1, 16), (1, 64)]
     assert plan.metadata == {
@@ -214,7 +214,7 @@ def test_the_plan_of_a_decoder(path):
 
 
 def test_the_plan_of_an_encoder(tmp_path):
-    plan = tasks.plan(write_tiny("roberta", tmp_path), batch_sizes=[1, 2], length_buckets=[16, 400])
+    plan = tasks.plan(write_tiny("roberta", tmp_path), batch_sizes=[1, 2], prompt_buckets=[16, 400])
     assert plan.bucket_names == ["b1_s16", "b1_s126", "b2_s16", "b2_s126"]
     assert (plan.task, plan.metadata["pooling"], plan.metadata["normalize"]) == ("embed", "mean", True)
     module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())

@@ -101,7 +101,7 @@ def test_what_is_said_of_the_family_is_so(even, odd):
 def test_traced_tokens_are_those_of_transformers(odd):
     from nxd_infer.trace import parallel_model_trace
 
-    plan = tasks.plan(odd, batch_sizes=[2], length_buckets=[8], max_len=40, slots=2, lora_slots=1, speculate=2)
+    plan = tasks.plan(odd, batch_sizes=[2], prompt_buckets=[8], max_len=40, slots=2, lora_slots=1, speculate=2)
     prompts = prompts_of([3, 13], 280)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager") as model:

@@ -84,14 +84,14 @@ def test_what_the_library_saves_itself_is_read(tmp_path):
 
 def test_a_plan_has_the_limit_and_the_files(tmp_path):
     path = write_sentence_model(tmp_path, {"pooling_mode": ["cls", "mean"]}, prompts={"prompts": {"query": "q: "}})
-    plan = tasks.plan(path, length_buckets=[16, 64])
+    plan = tasks.plan(path, prompt_buckets=[16, 64])
     assert plan.metadata["length_buckets"] == [16, 20] and plan.metadata["max_len"] == 20
     assert plan.metadata["pooling"] == "cls+mean" and plan.metadata["dimensions"] == 64
     assert plan.metadata["prompts"] == {"query": "q: ", "document": ""} and plan.metadata["default_prompt"] is None
     names = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
     assert names <= plan.files_to_copy.keys()
     with pytest.raises(ModelConfigError, match=r"max_len = 64 is beyond max_seq_length = 20.*use at most 20"):
-        tasks.plan(path, length_buckets=[16], max_len=64)
+        tasks.plan(path, prompt_buckets=[16], max_len=64)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.tiny_models import VOCAB_SIZE, write_tiny
 )
 def test_traced_encoders_equal_eager_ones(tmp_path, family, output, degree):
     path = write_tiny(family, tmp_path)
-    plan = tasks.plan(path, batch_sizes=[1, 3], length_buckets=[8, 16], dtype=torch.float32)
+    plan = tasks.plan(path, batch_sizes=[1, 3], prompt_buckets=[8, 16], dtype=torch.float32)
     module = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     with parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager") as model, torch.no_grad():
         for rows, length in ((1, 8), (1, 3), (2, 7), (3, 16), (1, 9)):
@@ -48,7 +48,7 @@ def test_traced_minilm_equals_transformers():
     import tokenizers
 
     path = minilm()
-    plan = tasks.plan(path, batch_sizes=[2], length_buckets=[16, 32], dtype=torch.float32)
+    plan = tasks.plan(path, batch_sizes=[2], prompt_buckets=[16, 32], dtype=torch.float32)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -54,7 +54,7 @@ def expected_tokens(path, prompt):
 
 
 def trace(path, degree, backend):
-    plan = tasks.plan(path, batch_sizes=[len(LENGTHS)], length_buckets=[BUCKET], max_len=MAX_LEN, dtype=torch.float32)
+    plan = tasks.plan(path, batch_sizes=[len(LENGTHS)], prompt_buckets=[BUCKET], max_len=MAX_LEN, dtype=torch.float32)
     plan = without_mixed(plan)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     return parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend=backend), step

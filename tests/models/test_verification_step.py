@@ -94,7 +94,7 @@ def test_a_row_without_guesses_keeps_its_penalties(step):
 
 
 def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
-    plan = tasks.plan(path, batch_sizes=[1, 4], length_buckets=[16], max_len=64, speculate=4)
+    plan = tasks.plan(path, batch_sizes=[1, 4], prompt_buckets=[16], max_len=64, speculate=4)
     assert plan.bucket_names == ["decode_b1", "decode_b4", "mixed_b20", "verify_b1", "verify_b4", "prefill_s16"]
     shapes = [(1, 1), (4, 1), (20, 1), (1, 5), (4, 5), (1, 16)]
     assert [tuple(e["tokens"].shape) for e in plan.example_inputs] == shapes
@@ -107,9 +107,9 @@ def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
         with pytest.raises(ModelConfigError, match=r"speculate = .* to 15"):
             tasks.plan(path, speculate=speculate)
     with pytest.raises(ModelConfigError, match="a step of 16 tokens verifies guesses"):
-        tasks.plan(path, length_buckets=[16], speculate=15)
+        tasks.plan(path, prompt_buckets=[16], speculate=15)
     with pytest.raises(ModelConfigError, match="max_len = 8"):
-        tasks.plan(path, length_buckets=[4], max_len=8, speculate=8)
+        tasks.plan(path, prompt_buckets=[4], max_len=8, speculate=8)
     with pytest.raises(ModelConfigError, match="'embed' guesses no tokens"):
         tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", speculate=2)
     scaled = write_tiny("llama", tmp_path / "scaled", rope_scaling={"rope_type": "dynamic", "factor": 2.0})

@@ -61,7 +61,7 @@ def soak(minutes: float, seed: int, clients: int, grace: float, sieges: bool = F
 
 def make_artifact(root: Path) -> Path:
     """Two ranks, eight slots, speculation and adapters, and beside it what the operators load."""
-    shapes = {"batch_sizes": [1, SLOTS], "length_buckets": [16, 64], "max_len": MAX_LEN}
+    shapes = {"batch_sizes": [1, SLOTS], "prompt_buckets": [16, 64], "max_len": MAX_LEN}
     adapters: dict[str, Any] = {"lora_slots": len(ADAPTERS) - 1, "lora_rank": 4}
     model = {"template": SPIN}
     artifact = trace_tiny("llama", "generate", root, model=model, **shapes, **adapters, speculate=GUESSES)

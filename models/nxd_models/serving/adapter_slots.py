@@ -11,8 +11,6 @@ from torch import nn
 from nxd_infer.errors import ModelConfigError, ParallelConfigError
 from nxd_infer.modules.lora import AdapterRows, add_adapter_slots
 
-RANK = 16
-
 
 @dataclass(frozen=True)
 class AdapterSlots:

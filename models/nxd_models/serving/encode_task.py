@@ -8,24 +8,15 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.layout.sources import Weights
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving.pooling import pooling_modes
-from nxd_models.serving.task_plan import TaskPlan, make_plan
+from nxd_models.serving.task_options import TaskOptions
+from nxd_models.serving.task_plan import TaskPlan, make_plan, step_dtype
 from nxd_models.spec import EncoderConfig, ModelDirectory
 
 
-def plan_encode(
-    directory: ModelDirectory,
-    task: str,
-    batches: list[int],
-    lengths: list[int],
-    max_len: int | None,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    weights: Weights | None,
-) -> TaskPlan:
-    """One call of an encoder, for every batch size and length; ``options`` are those of its module."""
+def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> TaskPlan:
+    """One call of an encoder, for every batch size and length; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, EncoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is no encoder")
@@ -33,12 +24,20 @@ def plan_encode(
     text = sentence.longest_text(directory.path)
     if text is not None and text < limit:
         limit, why = text, f"max_seq_length = {text}, which sentence-transformers wrote beside the model"
+    max_len, batches = options.max_len, sorted(set(options.batch_sizes))
     if max_len is not None and max_len > limit:
         raise ModelConfigError(f"max_len = {max_len} is beyond {why}; use at most {limit}")
-    longest = min(max(lengths) if max_len is None else max_len, limit)
-    lengths = sorted({min(length, longest) for length in lengths} | ({longest} if max_len is not None else set()))
+    longest = min(max(options.prompt_buckets) if max_len is None else max_len, limit)
+    asked = {min(length, longest) for length in options.prompt_buckets}
+    lengths = sorted(asked if max_len is None else {*asked, longest})
     shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
-    kwargs = {"model_dir": str(directory.path), "task": task, "dtype": dtype, **options}
+    dtype = step_dtype(directory, options)
+    module: dict[str, Any] = {}
+    if task == "embed":
+        module = {"pooling": "mean", "normalize": True, **sentence.pooling_options(directory.path)}
+        given = {"pooling": options.pooling, "normalize": options.normalize}
+        module |= {name: value for name, value in given.items() if value is not None}
+    kwargs = {"model_dir": str(directory.path), "task": task, "dtype": dtype, **module}
     metadata: dict[str, Any] = {
         "task": task,
         "model_type": config.model_type,
@@ -50,12 +49,12 @@ def plan_encode(
         "pad_token_id": config.pad_token_id,
     }
     if task == "embed":
-        dimensions = config.hidden_size * len(pooling_modes(options["pooling"]))
-        metadata |= {"dimensions": dimensions, **options, **sentence.prompts(directory.path)}
+        dimensions = config.hidden_size * len(pooling_modes(module["pooling"]))
+        metadata |= {"dimensions": dimensions, **module, **sentence.prompts(directory.path)}
     else:
         metadata |= {"labels": list(config.labels), "scores": config.scores}
     buckets = {name: _example(b, s) for name, (b, s) in shapes.items()}
-    return make_plan(task, kwargs, buckets, metadata, weights)
+    return make_plan(task, kwargs, buckets, metadata, options.weights)
 
 
 def _example(batch: int, length: int) -> dict[str, Tensor]:

@@ -4,43 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.layout.sources import Weights
 from nxd_models.hf.generation_config import GenerationConfig
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.sampling import TOP_LOGPROBS
-from nxd_models.serving.task_plan import TaskPlan, make_plan
+from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
+from nxd_models.serving.task_plan import TaskPlan, make_plan, step_dtype
 from nxd_models.spec import DecoderConfig, ModelDirectory
 
 PROMPT_ROWS = 16
 """Tokens of prompts that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
 
 
-def plan_generate(
-    directory: ModelDirectory,
-    batches: list[int],
-    lengths: list[int],
-    max_len: int | None,
-    dtype: torch.dtype,
-    slots: int | None,
-    bias_slots: int,
-    lora: AdapterSlots | None,
-    speculate: int,
-    weights: Weights | None,
-) -> TaskPlan:
+def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
     """One step of generation, in every shape that the engine uses; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is no decoder")
-    max_len = min(config.max_length, 4096) if max_len is None else max_len
+    max_len = min(config.max_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
     config.check_length(max_len)
-    slots = max(batches) if slots is None else slots
+    batches, speculate, bias_slots = sorted(set(options.batch_sizes)), options.speculate, options.bias_slots
+    slots = max(batches) if options.slots is None else options.slots
     if slots < max(batches):
         raise ModelConfigError(f"slots = {slots}: a batch of {max(batches)} rows needs as many slots")
-    lengths = sorted({min(length, max_len) for length in lengths})
+    lengths = sorted({min(length, max_len) for length in options.prompt_buckets})
     if speculate and (speculate + 1 in lengths or speculate >= max_len):
         raise ModelConfigError(
             f"speculate = {speculate}: a step of {speculate + 1} tokens verifies guesses, so no prompt bucket may have "
@@ -51,6 +39,9 @@ def plan_generate(
         shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
     shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
+    dtype = step_dtype(directory, options)
+    targets = options.lora_targets or directory.spec.adapter_targets
+    lora = AdapterSlots.of(options.lora_slots, options.lora_rank, targets)
     kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}
     kwargs |= {"slots": slots, "max_len": max_len, "bias_slots": bias_slots, "draft_tokens": speculate}
     kwargs |= {} if lora is None else {"adapters": lora}
@@ -78,4 +69,4 @@ def plan_generate(
         name: step_inputs(config.vocab_size, b, s, slots, bias_slots, adapter=lora is not None)
         for name, (b, s) in shapes.items()
     }
-    return make_plan("generate", kwargs, buckets, metadata, weights)
+    return make_plan("generate", kwargs, buckets, metadata, options.weights)

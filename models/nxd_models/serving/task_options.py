@@ -1,0 +1,125 @@
+"""The options of a task's plan, each declared once: name, type, default, limits and what it does.
+
+The signature of ``tasks.plan``, the options of ``nxd-infer trace`` and the table in ``docs/api.md`` are made of
+:class:`TaskOptions`. This module is imported for a command's help, so it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.util.options import check_each, option
+from nxd_models.spec import TASKS
+
+if TYPE_CHECKING:
+    import torch
+
+    from nxd_infer.layout.sources import Weights
+
+BIAS_SLOTS = 300
+"""Biased tokens a row may have; the OpenAI API allows this many."""
+MAX_DRAFT_TOKENS = 15
+"""Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
+LONGEST_BY_DEFAULT = 4096
+
+
+def _sizes(name: str, values: Any) -> None:
+    if not values or any(not _is_whole(value) or value < 1 for value in values):
+        raise ModelConfigError(f"{name} = {list(values)!r}: expected at least one whole number of at least 1")
+
+
+def _whole(minimum: int, maximum: int | None = None, *, wanted: str) -> dict[str, Any]:
+    """A whole number in these limits, in Python and on the command line."""
+
+    def check(name: str, value: Any) -> None:
+        if not _is_whole(value) or value < minimum or (maximum is not None and value > maximum):
+            raise ModelConfigError(f"{name} = {value!r}: expected a whole number{wanted}")
+
+    return {"kind": int, "minimum": minimum, "maximum": maximum, "check": check}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(eq=False)
+class TaskOptions:
+    """The arguments of ``tasks.plan``. Raises ModelConfigError for a value that is out of range by itself."""
+
+    model_dir: str | os.PathLike[str] = option(..., "A Hugging Face model directory (config.json, *.safetensors).")
+    task: str | None = option(
+        None,
+        "generate, embed or classify. Default: by the model's architecture.",
+        flag="--task",
+        choices=TASKS,
+    )
+    _: KW_ONLY
+    batch_sizes: Sequence[int] = option(
+        (1, 4),
+        "Batch sizes to compile: rows of a decode bucket, or of an encoder's.",
+        flag="--batch-sizes",
+        kind=list[int],
+        check=_sizes,
+    )
+    prompt_buckets: Sequence[int] = option(
+        (128,),
+        "Prompt lengths to compile, or an encoder's text lengths.",
+        more="Those beyond `max_len` are cut to it.",
+        flag="--prompt-buckets",
+        kind=list[int],
+        check=_sizes,
+        command_default=(32, 128, 512),
+    )
+    max_len: int | None = option(
+        None,
+        f"Longest prompt plus answer, in tokens. Default: {LONGEST_BY_DEFAULT}, or the model's own if less.",
+        more="Of an encoder by default what sentence-transformers wrote beside it.",
+        flag="--max-len",
+        kind=int,
+        minimum=2,
+    )
+    dtype: torch.dtype | None = option(
+        None,
+        "Dtype of the weights and of the arithmetic.",
+        more="Default: the checkpoint's.",
+        flag="--dtype",
+        choices=("float32", "bfloat16"),
+        command_default="bfloat16",
+    )
+    slots: int | None = option(None, "Sequences that a decoder holds at once. Default: the largest batch size.")
+    model_name: str | None = option(None, "What a server calls the model. Default: the directory's name.")
+    bias_slots: int = option(BIAS_SLOTS, "Tokens that a request may bias.")
+    pooling: str | None = option(None, "Of an embedding model. Default: what its directory says, else mean.")
+    normalize: bool | None = option(None, "Of an embedding model. Default: what its directory says, else True.")
+    weights: Weights | None = option(
+        None,
+        "In place of the directory's, which then needs none: tensors by name, a WeightSource, or the path of "
+        "safetensors.",
+    )
+    lora_slots: int = option(
+        0,
+        "Number of LoRA adapters that fit at once; the server loads them at run time.",
+        more="Each row of a batch uses one of them or none.",
+        flag="--lora-slots",
+        **_whole(0, wanted="; 0 is none"),
+    )
+    lora_rank: int = option(16, "Largest rank of an adapter.", flag="--lora-rank", kind=int, minimum=1)
+    lora_targets: Sequence[str] | None = option(
+        None,
+        "Layers that adapters may change, such as q_proj,v_proj. Default: all linear layers.",
+        flag="--lora-targets",
+        kind=list[str],
+    )
+    speculate: int = option(
+        0,
+        "Tokens that `serve --speculate` may guess: one more graph per batch size.",
+        flag="--speculate",
+        **_whole(0, MAX_DRAFT_TOKENS, wanted=f" from 0 (none) to {MAX_DRAFT_TOKENS}"),
+    )
+
+    def __post_init__(self) -> None:
+        check_each(self)
