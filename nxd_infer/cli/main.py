@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.backends import registry
 from nxd_infer.cli import stop
-from nxd_infer.cli.ckpt_app import DType, ckpt
+from nxd_infer.cli.ckpt_app import ckpt
+from nxd_infer.cli.parameters import with_options
 from nxd_infer.errors import NxdError
+from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.options import CommandOption, command_options, declared, with_default
+from nxd_models.serving.task_options import TaskOptions
 
 
 class Commands(typer.core.TyperGroup):
@@ -67,6 +72,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+TRACE = declared(TraceOptions)
+
 SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client", "tokenizers", "jinja2")
 
 
@@ -77,29 +84,28 @@ def _known_backend(name: str | None) -> str | None:
     return name
 
 
-Backend = Annotated[
-    str, typer.Option(help="Who compiles and runs the graphs: `nxd-infer doctor` lists them.", callback=_known_backend)
-]
+Backend = Annotated[str, typer.Option(help=TRACE["backend"].says, callback=_known_backend)]
 
 
-class Quantize(str, enum.Enum):
-    int8 = "int8"
-
-
-class Task(str, enum.Enum):
-    generate = "generate"
-    embed = "embed"
-    classify = "classify"
+def _sampler_options() -> Iterator[CommandOption]:
+    """An option for each number that the sampler takes."""
+    for name, field in SAMPLER_FIELDS.items():
+        default = f"the model's own, else {field.off:g}" if field.own else f"{field.off:g}"
+        yield CommandOption(
+            name=name,
+            flag="--" + name.replace("_", "-"),
+            help=with_default(field.says, default),
+            kind=field.kind,
+            check=field.checked,
+        )
 
 
 ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer trace` wrote.", show_default=False)]
-ModelDir = Annotated[
-    Path, typer.Argument(help="A Hugging Face model directory (config.json, *.safetensors).", show_default=False)
-]
+ModelDir = Annotated[Path, typer.Argument(help=declared(TaskOptions)["model_dir"].says, show_default=False)]
 NoKernel = Annotated[
     bool, typer.Option("--no-kernel", help="Reject an artifact that chooses its buckets with its own code.")
 ]
-CompilerArgs = Annotated[str | None, typer.Option(help="Options of the backend, as key=value,key=value.")]
+CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].says)]
 CpuTarget = Annotated[
     str | None,
     typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine supports."),
@@ -117,17 +123,6 @@ def version_of(
         raise typer.Exit()
 
 
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Parse ``"1,4,16"`` into ``[1, 4, 16]``, sorted, without duplicates. Raises typer.BadParameter."""
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,4,16", param_hint=option) from None
-    if numbers[0] < 1:
-        raise typer.BadParameter(f"{numbers[0]} is below 1", param_hint=option)
-    return numbers
-
-
 def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
     """Return ``"a=1,b=2"`` and a target as the backend's ``key=value`` options."""
     words = (compiler_args or "").replace(",", " ").split()
@@ -135,56 +130,13 @@ def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
 
 
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
+@with_options([*command_options(TaskOptions), *command_options(TraceOptions)])
 def trace(
     model_dir: ModelDir,
-    out: Annotated[
-        Path,
-        typer.Option("--out", help="Where to write the artifact; replaces an existing one.", show_default=False),
-    ],
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree: one process per rank.")] = 1,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to compile, such as 1,4,16.")] = "1,4",
-    prompt_buckets: Annotated[
-        str, typer.Option(help="Prompt (or text) lengths to compile, such as 32,128,512.")
-    ] = "32,128,512",
-    max_len: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longest prompt plus answer, in tokens. Default: 1024, or the model's own if less."),
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Dtype of the weights and of the arithmetic.")] = DType.bfloat16,
-    quantize: Annotated[
-        Quantize | None,
-        typer.Option(help="int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy."),
-    ] = None,
+    artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].says, show_default=False)],
     backend: Backend = registry.DEFAULT,
-    task: Annotated[
-        Task | None,
-        typer.Option(help="generate, embed or classify. Default: by the model's architecture."),
-    ] = None,
-    workdir: Annotated[
-        Path | None,
-        typer.Option(help="Keep the compiler's files here."),
-    ] = None,
     cpu_target: CpuTarget = None,
     compiler_args: CompilerArgs = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(help="Take the weights from this folder of save_checkpoint() checkpoints, at any degree."),
-    ] = None,
-    tag: Annotated[
-        str | None, typer.Option(help="Which checkpoint in the folder. Default: the newest complete one.")
-    ] = None,
-    lora_slots: Annotated[
-        int, typer.Option(min=0, help="Number of LoRA adapters that fit at once; the server loads them at run time.")
-    ] = 0,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Largest rank of an adapter. Default: 16.")] = None,
-    lora_targets: Annotated[
-        str | None,
-        typer.Option(help="Layers that adapters may change, such as q_proj,v_proj. Default: all linear layers."),
-    ] = None,
-    speculate: Annotated[
-        int,
-        typer.Option(min=0, max=15, help="Tokens that `serve --speculate` may guess: one more graph per batch size."),
-    ] = 0,
     plan_only: Annotated[
         bool,
         typer.Option(
@@ -192,36 +144,18 @@ def trace(
             help="Print the plan and stop. Its memory is what the machine must have, without page cache.",
         ),
     ] = False,
+    **given: Any,
 ) -> None:
     """Shard a model, compile one graph per bucket, and write an artifact that needs neither model code nor compiler."""
     from nxd_infer.cli.trace import run
 
-    if tag is not None and checkpoint is None:
+    if given["checkpoint_tag"] is not None and given["checkpoint"] is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
-    for option, value in (("--lora-rank", lora_rank), ("--lora-targets", lora_targets)):
-        if value is not None and not lora_slots:
+    for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
+        if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
-    run(
-        model_dir=model_dir,
-        out=out,
-        tp=tp,
-        batch_sizes=whole_numbers(batch_sizes, "--batch-sizes"),
-        prompt_buckets=whole_numbers(prompt_buckets, "--prompt-buckets"),
-        max_len=max_len,
-        dtype=dtype.value,
-        quantize=quantize.value if quantize else None,
-        backend=backend,
-        task=task.value if task else None,
-        workdir=workdir,
-        compiler_args=options(compiler_args, cpu_target),
-        plan_only=plan_only,
-        checkpoint=checkpoint,
-        tag=tag,
-        lora_slots=lora_slots,
-        lora_rank=lora_rank or 16,
-        lora_targets=None if lora_targets is None else [word.strip() for word in lora_targets.split(",")],
-        speculate=speculate,
-    )
+    arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target)}
+    run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-v3 --cpu-target x86-64-v3")
@@ -251,6 +185,7 @@ def serve() -> None:
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
+@with_options(_sampler_options())
 def generate(
     artifact: ArtifactDir,
     prompts: Annotated[
@@ -260,18 +195,6 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens to generate. Default: 64, or what fits after the prompt.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy. Default: the model's own, else 0.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1.0, help="Keep the most likely tokens up to this probability mass. Default: the model's own."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Keep this many tokens; 0 keeps all. Default: the model's own.")
-    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeat for several.")] = None,
     speculate: Annotated[
@@ -279,6 +202,7 @@ def generate(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     no_kernel: NoKernel = False,
+    **sampling: Any,
 ) -> None:
     """Continue prompts in this process, without a server."""
     from nxd_infer.cli.generate import run
@@ -295,13 +219,11 @@ def generate(
         prompts,
         as_json=as_json,
         max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
         seed=seed,
         stop=stop or [],
         speculate=speculate,
         allow_kernel=not no_kernel,
+        **sampling,
     )
 
 

@@ -17,11 +17,14 @@ from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
 from nxd_infer.ops.packed_int8 import packed_shape
 from nxd_infer.trace import ArtifactWriter
+from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.memory import available_memory, total_memory
+from nxd_infer.util.options import of_command
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
+from nxd_models.serving.task_options import TaskOptions
 from nxd_server.text.tokenizer_files import has_tokenizer
 
 SAME_ROUNDING = "emulate_precision_casts"
@@ -72,58 +75,30 @@ def check_writable(out: Path) -> None:
         raise ArtifactError(f"cannot write the artifact {out}: {parent} {kind}; choose another --out")
 
 
-def run(
-    model_dir: Path,
-    out: Path,
-    tp: int,
-    batch_sizes: list[int],
-    prompt_buckets: list[int],
-    max_len: int | None,
-    dtype: str,
-    backend: str,
-    task: str | None,
-    workdir: Path | None = None,
-    compiler_args: list[str] | None = None,
-    plan_only: bool = False,
-    checkpoint: str | None = None,
-    tag: str | None = None,
-    lora_slots: int = 0,
-    lora_rank: int = 16,
-    lora_targets: list[str] | None = None,
-    speculate: int = 0,
-    quantize: str | None = None,
-) -> dict[str, float]:
-    """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk."""
+def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) -> dict[str, float]:
+    """Trace and save; return figures for a report: seconds, graphs, compiled graphs, bytes on disk.
+
+    ``given``: TaskOptions and TraceOptions by name, None for the command's default; ``dtype`` as text.
+    """
     check_writable(out)
-    plan = tasks.plan(
-        model_dir,
-        task=task,
-        batch_sizes=batch_sizes,
-        length_buckets=prompt_buckets,
-        max_len=max_len,
-        dtype=dtype_of(dtype),
-        weights=None if checkpoint is None else weight_source(checkpoint, tag),
-        lora_slots=lora_slots,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        speculate=speculate,
-    )
+    task = of_command(TaskOptions, given)
+    task["dtype"] = dtype_of(task["dtype"])
+    arguments = of_command(TraceOptions, given)
+    checkpoint, tag = arguments.pop("checkpoint", None), arguments.pop("checkpoint_tag", None)
+    if checkpoint is not None:
+        task["weights"] = weight_source(checkpoint, tag)
+    plan = tasks.plan(model_dir, **task)
     if not plan_only and checkpoint is None:
         hf.weights(model_dir)  # raises if there are none, before a plan is printed
-    arguments = {
-        **plan.trace_arguments(),
-        "tp_degree": tp,
-        "backend": backend,
-        "compiler_workdir": workdir,
-        "compiler_args": compiler_args,
-        "quantize": quantize,
-    }
-    if speculate and registry.get(backend).has_option(SAME_ROUNDING):  # a draft is verified with decode's numbers
-        arguments["compiler_args"] = [f"{SAME_ROUNDING}=True", *(compiler_args or [])]
+    arguments = {**plan.trace_arguments(), **arguments}
+    backend = arguments.get("backend", registry.DEFAULT)
+    if task.get("speculate") and registry.get(backend).has_option(SAME_ROUNDING):
+        # A draft is verified with decode's numbers.
+        arguments["compiler_args"] = [f"{SAME_ROUNDING}=True", *arguments.get("compiler_args", ())]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)
-    for length in prompt_buckets:
+    for length in task["prompt_buckets"]:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]
             what = "prompt and answer" if plan.task == "generate" else "text"
@@ -141,8 +116,8 @@ def run(
     if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
         console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free")
     cores = processors()
-    if tp > cores:
-        console.print(f"note: {tp} ranks share this machine's {cores} cores")
+    if planned.tp_degree > cores:
+        console.print(f"note: {planned.tp_degree} ranks share this machine's {cores} cores")
     if plan_only:
         return {}
     if (out / MANIFEST_NAME).exists():
@@ -156,9 +131,8 @@ def run(
         f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
         f"{size(on_disk)}, in {duration(seconds)}"
     )
-    if quantize is not None:
+    if quantize := arguments.get("quantize"):
         weights = model.manifest.weights
-
         held = [spec for spec in weights if spec.encoding == PACKED_INT8]
         before = sum(spec.nbytes for spec in weights)
         saved = sum(spec.nbytes - math.prod(packed_shape(spec.shape)) for spec in held)

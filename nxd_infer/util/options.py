@@ -66,6 +66,8 @@ class CommandOption:
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
+    check: Callable[[Any], Any] | None = None
+    """Raises ValueError for a value that the option cannot have."""
     repeats: bool = False
     """Given several times for several values."""
     group: str | None = None

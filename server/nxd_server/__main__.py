@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     for option in setting_options():
         flag = option.flag.partition("/")[0]
         action = "append" if option.repeats else "store"
-        parser.add_argument(flag, dest=option.setting, action=action, help=option.help.replace("%", "%%"))
+        parser.add_argument(flag, dest=option.name, action=action, help=option.help.replace("%", "%%"))
     given = vars(parser.parse_args(arguments))
     artifact, config = given.pop("artifact"), given.pop("config")
     try:

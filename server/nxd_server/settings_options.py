@@ -5,33 +5,16 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, cast
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
+from nxd_infer.util.options import CommandOption, with_default
 from nxd_server.settings import ServerSettings
 
 
-@dataclass(frozen=True)
-class SettingOption:
-    """One setting as an option."""
-
-    setting: str
-    flag: str
-    """``--name``; of one that is on or off ``--name/--no-name``."""
-    group: str
-    help: str
-    kind: type
-    """``bool``, ``int``, ``float``, ``str`` or ``Path``."""
-    repeats: bool
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-
-
-def setting_options() -> Iterator[SettingOption]:
+def setting_options() -> Iterator[CommandOption]:
     """Every setting, in the order in which they are declared."""
     for name, field in ServerSettings.model_fields.items():
         extra = cast("dict[str, Any]", field.json_schema_extra)
@@ -40,8 +23,8 @@ def setting_options() -> Iterator[SettingOption]:
         if kind is bool:
             flag += "/--no-" + name.replace("_", "-")
         limits = {limit: getattr(one, limit) for one in field.metadata for limit in ("ge", "le") if hasattr(one, limit)}
-        yield SettingOption(
-            setting=name,
+        yield CommandOption(
+            name=name,
             flag=extra["option"] or flag,
             group=extra["group"],
             help=_help(field, repeats),
@@ -68,13 +51,7 @@ def _kind(annotation: Any) -> tuple[type, bool, tuple[str, ...]]:
 
 
 def _help(field: FieldInfo, repeats: bool) -> str:
-    """The setting's description, with its default where that is one value."""
-    default = field.get_default(call_default_factory=True)
-    words = [str(field.description)]
+    """The setting's description, with its default if that is one value."""
     if repeats:
-        words.append("Repeat it for several.")
-    elif isinstance(default, bool):
-        words.append(f"Default: {'on' if default else 'off'}.")
-    elif default is not None:
-        words.append(f"Default: {default:g}." if isinstance(default, float) else f"Default: {default}.")
-    return " ".join(words)
+        return f"{field.description} Repeat it for several."
+    return with_default(str(field.description), field.get_default(call_default_factory=True))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine import SamplingParams
 from nxd_server.engine.core.scheduler import Row
 from nxd_server.engine.core.sequence import Sequence
 from nxd_server.engine.core.step_inputs import SAMPLER_DEFAULTS, StepInputs, sampler_of
-from nxd_server.engine.sampling_params import SAMPLER_FIELDS
 from nxd_server.errors import RequestError
 from nxd_server.http.openai.schemas import ChatBody, CompletionBody
 from tests.engine.toy_model import VOCAB, ToyModel

@@ -81,7 +81,7 @@ def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeyp
     for option in setting_options():
         assert all(re.search(rf"(?<![\w-]){flag}(?![\w-])", shown) for flag in option.flag.split("/")), option.flag
         assert option.group in shown
-    assert {option.setting for option in setting_options()} == set(ServerSettings.model_fields)
+    assert {option.name for option in setting_options()} == set(ServerSettings.model_fields)
     given = ("--port", 1, "--api-key", "a", "--api-key", "b", "--no-access-log", "--no-kernel", "--log-format", "json")
     assert nxd_infer_here(capsys, monkeypatch, "serve", "artifact", *given).status == 0
     told = {name: value for name, value in seen.items() if value is not None and value != []}

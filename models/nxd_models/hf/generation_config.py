@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, create_model
 
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_models.hf.config_file import Flag, Problem, SpecialTokens, read_json
 from nxd_models.spec import DecoderConfig
 
-UpToOne = Annotated[float, Field(ge=0, le=1), Problem("expected a number from 0 to 1")]
+OWN = {name: field for name, field in SAMPLER_FIELDS.items() if field.own}
+"""What a model may say of its own sampling."""
 
 
-class GenerationConfig(SpecialTokens):
-    """The fields that we read. Their ranges are those of a request."""
+def _sampler_fields() -> dict[str, Any]:
+    """The sampler's numbers as fields of the file, in the limits of a request."""
+    made: dict[str, Any] = {}
+    for name, field in OWN.items():
+        problem = Problem(f"expected a {'whole number of ' if field.whole else 'number '}{field.limits}")
+        made[name] = (Annotated[field.kind, Field(ge=field.low, le=field.high), problem] | None, None)
+    return made
 
-    temperature: Annotated[float, Field(ge=0, le=2), Problem("expected a number from 0 to 2")] | None = None
-    top_p: UpToOne | None = None
-    min_p: UpToOne | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10), Problem("expected a number from 0.01 to 10")] | None = (
-        None
-    )
-    top_k: Annotated[int, Field(ge=-1), Problem("expected a whole number of at least -1")] | None = None
+
+class GenerationConfig(create_model("SamplerDefaults", __base__=SpecialTokens, **_sampler_fields())):
+    """The fields that we read."""
+
     do_sample: Flag = True
 
     @classmethod
@@ -38,10 +42,9 @@ class GenerationConfig(SpecialTokens):
 
     def sampling_defaults(self) -> dict[str, float]:
         """Sampling by the names of a request's fields, as far as the file says; not to sample is temperature 0."""
-        names = ("temperature", "top_p", "min_p", "repetition_penalty")
-        found = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.top_k is not None:
-            found["top_k"] = max(0, self.top_k)
+        found = {name: value for name in OWN if (value := getattr(self, name)) is not None}
+        if "top_k" in found:
+            found["top_k"] = max(0, found["top_k"])
         if not self.do_sample:
             found["temperature"] = 0.0
         return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.context import current_context
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
@@ -20,12 +21,8 @@ from nxd_infer.ops import remember_tokens
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.kv_cache import LayerCache, StateList
 from nxd_models.serving.sampling import allowed_words, sample
+from nxd_models.serving.task_options import BIAS_SLOTS
 from nxd_models.spec import DecoderConfig
-
-BIAS_SLOTS = 300
-"""Biased tokens a row may have; the OpenAI API allows this many."""
-MAX_DRAFT_TOKENS = 15
-"""Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
 
 
 def _input(role: str, default: float | None = None) -> dict[str, Any]:
@@ -72,17 +69,11 @@ class DecoderStep(nn.Module):
         "start": _input("start"),
         "length": _input("length"),
         "block_table": _input("block_table"),
-        "temperature": _input("sampling", 0.0),
-        "top_k": _input("sampling", 0),
-        "top_p": _input("sampling", 1.0),
-        "min_p": _input("sampling", 0.0),
+        **{name: _input("sampling", field.off) for name, field in SAMPLER_FIELDS.items()},
         "seed": _input("sampling", 0),
         "allowed": _input("allowed_tokens", -1),
         "bias_ids": _input("bias_ids", 0),
         "bias_values": _input("bias_values", 0.0),
-        "presence_penalty": _input("sampling", 0.0),
-        "frequency_penalty": _input("sampling", 0.0),
-        "repetition_penalty": _input("sampling", 1.0),
         "prompt_length": _input("prompt_length", -1),
     }
     nxd_outputs: dict[str, dict[str, Any]] = {

@@ -164,7 +164,7 @@ def run_in(directory: Path, seconds: float, tp: int, backend: str, start: float)
     traced = trace.run(
         model_dir,
         artifact,
-        tp=tp,
+        tp_degree=tp,
         batch_sizes=[1, 4],
         prompt_buckets=[32, 128],
         max_len=256,

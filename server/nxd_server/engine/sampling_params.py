@@ -1,16 +1,17 @@
 """How one request wants its tokens chosen, checked before anything is queued.
 
-A number that the graphs' sampler takes is written here alone, as a field of :class:`SamplingParams` made by
-``_sampler``: its check, its field in a request's body (``http.openai.schemas``) and its input of a step
-(``core.step_inputs``) are made of that. The graphs must have an input of its name (``nxd_models``).
+The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`: their checks here,
+their fields in a request's body (``http.openai.schemas``) and their inputs of a step (``core.step_inputs``) are made of
+that table.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS, number, whole_number
 from nxd_server.errors import RequestError
 
 GREEDY_BELOW = 1e-4
@@ -21,41 +22,8 @@ MAX_STOP_LENGTH = 1024
 MAX_N = 128
 
 
-@dataclass(frozen=True)
-class SamplerField:
-    """A number that the graphs' sampler takes for every row."""
-
-    off: float
-    """With it the sampler does nothing of this kind: rows without a request hold it, and graphs may lack the input."""
-    low: float
-    high: float | None
-    whole: bool
-    own: bool
-    """Where a request does not say, the model's ``generation_config.json`` may."""
-    counts: bool
-    """What it does hangs on the tokens before: guesses cannot be verified with it."""
-    says: str
-    """For the documentation of a request's field."""
-
-    def checked(self, name: str, value: Any) -> float:
-        """``value`` as a number; RequestError naming the field when it is none, or outside the limits."""
-        if self.whole:
-            return _whole(name, value, int(self.low), None if self.high is None else int(self.high))
-        return _number(name, value, self.low, math.inf if self.high is None else self.high)
-
-
-def _sampler(
-    default: float,
-    *,
-    off: float,
-    low: float,
-    high: float | None,
-    whole: bool = False,
-    own: bool = True,
-    counts: bool = False,
-    says: str = "",
-) -> Any:
-    return field(default=default, metadata={"sampler": SamplerField(off, low, high, whole, own, counts, says)})
+def _sampler(name: str) -> Any:
+    return SAMPLER_FIELDS[name].default
 
 
 @dataclass(frozen=True)
@@ -67,12 +35,12 @@ class SamplingParams:
 
     max_tokens: int | None = 16
     """Tokens to generate at most; None means up to the model's maximum length. More than fits is refused."""
-    temperature: float = _sampler(1.0, off=0.0, low=0.0, high=2.0, says="0 is greedy; up to 2.")
+    temperature: float = _sampler("temperature")
     """0 is greedy; 0 to 2."""
-    top_p: float = _sampler(1.0, off=1.0, low=0.0, high=1.0)
-    top_k: int = _sampler(0, off=0, low=-1, high=None, whole=True, says="0 or -1: off.")
+    top_p: float = _sampler("top_p")
+    top_k: int = _sampler("top_k")
     """0 (or -1) means off."""
-    min_p: float = _sampler(0.0, off=0.0, low=0.0, high=1.0)
+    min_p: float = _sampler("min_p")
     seed: int | None = None
     """None draws a random one. The same seed gives the same tokens whatever else is in the batch."""
     stop: list[str] = field(default_factory=list)
@@ -81,9 +49,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     """None: none; 0: of the chosen token; k: of the k likeliest too."""
-    presence_penalty: float = _sampler(0.0, off=0.0, low=-2.0, high=2.0, own=False, counts=True)
-    frequency_penalty: float = _sampler(0.0, off=0.0, low=-2.0, high=2.0, own=False, counts=True)
-    repetition_penalty: float = _sampler(1.0, off=1.0, low=0.01, high=10.0, counts=True)
+    presence_penalty: float = _sampler("presence_penalty")
+    frequency_penalty: float = _sampler("frequency_penalty")
+    repetition_penalty: float = _sampler("repetition_penalty")
     min_tokens: int = 0
     """No end of sequence, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
@@ -96,7 +64,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             put(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, None))
         for name, sampler in SAMPLER_FIELDS.items():
-            put(self, name, sampler.checked(name, getattr(self, name)))
+            put(self, name, _of(name, sampler.checked, getattr(self, name)))
         put(self, "n", _whole("n", self.n, 1, MAX_N))
         put(self, "min_tokens", _whole("min_tokens", self.min_tokens, 0, None))
         if self.seed is not None:
@@ -134,33 +102,16 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-SAMPLER_FIELDS: dict[str, SamplerField] = {
-    one.name: one.metadata["sampler"] for one in fields(SamplingParams) if "sampler" in one.metadata
-}
-"""By the name of the parameter, of the field of a request's body and of the graphs' input."""
+def _of(name: str, check: Callable[..., Any], *value: Any) -> Any:
+    """``check(*value)``, whose ValueError becomes a RequestError that names the parameter."""
+    try:
+        return check(*value)
+    except ValueError as error:
+        raise RequestError(name, str(error)) from None
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        if not (isinstance(value, float) and value.is_integer()):
-            raise RequestError(name, f"must be a whole number, got {value!r}")
-        value = int(value)
-    if value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(name, f"must be {limits}, got {value}")
-    return value
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(name, f"must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high:
-        raise RequestError(name, f"must be from {low:g} to {high:g}, got {value!r}")
-    return number
+    return _of(name, whole_number, value, low, high)
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -193,5 +144,5 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for token, bias in value.items():
         if isinstance(token, str) and token.strip().isdecimal() and len(token) < 20:  # JSON has string keys only
             token = int(token)
-        biases[_whole("logit_bias", token, 0, None)] = _number("logit_bias", bias, -100.0, 100.0)
+        biases[_whole("logit_bias", token, 0, None)] = _of("logit_bias", number, bias, -100.0, 100.0)
     return biases

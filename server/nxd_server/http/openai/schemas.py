@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from nxd_server.engine.sampling_params import SAMPLER_FIELDS, SamplingParams
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
+from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.http.body_schema import Body, Listed, equals, is_empty, is_one_of
 from nxd_server.http.error_responses import bad_request, clip
 from nxd_server.text.body_limits import MOST_BIASES
@@ -45,12 +46,11 @@ def _sampler_fields() -> dict[str, Any]:
     """The sampler's numbers as fields of a body: their limits are the engine's to check."""
     made: dict[str, Any] = {}
     for name, field in SAMPLER_FIELDS.items():
-        kind, default = int if field.whole else float, SamplingParams.__dataclass_fields__[name].default
         if field.own:
-            says = f"{field.says} Default: the model's own, else {default:g}.".strip()
-            made[name] = (kind | None, Field(None, description=says))
+            says = f"{field.says} Default: the model's own, else {field.default:g}."
+            made[name] = (field.kind | None, Field(None, description=says))
         else:
-            made[name] = (kind, Field(default, description=field.says or None))
+            made[name] = (field.kind, Field(field.default, description=field.says))
     return made
 
 
