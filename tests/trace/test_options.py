@@ -1,0 +1,133 @@
+"""An option is declared once: signatures, the command line and the documents show what is declared, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+
+from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
+from nxd_infer.cli.main import app
+from nxd_infer.cli.parameters import with_options
+from nxd_infer.errors import ModelConfigError, TraceConfigError
+from nxd_infer.trace import parallel_model_trace, trace_plan
+from nxd_infer.trace.options import TraceOptions
+from nxd_infer.util.options import command_options, declared, defaults, of_command, option, table, takes
+from nxd_models.serving import tasks
+from nxd_models.serving.task_options import TaskOptions
+from tests.e2e.command import nxd_infer_here, refused
+
+DOCUMENT = Path(__file__).parents[2] / "docs/api.md"
+OF_TRACE = {"--plan-only", "--cpu-target"}
+"""What only the command has."""
+
+
+def command_flags(name: str) -> set[str]:
+    """The options of a command as typer made it."""
+    command: Any = typer.main.get_command(app)
+    parameters = command.commands[name].params
+    return {flag for one in parameters if one.param_type_name == "option" for flag in one.opts} - {"--help", "-h"}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(parallel_model_trace, TraceOptions), (trace_plan, TraceOptions), (tasks.plan, TaskOptions)],
+)
+def test_signature_and_documentation_are_the_declared_options(function, options):
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [one.name for one in fields(options)]
+    given = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    assert given == defaults(options)
+    if function is not trace_plan:  # whose arguments are parallel_model_trace's
+        told = " ".join(function.__doc__.split())
+        assert all(f"{name}: {' '.join(one.says.split())}" in told for name, one in declared(options).items())
+    assert table(options) in DOCUMENT.read_text()
+
+
+@pytest.mark.check
+def test_the_command_offers_the_declared_options_and_two_of_its_own():
+    flags = {one.flag for options in (TaskOptions, TraceOptions) for one in command_options(options)}
+    assert command_flags("trace") == flags | OF_TRACE
+    assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
+
+
+@dataclass
+class More(TraceOptions):
+    pieces: int = option(3, "Number of pieces.", flag="--pieces", kind=int, minimum=2)
+
+
+@pytest.mark.check
+def test_a_new_option_is_one_new_field(monkeypatch, capsys):
+    @takes(More)
+    def trace(options: More) -> int:
+        """Trace.
+
+        {arguments}
+        """
+        return options.pieces
+
+    assert trace(print, None, pieces=5) == 5 and trace(print, None) == 3
+    assert "pieces: Number of pieces." in (trace.__doc__ or "")
+    assert "| `pieces` | `3` | `--pieces` | Number of pieces. |" in table(More)
+    seen: list[dict[str, Any]] = []
+    made = typer.Typer()
+    made.command()(with_options(command_options(More))(lambda **given: seen.append(of_command(More, given))))
+    command = typer.main.get_command(made)
+    for arguments, expected in ((["--pieces", "4", "--quantize", "int8"], {"pieces": 4, "quantize": "int8"}), ([], {})):
+        command.main(arguments, standalone_mode=False)
+        assert seen.pop() == expected
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--pieces" in told and "Default: 3." in told
+    with pytest.raises(SystemExit):
+        command.main(["--pieces", "1"])
+
+
+@pytest.mark.check
+def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
+    assert of_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
+        "prompt_buckets": (32, 128, 512), "dtype": "bfloat16", "max_len": 64
+    }  # fmt: skip
+    assert of_command(TraceOptions, {"tp_degree": None}) == {}
+
+
+@pytest.mark.check
+def test_a_wrong_call_names_the_function_and_the_argument():
+    with pytest.raises(TypeError, match=r"^parallel_model_trace\(\) got an unexpected keyword argument 'tp_degre'"):
+        parallel_model_trace(print, None, tp_degre=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"^plan\(\) missing a required argument: 'model_dir'"):
+        tasks.plan()  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": []}, r"batch_sizes = \[\]: expected at least one whole number of at least 1"),
+        ({"prompt_buckets": [8, 0]}, r"prompt_buckets = \[8, 0\]: expected at least one"),
+        ({"prompt_buckets": [True]}, r"prompt_buckets = \[True\]"),
+        ({"lora_slots": -1}, r"lora_slots = -1: expected a whole number; 0 is none"),
+        ({"speculate": 16}, r"speculate = 16: expected a whole number from 0 \(none\) to 15"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        TaskOptions("model", **changes)
+
+
+@pytest.mark.check
+def test_limits_are_those_of_the_command_too(monkeypatch, capsys):
+    with pytest.raises(TraceConfigError, match="tp_degree must be a whole number of at least 1, got 0"):
+        TraceOptions(print, None, tp_degree=0)
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--tp", 0), "--tp", "1", "0")
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--speculate", 16), "--speculate", "15")
+    for name, field in SAMPLER_FIELDS.items():
+        flag, value = f"--{name.replace('_', '-')}", int(field.low) - 1
+        refused(nxd_infer_here(capsys, monkeypatch, "generate", "x", "y", flag, value), flag, field.limits, str(value))
