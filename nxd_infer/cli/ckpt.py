@@ -38,6 +38,7 @@ from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.util.units import size
 from nxd_models import registry
+from nxd_models.hf.weights import StoredSource
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -156,7 +157,7 @@ def consolidate(
     return _write(source, out, dtype)
 
 
-def _write(source: RunsSource, out: Path, dtype: str | None) -> Path:
+def _write(source: WeightSource, out: Path, dtype: str | None) -> Path:
     if (out / WEIGHTS).exists():
         raise CheckpointError(f"{out / WEIGHTS} already exists; remove it or choose another directory")
     wanted = getattr(torch, dtype) if dtype else None
@@ -273,19 +274,22 @@ def export_hf(
     archive = open_archive(path, tag, ["model"], config, rules)
     source = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)
-    _require_model_of(config, source)
-    _write(source, out, dtype)
+    _write(_as_stored(source, config), out, dtype)
     for file in sorted(config.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_COPIED):
             shutil.copyfile(file, out / file.name)
 
 
-def _require_model_of(config: Path, source: RunsSource) -> None:
-    """Raise WeightMismatchError if a weight of the model of ``config`` is missing; unknown models are not checked."""
+def _as_stored(source: WeightSource, config: Path) -> WeightSource:
+    """Return ``source`` as checkpoints of the model of ``config`` are stored; of an unknown model as it is.
+
+    Raises WeightMismatchError if a weight of the model is missing.
+    """
     try:
         with torch.device("meta"):
-            layouts = weight_layout(registry.build(config))
+            module = registry.build(config)
     except ModelConfigError as error:
         console.print(f"note: the weights were not compared with {config / CONFIG}: {error}", markup=False)
-        return
-    check_weights(layouts, source, strict=False)  # like transformers, ignore the heads of other tasks
+        return source
+    check_weights(weight_layout(module), source, strict=False)  # like transformers, ignore the heads of other tasks
+    return StoredSource(source, getattr(module, "nxd_stored", {}))

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from nxd_infer import trainer as nxd
 from nxd_infer.errors import ModelConfigError, WeightMismatchError
+from nxd_infer.layout import as_source
 from nxd_models import registry
 from nxd_models.check_family import check_family
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
-from tests.e2e.command import nxd_infer
+from tests.e2e.command import nxd_infer, nxd_infer_here
 from tests.http.http_artifacts import greedy_texts
 from tests.http.http_servers import ServerProcess
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, reference, relative_difference, traced_run
@@ -134,6 +137,39 @@ def test_the_command_line_traces_verifies_and_serves_it(even, tmp_path, monkeypa
         server.kill()
 
 
+def saved(model_dir: str, root: str) -> None:
+    """A training checkpoint of the weights as they are."""
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    model = nxd.initialize_parallel_model(config, lambda: hf.load(registry.build(model_dir), hf.weights(model_dir)))
+    nxd.save_checkpoint(root, "first", model=model)
+
+
+def test_an_exported_checkpoint_is_what_transformers_wrote(even, tmp_path, capsys, monkeypatch):
+    """Fused and transposed again."""
+    run_ranks(saved, 2, str(even), str(tmp_path / "ckpts"), tp=2)
+    out = tmp_path / "exported"
+    done = nxd_infer_here(capsys, monkeypatch, "ckpt", "export-hf", tmp_path / "ckpts", "--config", even, "--out", out)
+    assert done.status == 0, done.err
+    theirs, exported = load_file(even / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(exported) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.check
+def test_a_fused_tensor_of_which_a_part_is_missing_is_not_exported(even):
+    table = registry.load_config(even).spec.stored_weights
+    names = [f"transformer.h.0.attn.{part}.bias" for part in ("query", "key", "value")]
+    weights = {name: torch.arange(2.0) + i for i, name in enumerate(names)}
+    stored = hf.StoredSource(as_source(weights), table)
+    fused = "transformer.h.0.attn.c_attn.bias"
+    assert list(stored.keys()) == [fused] and stored.shape(fused) == (6,) and stored.dtype(fused) == torch.float32
+    assert stored.read(fused, [slice(1, 5)]).tolist() == [1, 1, 2, 2]
+    del weights[names[1]]
+    with pytest.raises(WeightMismatchError, match=rf"{fused} is made of 3 weights, .* only {names[0]}, {names[2]}"):
+        hf.StoredSource(as_source(weights), table)
+
+
 @pytest.mark.check
 def test_the_page_that_tells_how_shows_this_package():
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
@@ -168,8 +204,6 @@ def test_errors_of_a_foreign_configuration_name_file_and_field(even, tmp_path):
 
 
 def test_a_missing_weight_is_listed_under_the_modules_name(even, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(even / "model.safetensors")
     del tensors["transformer.h.1.attn.c_attn.weight"]
     save_file(tensors, tmp_path / "model.safetensors")

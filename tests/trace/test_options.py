@@ -1,4 +1,4 @@
-"""An option is declared once: signatures, the command line and the documents show what is declared, and nothing else."""
+"""An option is declared once: signatures, commands and documents show what is declared, and nothing else."""
 
 from __future__ import annotations
 

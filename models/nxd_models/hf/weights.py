@@ -109,6 +109,45 @@ class NamedSource:
         return stored.read(self._source, there, slices)
 
 
+class StoredSource:
+    """The weights of a ``source`` of ours, under the names and in the form in which checkpoints hold them.
+
+    Raises WeightMismatchError if only some parts of a checkpoint's tensor are there.
+    """
+
+    def __init__(self, source: WeightSource, table: Mapping[str, StoredWeight]):
+        self._source = source
+        self._parts: dict[str, dict[int, str]] = {}
+        self._stored: dict[str, StoredWeight] = {}
+        for name in source.keys():  # noqa: SIM118  (a source is not a mapping)
+            there, stored = stored_as(name, table) or (name, WHOLE)
+            self._parts.setdefault(there, {})[stored.part] = name
+            self._stored[there] = stored
+        for there, stored in self._stored.items():
+            if len(self._parts[there]) != stored.parts:
+                raise WeightMismatchError(
+                    f"{there} is made of {stored.parts} weights, and there are only "
+                    f"{', '.join(self._parts[there].values())}"
+                )
+
+    def keys(self) -> Iterable[str]:
+        return self._parts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shapes = [self._source.shape(part) for part in self._parts[name].values()]
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+        return whole[::-1] if self._stored[name].transposed else whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(next(iter(self._parts[name].values())))
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        parts = [self._source.read(part) for _, part in sorted(self._parts[name].items())]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        found = whole.T.contiguous() if self._stored[name].transposed else whole
+        return found if slices is None else found[tuple(slices)]
+
+
 def _spellings(name: str) -> Iterable[str]:
     bare = name
     for prefix in PREFIXES:

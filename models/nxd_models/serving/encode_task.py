@@ -11,7 +11,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving.pooling import pooling_modes
 from nxd_models.serving.task_options import TaskOptions
-from nxd_models.serving.task_plan import TaskPlan, make_plan, step_dtype
+from nxd_models.serving.task_plan import TaskPlan, make_plan
 from nxd_models.spec import EncoderConfig, ModelDirectory
 
 
@@ -31,7 +31,7 @@ def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> T
     asked = {min(length, longest) for length in options.prompt_buckets}
     lengths = sorted(asked if max_len is None else {*asked, longest})
     shapes = {f"b{b}_s{s}": (b, s) for b in batches for s in lengths}
-    dtype = step_dtype(directory, options)
+    dtype = options.dtype or getattr(torch, config.dtype)
     module: dict[str, Any] = {}
     if task == "embed":
         module = {"pooling": "mean", "normalize": True, **sentence.pooling_options(directory.path)}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nxd_infer.errors import ModelConfigError
 from nxd_models.hf.generation_config import GenerationConfig
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.sampling import TOP_LOGPROBS
 from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
-from nxd_models.serving.task_plan import TaskPlan, make_plan, step_dtype
+from nxd_models.serving.task_plan import TaskPlan, make_plan
 from nxd_models.spec import DecoderConfig, ModelDirectory
 
 PROMPT_ROWS = 16
@@ -39,7 +41,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
     shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
-    dtype = step_dtype(directory, options)
+    dtype = options.dtype or getattr(torch, config.dtype)
     targets = options.lora_targets or directory.spec.adapter_targets
     lora = AdapterSlots.of(options.lora_slots, options.lora_rank, targets)
     kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}

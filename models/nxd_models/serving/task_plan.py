@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from nxd_infer.layout.sources import Weights
 from nxd_models import registry
 from nxd_models.hf import weights as hf
-from nxd_models.serving.task_options import TaskOptions
-from nxd_models.spec import ModelDirectory
 
 
 @dataclass
@@ -50,11 +48,6 @@ class TaskPlan:
 def traced_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
     """The step that is traced for ``task``, parallel over the current context; no weights are read."""
     return registry.load_config(model_dir).make(task, dtype, step=True, **options).eval()
-
-
-def step_dtype(directory: ModelDirectory, options: TaskOptions) -> torch.dtype:
-    """Return the dtype of weights and caches: the one asked for, else the checkpoint's."""
-    return getattr(torch, directory.config.dtype) if options.dtype is None else options.dtype
 
 
 def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.NamedSource:
