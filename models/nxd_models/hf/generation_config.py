@@ -20,7 +20,7 @@ def _sampler_fields() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, field in OWN.items():
         problem = Problem(f"expected a {'whole number of ' if field.whole else 'number '}{field.limits}")
-        made[name] = (Annotated[field.kind, Field(ge=field.low, le=field.high), problem] | None, None)
+        made[name] = (Annotated[field.kind, Field(ge=field.low, le=field.high), problem], None)  # null is absent
     return made
 
 
