@@ -16,51 +16,53 @@ TEXT = (ROOT / "docs/migration.md").read_text()
 
 SHOWN_BY = {
     "concurrent calls of a traced model": (
-        "trace/test_model_calls.py::test_a_thousand_concurrent_calls_each_get_their_own_result",
+        "runtime/test_model_calls.py::test_a_thousand_concurrent_calls_each_get_their_own_result",
     ),
     "traces whose ranks differ": ("trace/test_func_mode.py::test_ranks_whose_graphs_differ_each_run_their_own",),
     "`pad_model` on attention": ("seeds/test_padding.py::test_pad_model",),
     "`GQAQKVColumnParallelLinear(bias=True)`, the documented default": ("seeds/test_layers.py::test_qkv",),
-    "`ParallelEmbedding(padding_idx=0)`": ("layers/test_embedding.py::test_padding_idx_zero_is_not_ignored",),
-    "embeddings in float16 at tp > 1": ("layers/test_embedding.py::test_low_precision_is_kept",),
-    "an id outside the vocabulary at tp > 1": ("layers/test_embedding.py::test_id_outside_vocabulary",),
-    "a bias at tp > 1": ("layers/test_layer_objects.py::test_initialisation_draws_the_same_at_every_degree",),
+    "`ParallelEmbedding(padding_idx=0)`": ("parallel_layers/test_embedding.py::test_padding_idx_zero_is_not_ignored",),
+    "embeddings in float16 at tp > 1": ("parallel_layers/test_embedding.py::test_low_precision_is_kept",),
+    "an id outside the vocabulary at tp > 1": ("parallel_layers/test_embedding.py::test_id_outside_vocabulary",),
+    "a bias at tp > 1": ("parallel_layers/test_layer_objects.py::test_initialisation_draws_the_same_at_every_degree",),
     "a degree larger than the world": (
         "unit/test_parallel_state.py::test_a_degree_above_the_world_is_an_error_and_not_clamped",
     ),
-    "building a layer before initialising": ("layers/test_layer_objects.py::test_uninitialised_is_degree_one",),
+    "building a layer before initialising": (
+        "parallel_layers/test_layer_objects.py::test_uninitialised_is_degree_one",
+    ),
     "`parallel_model_load` with a stray file in the directory": (
-        "trace/test_artifact_load.py::test_stray_files_are_ignored",
+        "artifact/test_load.py::test_stray_files_are_ignored",
     ),
     "two traces on one host": ("trace/test_func_mode.py::test_two_traces_at_once_do_not_meet",),
-    "loading checkpoints": ("layers/test_checkpointing.py::test_code_in_a_checkpoint_is_never_run",),
-    "`load_checkpoint` at other degrees": ("trainer/test_reference_files.py::test_training_goes_on_at_any_degree",),
+    "loading checkpoints": ("parallel_layers/test_checkpointing.py::test_code_in_a_checkpoint_is_never_run",),
+    "`load_checkpoint` at other degrees": ("checkpoint/test_neuronx_files.py::test_training_goes_on_at_any_degree",),
     "`load_checkpoint` at a job's first start": ("seeds/test_training.py::test_sample_usage",),
     "the newest checkpoint": (
-        "trainer/test_checkpoint_numbers.py::test_a_new_save_is_above_whatever_is_there",
-        "trainer/test_checkpoint_damage.py::test_damage_is_named",
+        "checkpoint/test_numbers.py::test_a_new_save_is_above_whatever_is_there",
+        "checkpoint/test_damage.py::test_damage_is_named",
     ),
 }
 
 
 DIFFERS = {
     "`ModelBuilder` is not here": (
-        "trace/test_inductor.py::test_ranks_share_one_graph_that_is_compiled_once_and_never_again",
+        "backends/test_inductor.py::test_ranks_share_one_graph_that_is_compiled_once_and_never_again",
     ),
-    "`TensorParallelModel` is the class": ("trace/test_model_calls.py::test_a_model_of_processes_is_not_copied",),
-    "An artifact is a directory": ("trace/test_artifact_load.py::test_what_is_no_artifact",),
+    "`TensorParallelModel` is the class": ("runtime/test_model_calls.py::test_a_model_of_processes_is_not_copied",),
+    "An artifact is a directory": ("artifact/test_load.py::test_what_is_no_artifact",),
     "`inline_weights_to_neff=True`": (
-        "trace/test_new_weights.py::test_inlined_weights_are_not_swapped",
+        "runtime/test_new_weights.py::test_inlined_weights_are_not_swapped",
         "seeds/test_tracing.py::test_inlined_weights_have_no_buckets",
     ),
     "`compiler_args`": (
-        "trace/test_inductor.py::test_ranks_share_one_graph_that_is_compiled_once_and_never_again",
+        "backends/test_inductor.py::test_ranks_share_one_graph_that_is_compiled_once_and_never_again",
         "trace/test_trace_arguments.py::test_contradictions_are_refused",
     ),
 }
 NAMES = (
-    "layers/test_compat.py::test_a_real_package_is_not_hidden",
-    "layers/test_compat.py::test_torch_neuronx_is_stood_in_for_where_it_is_absent_and_never_hidden",
+    "parallel_layers/test_compat.py::test_a_real_package_is_not_hidden",
+    "parallel_layers/test_compat.py::test_torch_neuronx_is_stood_in_for_where_it_is_absent_and_never_hidden",
 )
 """What is said of packages that are installed."""
 

@@ -310,7 +310,7 @@ def test_a_rank_that_never_reads_a_large_request_ends_at_the_timeout(tmp_path):
 def test_killing_the_caller_ends_the_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch, nxd_infer as nxd\nfrom tests.trace import models\n"
+        "import torch, nxd_infer as nxd\nfrom tests import traced_models as models\n"
         "if __name__ == '__main__':\n"
         "    nxd.trace.parallel_model_trace(models.sleeps, torch.ones(4), backend='eager')\n"
     )
