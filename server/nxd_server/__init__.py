@@ -1,4 +1,4 @@
-"""Serve traced models: the engine in this process (:class:`LLM`), and an HTTP server over it."""
+"""Serve traced models: an in-process engine (:class:`LLM`), and an HTTP server on top of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``python -m nxd_server DIR --port 8000``: the server without the command line's other tools.
+"""``python -m nxd_server DIR --port 8000``: the server without the other commands.
 
-Every setting is an option, as of ``nxd-infer serve``; one that is on or off takes ``true`` or ``false``.
+Every setting is an option, as in ``nxd-infer serve``; a boolean takes ``true`` or ``false``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nxd_server.settings_options import setting_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse ``arguments`` and serve; the exit status."""
+    """Parse ``arguments`` and serve; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nxd_server", description="Serve an artifact over HTTP.")
     parser.add_argument("artifact", help="directory that `nxd-infer trace` wrote")
     parser.add_argument("--config", help="JSON or YAML file with settings")

@@ -1,4 +1,4 @@
-"""The environment's variables that begin like settings: which were meant for the server, and are not read."""
+"""Environment variables that look like settings of the server but are not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from nxd_server.errors import SettingsError
 PREFIX = "NXD_INFER_"
 OLD_PREFIX = "NXD_"
 SINGLE_KEY = "API_KEY"
-"""The name a person with one key would try; ignoring it would leave the server open."""
+"""The name that someone with one key would try; ignoring it would leave the server open."""
 OTHERS = ("CACHE", "CACHE_LIMIT", "PIN", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS", "BENCH", "ARTIFACT")
-"""Variables of the same prefix that others read: the library, the benchmarks, the container."""
+"""Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the container."""
 
 
 def refuse_old_names(environment: Mapping[str, str], settings: Iterable[str]) -> None:
-    """SettingsError for variables that were settings until the prefix changed: a key among them, passed over, would
-    leave a server open. Values are never shown."""
+    """Raise SettingsError for variables that use the old prefix: if one holds a key, ignoring it would leave the
+    server open. Values are never shown."""
     known = {OLD_PREFIX + name.upper() for name in (*settings, SINGLE_KEY)}
     found = sorted(name for name in environment if name.upper() in known)
     if found:
@@ -26,16 +26,16 @@ def refuse_old_names(environment: Mapping[str, str], settings: Iterable[str]) ->
 
 
 def unknown_variables(environment: Mapping[str, str], settings: Iterable[str]) -> list[str]:
-    """A line for each variable with our prefix, or the old one, that is no setting: one letter less in
-    NXD_INFER_API_KEYS leaves a server open. Values are never shown."""
+    """Return a line for each variable with our prefix, or the old one, that is not a setting: a typo in
+    NXD_INFER_API_KEYS would leave the server open. Values are never shown."""
     known = {name.upper() for name in (*settings, SINGLE_KEY)}
     lines = []
     for variable in sorted(environment):
-        name = variable.upper()  # pydantic-settings takes any case of letters
+        name = variable.upper()  # pydantic-settings ignores case
         ours = name.startswith(PREFIX)
         if not name.startswith(OLD_PREFIX) or (ours and name.removeprefix(PREFIX) in {*known, *OTHERS}):
             continue
-        # Without the prefix: it would make any two names look alike.
+        # Without the prefix, which would make any two names look alike.
         near = did_you_mean(name.removeprefix(PREFIX if ours else OLD_PREFIX), {*known, *OTHERS})
         hint = near.replace("did you mean ", f"did you mean {PREFIX}")
         lines.append(f"{variable} is not a setting of the server{hint}")

@@ -1,6 +1,6 @@
-"""Errors of the server: what a caller did wrong, what is full, what is not there any more.
+"""Errors of the server: a wrong request, a full queue, a missing or unavailable resource.
 
-Each says which HTTP status it becomes in its docstring; the HTTP half maps by class and never by text.
+Each docstring states the HTTP status; the HTTP layer maps by class, never by message text.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from nxd_infer.errors import ModelClosedError, ModelConfigError, NxdError, RankE
 
 
 def summary(error: BaseException) -> str:
-    """What a client is told of ``error``: the output of a rank is for the log alone, and so is what the holder of a
-    model might do about ranks that are gone."""
+    """Return the text of ``error`` for a client. A rank's output is for the log only, and so is the advice to the
+    caller of a model whose ranks are lost."""
     error = _itself(error)
     return error.summary if isinstance(error, RankError) else str(error)
 
 
 def _itself(error: BaseException) -> BaseException:
-    """What ended the ranks, where ``error`` is of a call that came later."""
+    """Return the error that ended the ranks, if ``error`` comes from a later call."""
     return error.__cause__ if isinstance(error, ModelClosedError) and error.__cause__ is not None else error
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
-    """One line for what is foreseen: a rank that ended or is late, files that do not fit. Its traceback, or that of the
-    rank that raised it, with anything else."""
+    """Log an expected error (a rank that ended or is late, files that do not match) in one line, and any other with its
+    traceback or that of the rank that raised it."""
     error = _itself(error)
     if isinstance(error, RankError) and error.foreseen:
         log.error("%s: %s", what, error.summary)
@@ -35,14 +35,14 @@ def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error and its causes hold. An error of ranks that is kept would keep the ranks'
-    channels and shared memory, and they the error, until the collector comes by."""
+    """Drop the references in the traceback frames of an error and its causes. A stored rank error would otherwise
+    keep the ranks' channels and shared memory alive, in a reference cycle, until the garbage collector runs."""
     links: list[BaseException | None] = [error]
     seen: set[int] = set()
     while links:
         link = links.pop()
-        # They may go round: what ended the ranks is the cause of a call's refusal, and raised again while that is
-        # handled its context is that refusal.
+        # The links may form a cycle: the error that ended the ranks is the cause of a later call's error, and when it
+        # is raised again while that one is being handled, that one becomes its context.
         if link is not None and id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
@@ -50,22 +50,22 @@ def forget_frames(error: BaseException) -> None:
 
 
 class ServerError(NxdError):
-    """Base of the errors that the engine and the HTTP half raise themselves."""
+    """Base class of the errors that the engine and the HTTP layer raise themselves."""
 
 
 class SettingsError(NxdError, ValueError):
-    """A setting that cannot be used; names the setting, never the value of a secret."""
+    """A setting has an invalid value; names the setting, never the value of a secret."""
 
 
 class GenerateOnlyError(ServerError, ModelConfigError):
-    """A setting that only artifacts which generate can have."""
+    """A setting that applies only to artifacts that generate text."""
 
     def __init__(self, name: str, task: str):
         super().__init__(f"{name}: the artifact's task is {task!r}, and only 'generate' has it")
 
 
 class RequestError(ServerError, ValueError):
-    """The request itself is wrong (400). ``field`` names the part of it, ``message`` says value, limit and fix."""
+    """The request itself is wrong (400). ``field`` names the faulty part; the message states value, limit and fix."""
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}" if field else message)
@@ -74,7 +74,7 @@ class RequestError(ServerError, ValueError):
 
 
 class BodyError(RequestError):
-    """A request's body cannot be read at all (400); ``code`` says why, for a program."""
+    """A request's body cannot be read at all (400); ``code`` is the reason, for programs."""
 
     def __init__(self, message: str, code: str):
         super().__init__("", message)
@@ -89,7 +89,7 @@ class UnknownModelError(RequestError):
 
 
 class AdapterConflictError(ServerError, RuntimeError):
-    """An adapter's name is taken, or no slot for it is free (409)."""
+    """An adapter's name is taken, or no slot is free for it (409)."""
 
 
 class PromptTooLongError(RequestError):
@@ -109,7 +109,7 @@ class PromptTooLongError(RequestError):
 
 
 class MaxTokensError(RequestError):
-    """More tokens were asked for than fit behind the prompt (400, ``context_length_exceeded``)."""
+    """More tokens were requested than fit after the prompt (400, ``context_length_exceeded``)."""
 
     def __init__(self, asked: int, prompt_tokens: int, max_len: int, field: str = "max_tokens"):
         self.room = max(1, max_len - prompt_tokens)
@@ -121,7 +121,8 @@ class MaxTokensError(RequestError):
 
 
 class TextTooLongError(RequestError):
-    """A text that must be over the model's maximum length, whatever its tokens (400, ``context_length_exceeded``)."""
+    """A text so long that it must exceed the model's maximum length, however it is tokenized (400,
+    ``context_length_exceeded``)."""
 
 
 class QueueFullError(ServerError):
@@ -133,7 +134,7 @@ class QueueFullError(ServerError):
 
 
 class EngineUnavailableError(ServerError, RuntimeError):
-    """The engine takes no requests: starting, draining, recovering, failed or closed (503).
+    """The engine accepts no requests: starting, draining, recovering, failed or closed (503).
 
     ``state`` is the engine's state, ``retry_after`` seconds or None when waiting does not help.
     """
@@ -145,11 +146,11 @@ class EngineUnavailableError(ServerError, RuntimeError):
 
 
 class EngineFailedError(EngineUnavailableError):
-    """The ranks failed while this request was running or waiting (503); ``__cause__`` holds the rank's error."""
+    """The ranks failed while this request was running or queued (503); ``__cause__`` holds the rank's error."""
 
 
 def ranks_failed(error: BaseException) -> EngineFailedError:
-    """The error of a request that was in the ranks when ``error`` ended them."""
+    """Return the error of a request that was running when ``error`` ended the ranks."""
     failure = EngineFailedError(
         f"the ranks were lost while this request was in progress: {summary(error)}", "failed", 5.0
     )
@@ -158,31 +159,31 @@ def ranks_failed(error: BaseException) -> EngineFailedError:
 
 
 class ForbiddenPathError(ServerError, PermissionError):
-    """A path that requests may not name: outside of the configured root, or there is none (403)."""
+    """A path that requests may not name: it is outside the configured root, or no root is configured (403)."""
 
 
 class WeightsBusyError(ServerError, RuntimeError):
-    """The weights cannot be changed now: another change is on its way, or requests went on for too long (409)."""
+    """The weights cannot be changed now: another change is in progress, or requests ran for too long (409)."""
 
 
 def weights_busy() -> WeightsBusyError:
-    """The error of a change that comes while another one is made."""
+    """Return the error of a change that arrives while another one is in progress."""
     return WeightsBusyError("another change of the weights is on its way; try again when it is over")
 
 
 class DeadlineExceededError(ServerError, TimeoutError):
-    """The request's own deadline passed before it was finished (504)."""
+    """The request's own deadline passed before it finished (504)."""
 
 
 def not_finished(seconds: float) -> DeadlineExceededError:
-    """The error of a request that took longer than the server allows any."""
+    """Return the error of a request that exceeded the server's time limit."""
     return DeadlineExceededError(f"the request was not finished after {seconds:g} s (request_timeout)")
 
 
 def ended_early() -> EngineUnavailableError:
-    """The error of a request that the server ended, because it goes down."""
+    """Return the error of a request that the server ended because it is shutting down."""
     return EngineUnavailableError("the server ended the request before it was finished", "draining")
 
 
 class GenerationError(ServerError, RuntimeError):
-    """A step failed for this request alone (500); the others went on."""
+    """A step failed for this request only (500); the others continued."""

@@ -1,4 +1,4 @@
-"""A traced model in this process, without HTTP: prompts in, texts (or vectors) out.
+"""A traced model in this process, without HTTP: prompts in, texts or vectors out.
 
 from nxd_server import LLM, SamplingParams
 
@@ -42,18 +42,18 @@ UNLIMITED = 1 << 60
 
 
 class LLM:
-    """An artifact, ready to generate (task ``generate``), to embed or to classify.
+    """An artifact, ready to generate (task ``generate``), embed or classify.
 
     Args:
-        artifact_dir: what ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
+        artifact_dir: the directory that ``nxd-infer trace`` or ``parallel_model_save`` wrote, tokenizer files included.
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
-        speculate: tokens to guess ahead, of an artifact traced for as many; answers are the same, often sooner.
-        generation_defaults: where no parameters are given, sample as the model's ``generation_config.json`` says.
+        speculate: draft tokens per step, if the artifact was traced for as many; same results, often sooner.
+        generation_defaults: without explicit parameters, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
 
-    Raises the errors of ``load_artifact``, and ModelConfigError when files that the task needs are missing. Safe to
+    Raises the errors of ``load_artifact``, and ModelConfigError if files that the task needs are missing. Safe to
     use from several threads; ``close()`` or the ``with`` block ends the ranks.
     """
 
@@ -86,7 +86,7 @@ class LLM:
             self.metadata: dict[str, Any] = self.model.manifest.metadata
             self.task = str(self.metadata.get("task") or "")
             self.sampling_defaults: dict[str, Any] = {}
-            """What ``SamplingParams`` are made of where none are given."""
+            """Arguments of ``SamplingParams`` if a call gives no parameters."""
             if generation_defaults:
                 self.sampling_defaults |= self.metadata.get("sampling_defaults") or {}
             self.tokenizer = _tokenizer(self.model.artifact)
@@ -94,7 +94,7 @@ class LLM:
             self.encoder: TextEncoder | None = None
             engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
             if self.task == "generate":
-                # Whole answers are waited for: prompts are read as fast as they can be, whatever decodes meanwhile.
+                # The caller waits for complete answers, so prefill as fast as possible, even if it delays decoding.
                 engine_options = {"stall_ratio": math.inf} | engine_options
                 self.engine = Engine(self.model, self.tokenizer, speculate=speculate, **engine_options)
             elif speculate:
@@ -110,7 +110,7 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """End the engine and the ranks; what still runs fails. Harmless the second time."""
+        """End the engine and the ranks; calls that are still running fail. Idempotent."""
         if self.engine is not None:
             self.engine.close()
         self.model.close()
@@ -122,11 +122,11 @@ class LLM:
         self.close()
 
     def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
-        """Answer later calls with other weights: a training checkpoint, safetensors, tensors by name, or the model in
-        training; the new version. Calls that run are finished on the old ones, within ``timeout`` seconds.
+        """Use other weights for later calls: a training checkpoint, safetensors, tensors by name, or the model in
+        training. Return the new version. Running calls finish on the old weights, within ``timeout`` seconds.
 
-        Takes ``weights`` and ``tag``, and raises, as ``TensorParallelModel.update_weights`` does; WeightsBusyError
-        after ``timeout``, with the weights unchanged.
+        Takes and raises the same as ``TensorParallelModel.update_weights``; also raises WeightsBusyError after
+        ``timeout``, with the weights unchanged.
         """
         assert self.engine is not None
         return self.engine.update_weights(weights, tag=tag, timeout=timeout)
@@ -142,17 +142,17 @@ class LLM:
         timeout: float | None = None,
         adapter: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one prompt or many; the results are in the order of the prompts.
+        """Complete one prompt or many; the results are in the order of the prompts.
 
         Args:
             prompts: a text, a list of token ids, or a list of those.
-            params: for all, or one for each prompt; taken as they are. Default: ``SamplingParams`` of
-                ``sampling_defaults``, with what fits of their ``max_tokens``.
+            params: one for all prompts, or one per prompt; used as given. Default: ``SamplingParams`` of
+                ``sampling_defaults``, with ``max_tokens`` limited to what fits.
             progress: show a progress bar on the terminal.
-            timeout: seconds for everything.
+            timeout: seconds for the whole call.
             adapter: the name of a loaded adapter; None is the model itself.
 
-        Raises RequestError (nothing has been generated then), or the first failure of any prompt.
+        Raises RequestError before anything is generated, or the first failure of any prompt.
         """
         listed = _as_list(prompts)
         encoded = [self._encode(prompt) for prompt in listed]
@@ -172,7 +172,7 @@ class LLM:
         adapter: str | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the model's own chat template."""
+        """Answer one conversation or many, using the model's chat template."""
         if self.chat_template is None:
             raise RequestError(
                 "messages",
@@ -193,7 +193,7 @@ class LLM:
         timeout: float | None = None,
         adapter: str | None = None,
     ) -> Iterator[TokenEvent | FinishEvent]:
-        """Answer one prompt, event by event; leaving the loop cancels the rest. Raises what fails it."""
+        """Complete one prompt and yield its events; leaving the loop cancels the rest. Raises the error if it fails."""
         tokens = self._encode(prompt)
         params = params or self._default(tokens)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -222,7 +222,7 @@ class LLM:
         collectors = [_Collector(one) for one in params]
         tickets: list[Ticket] = []
         try:
-            with WholeRequest() as whole:  # new weights wait until all of it is answered
+            with WholeRequest() as whole:  # a weight swap waits until all prompts are answered
                 for prompt, one, collector in zip(prompts, params, collectors, strict=True):
                     ticket = engine.submit(prompt, one, collector, timeout=timeout, adapter=adapter, whole=whole)
                     tickets.append(ticket)
@@ -231,7 +231,7 @@ class LLM:
                 if (error := collectors[number].error) is not None:
                     raise error
         finally:
-            for ticket in tickets:  # after a failure or an interrupt; harmless for those that are done
+            for ticket in tickets:  # after a failure or an interrupt; no effect on those that are done
                 ticket.cancel()
         return [
             RequestOutput(
@@ -246,22 +246,22 @@ class LLM:
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter of a PEFT directory into a free slot, for ``generate(..., adapter=name)``.
 
-        Needs an artifact that was traced with slots (``--lora-slots``). Raises RequestError when the adapter does not
-        fit them, AdapterConflictError when the name is taken or all slots are, WeightsBusyError when the step that runs
+        Needs an artifact that was traced with slots (``--lora-slots``). Raises RequestError if the adapter does not
+        fit them, AdapterConflictError if the name is taken or no slot is free, and WeightsBusyError if the running step
         or another change of the weights takes longer than a minute.
         """
         self._engine().adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; its slot is free when the requests that use it have ended. Raises UnknownModelError."""
+        """Unload an adapter; its slot is free once the requests that use it have ended. Raises UnknownModelError."""
         self._engine().adapters.remove(name)
 
     def adapters(self) -> list[str]:
-        """The names of the loaded adapters."""
+        """Return the names of the loaded adapters."""
         return [adapter.name for adapter in self._engine().adapters.listed()]
 
     def room(self, prompt: Prompt) -> int:
-        """How many tokens fit behind ``prompt``. Raises PromptTooLongError when it does not fit itself."""
+        """Return how many tokens fit after ``prompt``. Raises PromptTooLongError if the prompt itself does not fit."""
         return max_new_tokens(None, len(self._encode(prompt)), self._engine().max_len)
 
     def _default(self, tokens: Sequence[int]) -> SamplingParams:
@@ -293,11 +293,11 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool = False,
     ) -> torch.Tensor:
-        """One vector a text: float32 [texts, dimensions]. Needs task ``embed``.
+        """Return one vector per text: float32 [texts, dimensions]. Needs task ``embed``.
 
         Args:
-            prompt_name: which of the model's prompts to put in front of every text; None is its default, if it has one.
-            truncate_prompt_tokens: cut longer texts to as many tokens; -1: to what the model takes; None: refuse them.
+            prompt_name: the model's prompt to prepend to every text; None: its default, if it has one.
+            truncate_prompt_tokens: truncate texts to this many tokens; -1: to the model's limit; None: never.
         """
         results = self._encoded(
             texts, "embed", progress, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
@@ -311,9 +311,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool = False,
     ) -> list[ClassificationOutput]:
-        """One verdict a text, or a pair of texts such as a cross-encoder takes. Needs task ``classify``.
+        """Classify each text, or each pair of texts for a cross-encoder. Needs task ``classify``.
 
-        ``truncate_prompt_tokens`` as for :meth:`embed`; of a pair the longer text is cut first.
+        ``truncate_prompt_tokens`` as for :meth:`embed`; in a pair the longer text is truncated first.
         """
         results = self._encoded(texts, "classify", progress, truncate_prompt_tokens=truncate_prompt_tokens)
         encoder = self._encoder_for("classify")
@@ -345,7 +345,7 @@ class LLM:
 
 
 class _Collector:
-    """Puts a request's events together."""
+    """Assembles a request's events into a completion."""
 
     def __init__(self, params: SamplingParams):
         self.error: Exception | None = None
@@ -376,7 +376,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The artifact's tokenizer, or None when it has none at all; a damaged one is an error."""
+    """Return the artifact's tokenizer, or None if it has none; a damaged one is an error."""
     return Tokenizer.from_dir(source) if TextFiles(source).has_vocabulary() else None
 
 

@@ -1,9 +1,9 @@
 """Every setting of the server in one model: command-line arguments, then ``NXD_INFER_*`` variables, then a file.
 
-A later source never overrides an earlier one: what was typed wins over the environment, the environment over the
-file, the file over the defaults below. A new setting is written here alone: ``serve`` makes its options of these
-(``settings_options``), and a test holds the table in ``docs/deployment.md`` to them. Secrets are
-:class:`~pydantic.SecretStr`, so neither ``repr`` nor a log line nor a validation error ever shows one.
+A later source never overrides an earlier one: the command line wins over the environment, the environment over the
+file, the file over the defaults below. A new setting is declared only here: ``serve`` derives its options from these
+(``settings_options``), and a test compares the table in ``docs/deployment.md`` with them. Secrets are
+:class:`~pydantic.SecretStr`, so that no ``repr``, log line or validation error ever shows one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nxd_server.settings_file import read_settings, read_text
 
 
 def _setting(default: Any = ..., *, group: str, option: str | None = None, **field: Any) -> Any:
-    """A field in a group of the command line's help; ``option``: its name there, where that is not the field's."""
+    """Declare a setting; ``group``: its section in the help; ``option``: its option's name, if not the field's."""
     return Field(default, json_schema_extra={"group": group, "option": option}, **field)
 
 
@@ -63,10 +63,10 @@ class ServerSettings(BaseSettings):
         default_factory=list,
         group=KEYS,
         option="--api-key",
-        description="Keys that open the server; a list, or text with commas between them.",
+        description="Keys that open the server; a list, or comma-separated text.",
     )
     api_keys_file: Path | None = _setting(
-        None, group=KEYS, description="File with one key a line, for secrets mounted by a host."
+        None, group=KEYS, description="File with one key per line, for secrets mounted by a host."
     )
 
     admin_key: SecretStr | None = _setting(
@@ -76,53 +76,53 @@ class ServerSettings(BaseSettings):
     lora: Annotated[list[str], NoDecode] = _setting(
         default_factory=list,
         group=WEIGHTS,
-        description="LoRA adapters to begin with, as NAME=PATH; a list, or text with commas.",
+        description="LoRA adapters to load at the start, as NAME=PATH; a list, or comma-separated text.",
     )
 
     generation_defaults: bool = _setting(
         True,
         group=GENERATION,
-        description="Sample as the model's `generation_config.json` says where a request does not; the tokens that end "
-        "a text are the file's either way.",
+        description="Sample as the model's `generation_config.json` says if a request does not; the tokens that end "
+        "a text always come from the file.",
     )
     speculate: int = _setting(
         0,
         group=GENERATION,
         ge=0,
-        description="Tokens to guess ahead and verify in one step; as many as the artifact was traced for.",
+        description="Draft tokens to verify in one step; at most as many as the artifact was traced for.",
     )
     stall_ratio: float = _setting(
         4.0,
         group=GENERATION,
         ge=1,
-        description="Times as long as the fastest decode step that a stream may wait for its next token while prompts "
-        "are read; more answers prompts sooner.",
+        description="How long a stream may wait for its next token during prefill, as a multiple of the fastest decode "
+        "step; more starts new answers sooner.",
     )
 
     weights_root: Path | None = _setting(
-        None, group=WEIGHTS, description="Directory of what requests may load; without it they may load nothing."
+        None, group=WEIGHTS, description="Directory from which requests may load weights and adapters; unset: none."
     )
     weights_drain_timeout: float = _setting(
         60.0,
         group=WEIGHTS,
         gt=0,
         le=86400,
-        description="Seconds running requests may take to finish before a swap of weights is given up.",
+        description="Seconds running requests may take to finish before a weight swap is abandoned.",
     )
 
     max_queued_requests: int = _setting(
-        128, group=REQUESTS, ge=0, description="Requests that may wait for a free slot; one more is answered 429."
+        128, group=REQUESTS, ge=0, description="Requests that may wait for a free slot; further ones are answered 429."
     )
-    max_choices: int = _setting(64, group=REQUESTS, ge=1, description="Prompts times n of one request.")
+    max_choices: int = _setting(64, group=REQUESTS, ge=1, description="Largest number of prompts times n per request.")
     max_body_bytes: int | None = _setting(
         None,
         group=REQUESTS,
         ge=1024,
         description="Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the "
-        "model's length can be, from 2 to 16 MiB.",
+        "model's length need, from 2 to 16 MiB.",
     )
     request_timeout: float = _setting(
-        600.0, group=REQUESTS, gt=0, description="Seconds a request may take in all; then 504."
+        600.0, group=REQUESTS, gt=0, description="Seconds a request may take in total; then 504."
     )
     render_timeout: float = _setting(
         5.0,
@@ -146,20 +146,20 @@ class ServerSettings(BaseSettings):
         group=CONNECTIONS,
         gt=0,
         le=3600,
-        description="Seconds until the head of a request must be here, from its first byte or, on a "
+        description="Seconds until a request's head must be complete, from its first byte or, on a "
         "new connection, from the start.",
     )
     max_connections: int | None = _setting(
         None,
         group=CONNECTIONS,
         ge=16,
-        description="Connections at once; by default as many as the limit of open files leaves room for.",
+        description="Concurrent connections; by default as many as the limit of open files allows.",
     )
     max_connections_per_address: int | None = _setting(
         None,
         group=CONNECTIONS,
         ge=1,
-        description="Connections at once from one address; by default as many as there are.",
+        description="Concurrent connections from one address; by default the limit on all of them.",
     )
 
     drain_timeout: float = _setting(
@@ -172,23 +172,23 @@ class ServerSettings(BaseSettings):
         10.0,
         group=LIFE,
         gt=0,
-        description="Seconds one step may take before its rank counts as stuck; ten times what its graph's "
-        "last steps have taken, where that is more, up to what a first start may take.",
+        description="Seconds one step may take before its rank counts as stuck; if larger, ten times the graph's "
+        "last steps, up to the limit of a first start.",
     )
     start_timeout: float | None = _setting(
         None,
         group=LIFE,
         gt=0,
-        description="Seconds the ranks may take to load the artifact; by default 300, and one more for every 100 MB. "
-        "Also to load again, or to take new weights; by default six times what the start took, and one more for every "
-        "100 MB; at least 30.",
+        description="Seconds the ranks may take to load the artifact; by default 300, plus one per 100 MB. "
+        "Also to reload it or to take new weights; by default six times the time of the start, plus one per 100 MB, "
+        "at least 30.",
     )
     recovery_timeout: float | None = _setting(
         None,
         group=LIFE,
         ge=0,
-        description="Seconds lost ranks may take to be ready again; then the server exits. By default twice what "
-        "loading again may take: so ranks that hang meanwhile are started once more.",
+        description="Seconds lost ranks may take to be ready again; then the server exits. By default twice the limit "
+        "of a reload, so that ranks that hang meanwhile are started once more.",
     )
     max_restarts: int = _setting(
         3, group=LIFE, ge=0, description="Restarts within ten minutes before the server gives up."
@@ -197,23 +197,23 @@ class ServerSettings(BaseSettings):
         None,
         group=LIFE,
         ge=1,
-        description="CPU threads a rank; by default the cores divided, or a container's share of them.",
+        description="CPU threads per rank; by default the cores (or a container's share of them) divided.",
     )
 
     allow_kernel: bool = _setting(
         True,
         group=ARTIFACT,
         option="--allow-kernel/--no-kernel",
-        description="Serve an artifact that chooses its buckets with code of its own (a bucket kernel).",
+        description="Serve an artifact that chooses its buckets with its own code (a bucket kernel).",
     )
     expect_digest: str | None = _setting(None, group=ARTIFACT, description="SHA-256 the artifact's manifest must have.")
     log_format: Literal["text", "json"] = _setting(
-        "text", group=LOG, description="One line or one JSON object a log record."
+        "text", group=LOG, description="One line or one JSON object per log record."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", group=LOG, description="Least level that is logged: `debug`, `info`, `warning` or `error`."
+        "info", group=LOG, description="Lowest level to log: `debug`, `info`, `warning` or `error`."
     )
-    access_log: bool = _setting(True, group=LOG, description="Log every request but those to the health routes.")
+    access_log: bool = _setting(True, group=LOG, description="Log every request except those to the health routes.")
 
     @field_validator("api_keys", mode="before")
     @classmethod
@@ -282,8 +282,8 @@ class ServerSettings(BaseSettings):
         """Settings from ``arguments`` (``None`` = not given), the environment, then ``config_file`` (JSON or YAML).
 
         Raises:
-            SettingsError: an unreadable file, an unknown name, a variable of an old name, or a value out of range;
-                says which and why.
+            SettingsError: an unreadable file, an unknown name, a variable with an old name, or a value out of range;
+                names it and the reason.
         """
         refuse_old_names(os.environ, cls.model_fields)
         given = {name: value for name, value in arguments.items() if value is not None and value != []}
@@ -307,10 +307,10 @@ class ServerSettings(BaseSettings):
             raise SettingsError(_explain(error)) from None
 
     def keys(self) -> tuple[bytes, ...]:
-        """The keys as UTF-8 bytes, from the setting and the file; empty when the server is open.
+        """Return the keys as UTF-8 bytes, from the setting and the file; empty if the server is open to everyone.
 
         Raises:
-            SettingsError: ``api_keys_file`` cannot be read, or holds no key; the admin key is among them.
+            SettingsError: ``api_keys_file`` cannot be read, or holds no key; or the admin key is among them.
         """
         keys = [key.get_secret_value().strip().encode() for key in self.api_keys]
         if self.api_keys_file is not None:
@@ -324,7 +324,7 @@ class ServerSettings(BaseSettings):
         return tuple(dict.fromkeys(keys))
 
     def admin(self) -> bytes | None:
-        """The admin key as UTF-8 bytes; None when the admin's routes are closed."""
+        """Return the admin key as UTF-8 bytes; None if the admin routes are closed."""
         return None if self.admin_key is None else self.admin_key.get_secret_value().strip().encode()
 
 
@@ -332,7 +332,7 @@ load_settings = ServerSettings.resolve
 
 
 def _explain(error: ValidationError) -> str:
-    """One line a setting: its name and what is wrong, without the value."""
+    """Return one line with the name of each faulty setting and what is wrong with it, without the value."""
     lines = []
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         name = ".".join(str(part) for part in item["loc"]) or "settings"

@@ -1,4 +1,4 @@
-"""Settings in a file, JSON or YAML. No message ever quotes a line of one: it may hold a key."""
+"""Read settings from a JSON or YAML file. Messages never quote its lines, because they may hold a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_server.errors import SettingsError
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file; SettingsError says which file of settings (``what``) cannot be read, and why."""
+    """Return the text of a file. Raises SettingsError with the reason; ``what`` names the kind of file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -19,7 +19,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Settings by name. SettingsError for a file that cannot be read, or that is no mapping."""
+    """Return settings by name. Raises SettingsError if the file cannot be read or is not a mapping."""
     text = read_text(path, "the configuration file")
     try:
         if path.suffix == ".json":
@@ -31,7 +31,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         if isinstance(error, SettingsError):
             raise
-        # The parser's message may quote the line with a key in it; only the place is safe to show.
+        # The parser's message may quote a line that holds a key; only the line number is safe to show.
         place = getattr(error, "lineno", None)
         where = f" (line {place})" if place else ""
         raise SettingsError(f"the configuration file {str(path)!r} is not valid{where}") from None

@@ -1,4 +1,4 @@
-"""The command line's options, made of the settings: what each is called, takes and says."""
+"""The command line's options, derived from the settings: each one's name, type and help."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def setting_options() -> Iterator[CommandOption]:
 
 
 def _kind(annotation: Any) -> tuple[type, bool, tuple[str, ...]]:
-    """The type of one value, whether there may be several, and the values where only some are allowed."""
+    """Return the type of one value, whether the option repeats, and the allowed values if there are only some."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return _kind(next(one for one in arguments if one is not type(None)))

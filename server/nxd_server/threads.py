@@ -1,4 +1,4 @@
-"""Work in threads that the process does not wait for at its end."""
+"""Run work in daemon threads, which the process does not wait for when it exits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nxd_server.errors import forget_frames
 
 T = TypeVar("T")
 IDLE_SECONDS = 5.0
-"""How long a thread waits for more work before it ends."""
+"""How long a thread waits for more work before it exits."""
 
 
 def keep_off(cores: Iterable[int]) -> None:
-    """Keep the calling thread off ``cores``, where the process has others."""
+    """Keep the calling thread off ``cores``, if the process has others."""
     rest = os.sched_getaffinity(os.getpid()) - set(cores)
     if rest:
         with contextlib.suppress(OSError):  # a core was taken away meanwhile
@@ -27,14 +27,14 @@ def keep_off(cores: Iterable[int]) -> None:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """``work`` in a daemon thread: should it never return, the process ends all the same."""
+    """Run ``work`` in a daemon thread, so that the process can exit even if it never returns."""
     run, future = _job(work)
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
 class Workers:
-    """Daemon threads that stay for the next piece of work: to start one for each takes longer than most of them do."""
+    """Daemon threads that are reused: starting one per job takes longer than most jobs."""
 
     def __init__(self, most: int, name: str):
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ class Workers:
         self._open = 0
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """``work`` in a thread that has nothing to do, or as soon as one has. For the loop's thread alone."""
+        """Run ``work`` in an idle thread, or as soon as one is free. Call from the event loop's thread only."""
         job, future = _job(work)
         self._open += 1
         future.add_done_callback(self._ended)
@@ -62,7 +62,7 @@ class Workers:
                 job = self._jobs.get(timeout=IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._jobs.empty():  # nothing came between
+                    if self._jobs.empty():  # no job arrived meanwhile
                         self._threads -= 1
                         return
             else:
@@ -74,7 +74,7 @@ class Workers:
 
 
 def _job(work: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
-    """What a thread has to call, and what the loop's thread waits for."""
+    """Return what a thread must call, and the future that the event loop's thread awaits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -93,9 +93,9 @@ def _job(work: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
             result.append(work())
         except BaseException as error:
             failure = error
-            if isinstance(error, NxdError):  # a refusal: its frames hold the work, and the future would hold them
+            if isinstance(error, NxdError):  # its frames hold the work, and the future holds the error
                 forget_frames(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is waiting
             loop.call_soon_threadsafe(settle, result, failure)
 
     return run, future

@@ -1,1 +1,1 @@
-"""Serve one artifact: what it is, its ranks and engine, and the life of the process."""
+"""Serve one artifact: its description, its ranks and engine, and the lifecycle of the process."""

@@ -1,7 +1,7 @@
-"""How long lost ranks may take to be ready again: from what starting them has taken on this machine.
+"""How long lost ranks may take to be ready again, derived from the time of the start on this machine.
 
-There is time for two starts, each as long as one may take: ranks that hang while they start are noticed at the end of
-the first, and started once more.
+The limit allows two starts of maximum length: ranks that hang during the first are noticed at its end, and are
+started once more.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ STARTS = 2
 
 
 class RecoveryTimeout:
-    """The bound of a recovery, and how far one is.
+    """The limit of a recovery, and its progress.
 
-    ``setting`` is ``recovery_timeout``; None derives the bound, once :meth:`took` has told what a start takes.
+    ``setting`` is ``recovery_timeout``; None derives the limit, once :meth:`took` has reported the time of a start.
     """
 
     def __init__(self, setting: float | None, nbytes: int = 0):
         self.nbytes = nbytes
-        """Of the weights: they may have to be read from disk."""
+        """Size of the weights, which may have to be read from disk."""
         self.expected: float | None = None
-        """Seconds that the last start, or recovery, took."""
+        """Seconds that the last start or recovery took."""
         self._setting = setting
         self._slowest = 0.0
 
@@ -32,12 +32,12 @@ class RecoveryTimeout:
 
     @property
     def limit(self) -> float:
-        """Seconds after which ranks that are not ready again are given up."""
+        """Seconds after which the server gives up on ranks that are not ready again."""
         return STARTS * again(self._slowest, self.nbytes) if self._setting is None else self._setting
 
     def hopeless(self, fastest: float) -> str:
-        """Why no recovery would be in time, where the ranks cannot load in less than ``fastest`` seconds, and the way
-        out; empty where one may be. What a first start took is no such bound: the next finds its files in memory."""
+        """Return why no recovery can be in time, and the fix, if the ranks need at least ``fastest`` seconds to load;
+        else "". The time of a first start is not such a bound: the next one finds its files in the page cache."""
         if self.limit >= fastest:
             return ""
         return (
@@ -46,12 +46,12 @@ class RecoveryTimeout:
         )
 
     def progress(self, seconds: float, stage: str) -> str:
-        """How far a recovery is that began ``seconds`` ago."""
+        """Describe the progress of a recovery that began ``seconds`` ago."""
         about = "" if self.expected is None else f" of about {self.expected:.0f} s"
         return f"starting the ranks again: {stage}, {seconds:.0f} s{about} (at most {self.limit:.0f} s)"
 
     def late(self, stage: str) -> str:
-        """What is told of one that took too long."""
+        """Return the message for a recovery that took too long."""
         about = "" if self.expected is None else f" (the last start took {self.expected:.1f} s; now {stage})"
         return (
             f"the ranks were not ready again within {self.limit:g} s{about}: see what else runs on this machine, or "

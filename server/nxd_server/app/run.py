@@ -1,9 +1,9 @@
-"""``serve``: bind, start, answer, and end in an orderly way.
+"""``serve``: bind, start, answer, and shut down in order.
 
-The port is bound before anything is loaded, so a port in use is told at once, and ``/livez`` answers while the graphs
-are read and warmed. SIGTERM or SIGINT stops admission (503), lets what runs finish for ``drain_timeout`` seconds, and
-ends with status 0; a second one ends at once with status 1. Ranks that cannot be kept alive end the server with
-status 1, for whatever started it to start it again.
+The port is bound before anything is loaded, so that a port in use is reported at once, and ``/livez`` answers while
+the graphs are loaded and warmed up. SIGTERM or SIGINT stops admission (503), gives running requests ``drain_timeout``
+seconds to finish, and exits with status 0; a second signal exits at once with status 1. If the ranks cannot be kept
+alive, the server exits with status 1, so that its supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nxd_server")
 
 WAITING = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Backlog of connections that the system holds until they are accepted."""
 CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
-"""How long finished answers may at least take to reach their clients after the engine is done with them."""
+"""Minimum time for finished answers to reach their clients after the engine has ended."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: it would raise the signal again, and the exit status would be -15."""
+    """uvicorn without its signal handling, which would raise the signal again and make the exit status -15."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(WAITING)  # uvicorn's one number is both how many wait and how many are accepted at once
+            listener.listen(WAITING)  # uvicorn's ``backlog`` also sets how many are accepted at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,9 +59,9 @@ class _Server(uvicorn.Server):
 
 
 def serve(artifact: str | Path, settings: ServerSettings) -> int:
-    """Serve ``artifact`` until a signal or a failure ends it; the exit status.
+    """Serve ``artifact`` until a signal or a failure ends it; return the exit status.
 
-    Logs instead of raising: a setting or an artifact that cannot be used, or a port in use, is status 1 and one line.
+    Logs instead of raising: an invalid setting or artifact, or a port in use, gives status 1 and one line.
     """
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables(os.environ, ServerSettings.model_fields):
@@ -71,7 +71,7 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     except NxdError as error:
         logger.error("%s", error)
         return 1
-    gc.disable()  # what is imported stays; looking through it again and again takes time of the start
+    gc.disable()  # imported objects stay, so scanning them again and again only slows the start
     try:
         return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
     finally:
@@ -79,9 +79,9 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
 
 
 def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
-    """As :func:`serve`, for a service that ``make_service`` builds around the callback for its failure."""
+    """Like :func:`serve`, for a service that ``make_service`` creates with the callback for its failure."""
     keep_little()
-    # Each text is tokenised by itself; the library would start threads for it, as many as there are cores.
+    # Texts are tokenized one at a time; the library would start a thread per core for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         settings.keys()
@@ -101,13 +101,13 @@ async def _main(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; raises SettingsError that says what is wrong with the address."""
+    """Return a listening socket. Raises SettingsError that says what is wrong with the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # a name that is none in any alphabet
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise SettingsError(f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,16 +138,16 @@ class _Run:
         self._service: Service
 
     async def main(self, service: Service) -> int:
-        """Serve until the end; the exit status."""
+        """Serve until the end; return the exit status."""
         self._service = service
         self._handle_signals()
-        service.start()  # the ranks import and load while this process imports what answers HTTP
+        service.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.app import create_app
         from nxd_server.http.connections import BACKLOG
         from nxd_server.http.h11_protocol import guarded
 
         app = create_app(service, self._settings)
-        gc.freeze()  # nor through it while requests run: a full collection took 30 ms
+        gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
         server = _Server(
             uvicorn.Config(
@@ -165,7 +165,7 @@ class _Run:
         )
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        await asyncio.sleep(0)  # what has failed meanwhile is known from here on
+        await asyncio.sleep(0)  # lets a failure that happened meanwhile arrive
         if not self._failed.is_set():
             logger.info("listening on http://%s:%d", shown, port)
         watching = asyncio.create_task(app.state.connections.watch())
@@ -200,7 +200,7 @@ class _Run:
         self._stop.set()
 
     def on_failure(self, reason: str) -> None:
-        """From any thread: the process should end with a status that says so."""
+        """Record, from any thread, that the process should exit with a failure status."""
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._failed.set)
 
@@ -215,7 +215,7 @@ class _Run:
             await self._flush(app, max(FLUSH_SECONDS, end - self._loop.time()))
 
     async def _flush(self, app: FastAPI, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until the answers that are complete have been written."""
+        """Wait until completed answers have been written."""
         for _ in range(int(seconds / 0.02)):
             if app.state.in_flight.count == 0 or self._hurry.is_set():
                 return
@@ -228,11 +228,11 @@ class _Run:
             logger.error("the engine did not end within %g s and is left behind", CLOSE_SECONDS)
         elif (error := closing.exception()) is not None:
             logger.error("the engine did not end cleanly", exc_info=error)
-        await self._flush(app)  # what was cut is told so
+        await self._flush(app)  # requests that were cut off receive their error
 
 
 def _abandon(connection: Any) -> None:
-    """Close a connection whose answer will not be finished: its client sent half a request, or reads nothing."""
+    """Close a connection whose answer cannot be finished: its client sent half a request, or reads nothing."""
     cycle = getattr(connection, "cycle", None)
     if cycle is not None and not cycle.response_complete and connection.transport is not None:
         connection.transport.abort()

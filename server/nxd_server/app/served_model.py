@@ -1,4 +1,4 @@
-"""What is served, as the artifact's manifest and the files of text beside its graphs tell it."""
+"""The served model, as described by the artifact's manifest and the text files beside its graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/e
 
 
 class ServedModel:
-    """One artifact, of which nothing but the directory may be known yet."""
+    """One artifact; at first only its directory may be known."""
 
     def __init__(self, artifact: Path, settings: ServerSettings):
         self.artifact = artifact
@@ -56,26 +56,26 @@ class ServedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """How a request that does not say is sampled: as the model's ``generation_config.json`` says."""
+        """Sampling defaults of requests, from the model's ``generation_config.json``."""
         return dict(self.metadata.get("sampling_defaults") or {}) if self.settings.generation_defaults else {}
 
     @property
     def max_len(self) -> int:
-        """Longest prompt and completion together; 0 where there is no such limit."""
+        """Longest prompt plus completion in tokens; 0 if there is no such limit."""
         return int(self.metadata.get("max_len") or 0)
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids the model has; where that is not known, as many as a tokenizer can take."""
+        """Number of token ids of the model; if unknown, as many as a tokenizer can have."""
         return int(self.metadata.get("vocab_size") or 2**31)
 
     @property
     def top_logprobs(self) -> int:
-        """How many likeliest tokens the graphs give."""
+        """How many of the most likely tokens the graphs return."""
         return int(self.metadata.get("top_logprobs") or 0)
 
     def bucket_shapes(self) -> list[tuple[str, int, int]]:
-        """Name, batch and length of every bucket; 1 where a first input has no such dimension."""
+        """Return name, batch and length of every bucket; 1 if its first input lacks that dimension."""
         shapes = []
         for bucket in self._manifest.buckets if self._manifest is not None else []:
             shape = bucket.inputs[0].shape if bucket.inputs else []
@@ -83,14 +83,14 @@ class ServedModel:
         return shapes
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError when the artifact has none."""
+        """Return the tokenizer. Raises RequestError if the artifact has none."""
         if self._tokenizer is None:
             instead = "" if self.task == "generate" else "; use /v1/predict with token ids"
             raise RequestError("", f"{self.model_name!r} has no tokenizer, which this route needs{instead}")
         return self._tokenizer
 
     def bounded_tokenizer(self) -> BoundedTokenizer:
-        """The tokenizer for texts of any size; RequestError when the artifact has none. For the loop's thread alone."""
+        """The tokenizer for long texts; RequestError without one. Use from the event loop's thread only."""
         tokenizer = self.require_tokenizer()
         if self._bounded_tokenizer is None:
             from nxd_server.text.text_process_jobs import BoundedTokenizer
@@ -103,20 +103,20 @@ class ServedModel:
 
     @functools.cached_property
     def bounded_json(self) -> BoundedJson:
-        """What parses large bodies."""
+        """The parser of large bodies."""
         from nxd_server.text.text_process_jobs import BoundedJson
 
         return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
 
     @property
     def body_bounds(self) -> Bounds:
-        """What a request's body may hold."""
+        """The limits of a request's body."""
         tokenizer, max_len = self._tokenizer, self.max_len
         characters = None if tokenizer is None else tokenizer.most_characters(max_len)
         return body_bounds(self.task, max_len, self.settings.max_choices, characters)
 
     def texts_aside(self) -> dict[str, int]:
-        """How many conversations, texts and large bodies are worked on in processes of their own, or wait for that."""
+        """How many conversations, texts and large bodies run in separate processes, or wait to."""
         template, tokenizer = self.chat_template, self._bounded_tokenizer
         return {
             "conversations": 0 if template is None else template.inside,
@@ -124,10 +124,10 @@ class ServedModel:
             "bodies": self.bounded_json.inside,
         }
 
-    # --- while it is loaded ---------------------------------------------------------------------------
+    # --- loading ---------------------------------------------------------------------------
 
     def _check_task(self) -> None:
-        """Refuse what the artifact was not traced for, before its ranks take seconds to start."""
+        """Reject settings that the artifact does not support, before its ranks take seconds to start."""
         settings = self.settings
         if self.task != "generate":
             for name in ("lora", "speculate"):
@@ -145,7 +145,7 @@ class ServedModel:
             check_speculate(self.metadata, settings.speculate)
 
     def _read_text(self, task: str, artifact: LoadedArtifact) -> None:
-        """The tokenizer and the chat template that lie beside the graphs, and that the manifest lists."""
+        """Read the tokenizer and the chat template that the manifest lists."""
         if task not in ROUTES:
             return
         from nxd_server.text.chat_template import TemplateSources
@@ -156,17 +156,17 @@ class ServedModel:
         except ModelConfigError as error:
             logger.warning("no text routes, token ids only: %s", error)
         else:
-            self._tokenizer.most_characters(self.max_len)  # looks through the vocabulary: now, and not in a request
+            self._tokenizer.most_characters(self.max_len)  # scans the vocabulary now, not during a request
         if task == "generate" and self._tokenizer is not None:
             self._use_template(TemplateSources.from_dir(artifact))
 
     def _use_template(self, sources: TemplateSources | None) -> None:
-        """Serve conversations by the template, once it is known to be one."""
+        """Serve conversations with this template, once it has been checked."""
         if sources is None:
             return
         from nxd_server.text.text_process_jobs import BoundedTemplate
 
         settings = self.settings
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
-        self.chat_template = template  # first: closing ends it while it is checked
+        self.chat_template = template  # first, so that closing can end it during the check
         template.check()

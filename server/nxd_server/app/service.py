@@ -1,9 +1,9 @@
-"""What is served: an artifact's ranks, its engine, its tokenizer, and how they are right now.
+"""The service: an artifact's ranks, its engine, its tokenizer, and their current state.
 
-The service starts in a thread of its own, so that the HTTP half answers ``/livez`` from the first moment; it is ready
-once its ranks have been seen to work. The graphs run in the ranks' processes, never in this one. A watchdog thread
-follows the engine: it restarts the ranks by itself, and where it cannot within the bound of ``recovery`` the service
-reports that the process should end, because a supervisor above can do what it could not.
+The service starts in its own thread, so that the HTTP layer answers ``/livez`` from the first moment; it is ready
+once its ranks have completed a step. The graphs run in the rank processes, never in this one. A watchdog thread
+follows the engine. The engine restarts lost ranks itself; if that takes longer than ``recovery`` allows, the service
+reports that the process should exit, so that a supervisor can replace it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ IDLE_PROBE_SECONDS = 2.0
 
 
 class Service(ServedModel):
-    """One artifact, being served.
+    """One artifact and everything that serves it.
 
     Args:
-        artifact: its directory.
+        artifact: the artifact's directory.
         settings: the server's settings.
         on_failure: called once, from another thread, with the reason, when the process should end.
     """
@@ -77,12 +77,12 @@ class Service(ServedModel):
         self._encoder: TextEncoder | None = None
         self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- lifecycle -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to load; returns once the ranks' processes run or could not be started, at the latest after a moment.
+        """Begin to load; return shortly after, once the rank processes run or failed to start.
 
-        What the caller imports next would hold them up by as long, as Python runs one thread at a time.
+        Imports by the caller before that would delay them by as long, because Python runs one thread at a time.
         """
         self._thread.start()
         self._spawned.wait(SPAWN_SECONDS)
@@ -98,7 +98,7 @@ class Service(ServedModel):
                 return
             told = isinstance(error, RankFailedError) and error.foreseen
             if not told and not (isinstance(error, NxdError) and summary(error) == str(error)):
-                log_failure(logger, "the artifact cannot be served", error)  # what ranks printed is for the log alone
+                log_failure(logger, "the artifact cannot be served", error)  # the ranks' output is for the log only
             self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
             return
         self._watch()
@@ -109,7 +109,7 @@ class Service(ServedModel):
         if self._closing:
             return
         worker = self._start_engine(model)
-        gc.freeze()  # with torch, where it was needed, one look of the collector through it all took 0.2 s of everybody
+        gc.freeze()  # with torch loaded, a full collection stopped every thread for 0.2 s
         self.load_seconds = time.monotonic() - begin
         self.recovery.took(self.load_seconds)
         worker.restarts.hopeless = self.recovery.hopeless(model.bounds.least_load)
@@ -119,7 +119,7 @@ class Service(ServedModel):
                 logger.warning("ranks that are lost will not be started again: %s", worker.restarts.hopeless)
 
     def _open(self) -> RankModel:
-        """Read the artifact and start its ranks; the model as the engine shall see it."""
+        """Read the artifact and start its ranks; return the model for the engine."""
         from nxd_infer.runtime.load import load_artifact
 
         settings = self.settings
@@ -139,7 +139,7 @@ class Service(ServedModel):
             start_timeout=settings.start_timeout,
             threads_per_rank=settings.threads_per_rank,
         )
-        model.bounds.patient = True  # a first step is watched here, and however slow it is, it is the first
+        model.bounds.patient = True  # this service watches the first step, which may be slow
         with self._lock:
             self._model = model
             if self._closing:
@@ -149,17 +149,17 @@ class Service(ServedModel):
         def read() -> None:
             try:
                 self._read_text(self.task, artifact)
-                if settings.admin():  # who has that key may change weights, and cutting them takes torch: now, once
+                if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
                     import nxd_infer.runtime.updates.adapters  # noqa: F401
                 text.set_result(None)
             except Exception as error:
                 text.set_exception(error)
 
-        # While the ranks start, which takes seconds; in a thread that the process does not wait for at its end.
+        # While the ranks start, which takes seconds; in a daemon thread, so that the process can exit.
         threading.Thread(target=read, name="nxd-text", daemon=True).start()
         model.start()
         text.result()
-        artifact.require_unchanged()  # the tokenizer and the template were read beside the verification
+        artifact.require_unchanged()  # the tokenizer and the template were read during the verification
         return model
 
     def _start_engine(self, model: RankModel) -> Engine | OneShotEngine:
@@ -191,7 +191,7 @@ class Service(ServedModel):
         logger.info("warmed up %d of %d graphs%s", done, total, "" if done == total else f", next {bucket}")
 
     def _watch(self) -> None:
-        """Give the engine its time to recover, and no more."""
+        """Wait for the engine to recover, but no longer than the limit."""
         worker = self._worker
         while worker is not None and not self._closing:
             if worker.wait_failed(WATCH_SECONDS):
@@ -199,7 +199,7 @@ class Service(ServedModel):
                 return
             restarts, stage = worker.restarts, worker.restarts.stage
             if restarts.took is not None:
-                self.recovery.took(restarts.took)  # the same one again changes nothing
+                self.recovery.took(restarts.took)  # repeating the same value has no effect
             if (restarts.seconds or 0.0) > self.recovery.limit:
                 self._fail(self.recovery.late(stage))
                 return
@@ -211,17 +211,17 @@ class Service(ServedModel):
             self._on_failure(reason)
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Reject new requests from now on."""
         self._draining = True
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the others; False when ``timeout`` seconds were not enough."""
+        """Reject new requests and wait for the others; False if ``timeout`` seconds were not enough."""
         self._draining = True
         worker = self._worker
         return True if worker is None else worker.drain(timeout)
 
     def close(self) -> None:
-        """End everything; what still runs fails. The ranks are gone when this returns."""
+        """End everything; running requests fail. The ranks have exited when this returns."""
         with self._lock:
             self._closing = True
         for bounded in (self.chat_template, self._bounded_tokenizer, self.bounded_json):
@@ -229,13 +229,13 @@ class Service(ServedModel):
                 bounded.stop()
         worker, model = self._worker, self._model
         if model is not None and (worker is None or worker.state in ("starting", "recovering", "failed")):
-            model.close()  # first: the engine's thread may be inside a start that only this ends
+            model.close()  # first: only this ends a start that the engine's thread may be waiting for
         if worker is not None:
             worker.close(5.0)
         if model is not None:
             model.close()
 
-    # --- what it is -----------------------------------------------------------------------------------
+    # --- description -----------------------------------------------------------------------------------
 
     @property
     def _worker(self) -> Engine | OneShotEngine | None:
@@ -243,30 +243,30 @@ class Service(ServedModel):
 
     @property
     def manifest(self) -> Manifest:
-        """The artifact's manifest; raises EngineUnavailableError before it is read."""
+        """The artifact's manifest; raises EngineUnavailableError until it has been read."""
         if self._manifest is None:
             raise self._unavailable()
         return self._manifest
 
     def require_encoder(self) -> TextEncoder:
-        """Texts to vectors; RequestError when the artifact has no tokenizer."""
+        """Return the encoder of texts to vectors. Raises RequestError if the artifact has no tokenizer."""
         self.require_tokenizer()
-        if self._encoder is None:  # not yet: it needs the engine
+        if self._encoder is None:  # created here, because it needs the engine
             raise self._unavailable()
         return self._encoder
 
     def input_specs(self) -> dict[str, InputSpec]:
-        """Inputs by name, as the first bucket that has them declares them."""
+        """Return the inputs by name, as declared by the first bucket that has them."""
         specs: dict[str, InputSpec] = {}
         for bucket in self.manifest.buckets:
             for spec in bucket.inputs:
                 specs.setdefault(spec.name, spec)
         return specs
 
-    # --- how it is ------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def readiness(self) -> tuple[bool, str, str]:
-        """Whether a request sent now would be served; the state in a word; the reason when not."""
+        """Return whether a request sent now would be served, the state, and the reason if not."""
         if self.failure is not None:
             return False, "failed", self.failure
         if self._draining:
@@ -299,7 +299,7 @@ class Service(ServedModel):
         return stats.restarts if stats is not None else 0
 
     def stats(self) -> EngineStats | None:
-        """The engine's counters, or None before it exists."""
+        """Return the engine's counters, or None if there is no engine yet."""
         worker = self._worker
         return worker.stats() if worker is not None else None
 
@@ -308,7 +308,7 @@ class Service(ServedModel):
         return worker.health() if worker is not None else None
 
     def ranks(self) -> list[RankHealth]:
-        """Every rank's health, also while the engine is still being built."""
+        """Return every rank's health, even before the engine exists."""
         if (health := self.health()) is not None:
             return health.ranks
         model = self._model
@@ -320,28 +320,28 @@ class Service(ServedModel):
         return EngineUnavailableError(f"the server takes no requests now: {reason or state}", state, retry)
 
     def require_loaded(self) -> None:
-        """EngineUnavailableError until the artifact has been read."""
+        """Raise EngineUnavailableError until the artifact has been read."""
         if self._manifest is None:
             raise self._unavailable()
 
     def require_ready(self) -> None:
-        """EngineUnavailableError unless a request may be queued. (A stalled step is the engine's to end.)"""
+        """Raise EngineUnavailableError unless a request may be queued. (The engine itself ends a stalled step.)"""
         worker = self._worker
         if self.failure is not None or self._draining or worker is None or worker.state != "ready":
             raise self._unavailable()
 
     def adapters(self) -> list[Adapter]:
-        """The adapters that requests may name."""
+        """Return the adapters that requests may name."""
         return self._engine.adapters.listed() if self._engine is not None else []
 
     def require_adapters(self) -> Adapters:
-        """The adapters, to be changed; RequestError when the artifact cannot have any."""
+        """Return the adapters for changes. Raises RequestError if the artifact cannot have any."""
         self.require_ready()
         if self._engine is None:
             raise RequestError("", f"{self.model_name!r} was not traced for generation and takes no adapters")
         return self._engine.adapters
 
-    # --- work -----------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -354,7 +354,7 @@ class Service(ServedModel):
         adapter: str | None = None,
         whole: WholeRequest | None = None,
     ) -> Ticket:
-        """Queue a prompt; the errors of :meth:`Engine.submit`."""
+        """Queue a prompt; raises the errors of :meth:`Engine.submit`."""
         self.require_ready()
         if self._engine is None:
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
@@ -365,14 +365,14 @@ class Service(ServedModel):
     def submit_tensors(
         self, inputs: Mapping[str, torch.Tensor], *, timeout: float, whole: WholeRequest | None = None
     ) -> Future[dict[str, torch.Tensor]]:
-        """Queue a one-shot call; the errors of :meth:`OneShotEngine.submit`."""
+        """Queue a one-shot call; raises the errors of :meth:`OneShotEngine.submit`."""
         self.require_ready()
         if self._oneshot is None:
             raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
         return self._oneshot.submit(dict(inputs), timeout=timeout, whole=whole)
 
     def update_weights(self, path: str | os.PathLike[str], tag: str | None, timeout: float) -> int:
-        """Swap the weights between requests; the new version. The errors of :meth:`EngineControls.update_weights`."""
+        """Swap the weights between requests; return the version. Raises as :meth:`EngineControls.update_weights`."""
         self.require_ready()
         worker = self._worker
         if worker is None:

@@ -1,4 +1,4 @@
-"""The model that a server starts: one without torch where that will do."""
+"""Create the model that a server runs, without torch if possible."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: Any) -> RankModel:
-    """The model of ``artifact``, whose files are not hashed yet; ``spawned`` is set when its ranks' processes run.
+    """Return the model of ``artifact``, whose files are not hashed yet; sets ``spawned`` once the rank processes run.
 
-    The engine that generates makes no tensors: its server imports no torch, and hashes while the ranks do.
+    The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
     """
     from nxd_infer.runtime.rank_model import RankModel, takes_arrays
 

@@ -1,9 +1,9 @@
 """The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
 
-What runs next and how a step runs is in ``core``; the engines, their thread and what they can beside it lie here.
+``core`` decides what runs next and how a step runs; this folder holds the engines, their threads and their controls.
 
     engine = Engine(model, tokenizer=None, max_queued_requests=256, ...)   # decoders: metadata task "generate"
-    engine.start()                      # runs every graph once, measures it, then takes requests
+    engine.start()                      # runs every graph once, measures it, then accepts requests
     ticket = engine.submit(prompt_ids, SamplingParams(...), on_event, timeout=None, request_id=None)
     ticket.cancel()                     # from any thread; the slot is free when the step in flight ends
     engine.stats(); engine.health(); engine.drain(timeout); engine.close(); engine.wait_failed(timeout)

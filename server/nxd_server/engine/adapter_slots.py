@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine serves: which lies in which slot of the model, and how many choices use it."""
+"""The LoRA adapters of an engine: which adapter is in which slot of the model, and how many choices use it."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 @dataclass(eq=False)
 class Adapter:
-    """One adapter, from the moment its slot is reserved until the slot is free again."""
+    """One adapter, from the reservation of its slot until the slot is free again."""
 
     name: str
     slot: int
     created: int
     """Seconds since 1970."""
     running: int = 0
-    """Choices that use it, waiting ones included."""
+    """Number of choices that use it, including waiting ones."""
     ready: bool = False
     """Whether new requests may name it."""
 
 
 class Adapters:
-    """The slots of one model. Its methods may be called from any thread."""
+    """The adapter slots of one model. Thread-safe."""
 
     def __init__(self, model: Model, put: Callable[[int, str | os.PathLike[str], float], None]):
         """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
         self._put = put
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
         self.taken_name = ""
-        """The model's own, which no adapter may have."""
+        """The model's own name, which no adapter may have."""
         self._lock = threading.Lock()
         self._held: list[Adapter] = []
-        """What occupies a slot: ready, being loaded, or removed while requests still use it."""
+        """Adapters that occupy a slot: ready, being loaded, or removed while requests still use them."""
 
     def listed(self) -> list[Adapter]:
-        """Those that requests may name, oldest first."""
+        """Return the adapters that requests may name, oldest first."""
         with self._lock:
             return [adapter for adapter in self._held if adapter.ready]
 
     def load(self, name: str, folder: str | os.PathLike[str], timeout: float = 60.0) -> Adapter:
-        """Put the adapter of a PEFT directory into a free slot, while requests go on. Returns when it can be used.
+        """Load the adapter of a PEFT directory into a free slot while serving. Returns when it can be used.
 
-        Raises RequestError when it does not fit the model, AdapterConflictError when the name is taken or no slot is
-        free; WeightsBusyError when another load or swap, or the step that runs, takes longer than ``timeout`` seconds;
-        ArtifactSpaceError when the disk is full. Nothing has changed then.
+        Raises RequestError if it does not fit the model, AdapterConflictError if the name is taken or no slot is free,
+        WeightsBusyError if another load or swap, or the running step, takes longer than ``timeout`` seconds, and
+        ArtifactSpaceError if the disk is full. An error changes nothing.
         """
         adapter = self._reserve(name)
         try:
@@ -79,7 +79,7 @@ class Adapters:
         with self._lock:
             if name == self.taken_name:
                 raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
-            # The name of one that was removed may be given again while its last requests run.
+            # A removed adapter's name may be reused while its last requests are still running.
             if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):
                 raise AdapterConflictError(f"there is an adapter {name!r} already: remove it, or choose another name")
             taken = {adapter.slot for adapter in self._held}
@@ -99,9 +99,9 @@ class Adapters:
             self._held.remove(adapter)
 
     def remove(self, name: str) -> Adapter:
-        """Take ``name`` away from new requests. Its slot is free when those that run have ended.
+        """Withdraw ``name`` from new requests. Its slot is free once the running ones have ended.
 
-        Raises UnknownModelError when there is no such adapter.
+        Raises UnknownModelError if there is no such adapter.
         """
         with self._lock:
             adapter = self._find(name)
@@ -111,7 +111,7 @@ class Adapters:
             return adapter
 
     def take(self, name: str | None, choices: int) -> Adapter | None:
-        """The adapter for so many new choices, each of which must be given back; None for none.
+        """Return the adapter for ``choices`` new choices, each to be given back later; None for None.
 
         Raises UnknownModelError.
         """
@@ -123,7 +123,7 @@ class Adapters:
             return adapter
 
     def give_back(self, adapter: Adapter | None, choices: int = 1) -> None:
-        """So many choices of it have ended."""
+        """Release the adapter for ``choices`` choices that have ended."""
         if adapter is None:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a classifier's logits mean, as its artifact says."""
+"""The meaning of a classifier's logits, as declared by its artifact."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SCORES = ("sigmoid", "softmax", "none")
 
 
 def scores_of(metadata: Mapping[str, Any]) -> str:
-    """``sigmoid`` (each label for itself), ``softmax`` (one of them) or ``none`` (the logits are the scores).
+    """Return ``sigmoid`` (independent labels), ``softmax`` (exclusive labels) or ``none`` (the logits are the scores).
 
-    Raises ArtifactVersionError for a meaning that is not known here.
+    Raises ArtifactVersionError for an unknown value.
     """
     if "scores" in metadata:
         scores = metadata["scores"]
@@ -25,19 +25,19 @@ def scores_of(metadata: Mapping[str, Any]) -> str:
                 "trace the model again with it, or serve it with the version that traced it"
             )
         return scores
-    if metadata.get("regression"):  # an artifact from before it was written down
+    if metadata.get("regression"):  # an old artifact without the key ``scores``
         return "none"
     return "sigmoid" if len(metadata.get("labels") or ()) == 1 else "softmax"
 
 
 def probabilities(logits: torch.Tensor, scores: str) -> torch.Tensor | None:
-    """Of ``logits`` [..., labels], as ``scores`` says; None where it is ``none``."""
+    """Return the probabilities of ``logits`` [..., labels] according to ``scores``; None if that is ``none``."""
     if scores == "none":
         return None
     return logits.sigmoid() if scores == "sigmoid" else logits.softmax(-1)
 
 
 def likeliest(logits: torch.Tensor, labels: Sequence[str]) -> str:
-    """The label of the largest of ``logits`` [labels]; its number where it has no name."""
+    """Return the label of the largest of ``logits`` [labels]; its index if it has no name."""
     best = int(logits.argmax())
     return labels[best] if best < len(labels) else str(best)

@@ -1,4 +1,4 @@
-"""Continuous batching: in the engine's thread, requests become steps, and what steps give becomes events."""
+"""Continuous batching in the engine's thread: requests become steps, and the outputs of steps become events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("nxd_server.engine")
 
 
 class ContinuousBatcher:
-    """The :class:`~nxd_server.engine.engine_thread.Batcher` of a decoder. Belongs to the engine's thread."""
+    """The :class:`~nxd_server.engine.engine_thread.Batcher` of a decoder. Used only by the engine's thread."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class ContinuousBatcher:
         inputs: Mapping[str, StepInputs],
         graph_names: list[str],
     ):
-        """``inputs``: the buffers of every graph; ``graph_names``: of those that may run."""
+        """``inputs``: the buffers of every graph; ``graph_names``: the graphs that may run."""
         meta = parts.model.manifest.metadata
         self.live_tokens = 0
-        """Positions of the cache that hold tokens of running choices."""
+        """Cache positions that hold tokens of running choices."""
         self._inbox = inbox
         self._queue, self._gate = parts.queue, parts.gate
         self._adapters = adapters
@@ -65,11 +65,11 @@ class ContinuousBatcher:
 
     @property
     def running(self) -> int:
-        """Choices that hold a slot."""
+        """Number of choices that hold a slot."""
         return self._scheduler.running
 
     def add_to(self, stats: EngineStats) -> None:
-        """Put this side's counters into ``stats``."""
+        """Add the batcher's counters to ``stats``."""
         stats.prompt_tokens = self._prompt_tokens
         stats.generated_tokens = self._generated_tokens
         stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
@@ -123,7 +123,7 @@ class ContinuousBatcher:
                     self._fail(choice, error, "deadline")
 
     def _finish_step(self) -> None:
-        """Wait for the step that was begun first, and take its tokens."""
+        """Wait for the oldest step in flight and process its tokens."""
         finished = self._steps.finish()
         if finished is None:
             return
@@ -152,7 +152,7 @@ class ContinuousBatcher:
                 try:
                     top = gave.top(index, place, choice.params.logprobs) if choice.params.logprobs else ()
                     self._take_token(choice, token, logprob, top)
-                except Exception as error:  # its text could not be decoded: again, this request alone
+                except Exception as error:  # its text could not be decoded: fail only this request
                     log.exception("a token could not be handed over")
                     self._fail(choice, _failure(error))
 
@@ -174,7 +174,7 @@ class ContinuousBatcher:
         elif len(choice.output) >= choice.max_new_tokens:
             self._finish(choice, "length")
 
-    # --- ends -------------------------------------------------------------------------------------------
+    # --- endings -------------------------------------------------------------------------------------------
 
     def _finish(self, choice: Choice, reason: FinishReason, stop: str | int | None = None) -> None:
         tail = ""
@@ -191,7 +191,7 @@ class ContinuousBatcher:
         self._fail(choice, _failure(error))
 
     def _end(self, choice: Choice, outcome: str, event: Callable[[Usage, Timings], Event]) -> None:
-        """Free the slot, count, and only then tell the caller: whoever sees the end sees the slot free."""
+        """Free the slot, count, and only then notify the caller: a caller that sees the end sees the slot free."""
         if choice.ended:
             return
         choice.ended = True
@@ -224,7 +224,7 @@ class ContinuousBatcher:
     def ranks_lost(self, error: BaseException) -> None:
         self.fail_all(ranks_failed(error))
 
-    # --- what runs on behalf of nobody ------------------------------------------------------------------
+    # --- steps without a request ------------------------------------------------------------------
 
     def finish_steps(self) -> None:
         while self._steps:

@@ -1,4 +1,4 @@
-"""Tickets by the moment at which they are late. Not thread-safe: the engine's lock is held."""
+"""Tickets ordered by their deadlines. Not thread-safe: call with the engine's lock held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxd_server.engine.request import Ticket
 
 
 class Deadlines:
-    """Those of tickets that are not done; the others are forgotten in passing."""
+    """The deadlines of unfinished tickets; finished ones are dropped lazily."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,24 +23,24 @@ class Deadlines:
     def add(self, ticket: Ticket) -> None:
         if ticket.timeout is None:
             return
-        if len(self._heap) > self._limit:  # most of them belong to requests that are done
+        if len(self._heap) > self._limit:  # most of them belong to finished requests
             self._heap = [entry for entry in self._heap if not entry[2].done]
             heapq.heapify(self._heap)
             self._limit = 2 * len(self._heap) + 64
         heapq.heappush(self._heap, (self._clock() + ticket.timeout, next(self._numbers), ticket))
 
     def wait_seconds(self) -> float:
-        """Until the next one."""
+        """Seconds until the next deadline."""
         return max(0.0, self._heap[0][0] - self._clock()) if self._heap else math.inf
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`take_late` may have something. Needs no lock: it only looks."""
+        """Whether :meth:`take_late` may return a ticket. Needs no lock, because it only reads."""
         heap = self._heap
         return bool(heap) and (heap[0][0] <= self._clock() or heap[0][2].done)
 
     def take_late(self) -> list[Ticket]:
-        """Those that have passed, each once."""
+        """Return the tickets whose deadline has passed, each once."""
         now, late = self._clock(), []
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].done):
             late.append(heapq.heappop(self._heap)[2])

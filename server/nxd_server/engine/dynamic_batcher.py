@@ -1,8 +1,8 @@
-"""Dynamic batching of one-shot models: in the engine's thread, calls share steps.
+"""Dynamic batching of one-shot models in the engine's thread: calls share steps.
 
-Requests share a step only where the manifest says that rows are independent: every input may be padded on dimension 0
-and every output is cut there. Then waiting requests are put together up to the largest batch of the length that the
-oldest one needs, after ``max_delay_ms`` at the latest; shorter ones are padded with the declared values, and each
+Requests share a step only if the manifest declares that rows are independent: every input may be padded on dimension 0
+and every output is cut there. Then waiting requests are batched, up to the largest batch of the length that the
+oldest one needs, after at most ``max_delay_ms``. Shorter inputs are padded with the declared values, and each
 caller gets the rows and lengths it sent. Any other model runs one request at a time.
 """
 
@@ -33,7 +33,7 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class Job:
-    """One request. ``alone``: it was in a step that failed, and shares none any more."""
+    """One request. ``alone``: it was in a step that failed, and does not share steps any more."""
 
     inputs: dict[str, torch.Tensor]
     future: Future
@@ -49,7 +49,7 @@ class DynamicBatcher:
     """The :class:`~nxd_server.engine.engine_thread.Batcher` of a one-shot model."""
 
     def __init__(self, model: RoutingModel, parts: EngineParts, batches: bool, max_delay: float):
-        """``batches``: requests may share a step; ``max_delay``: seconds that one waits for others to share its."""
+        """``batches``: requests may share a step; ``max_delay``: seconds a request waits for others to join."""
         self._model = model
         self._batches = batches
         self._kernel = "bucket-kernel" in model.manifest.requires
@@ -63,13 +63,13 @@ class DynamicBatcher:
     # --- any thread -------------------------------------------------------------------------------------
 
     def put(self, job: Job) -> None:
-        """Queue a job; called under the lock."""
+        """Queue a job; call with the lock held."""
         self._arrivals.append(job)
         self._lock.notify_all()
 
     @property
     def running(self) -> int:
-        """Jobs inside the step that runs."""
+        """Number of jobs in the running step."""
         return len(self._current)
 
     # --- steps ------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class DynamicBatcher:
         return max(0.0, min(moments, default=math.inf) - time.monotonic())
 
     def _ready(self) -> list[Job]:
-        """Those of the waiting that may begin, oldest first."""
+        """Return the waiting jobs that may begin, oldest first."""
         if not self._gate.wanted:
             return self._pending
         return [job for job in self._pending if self._gate.may_begin(job.whole)]
@@ -121,7 +121,7 @@ class DynamicBatcher:
             self._told(job)
 
     def _take(self, jobs: list[Job]) -> None:
-        """Move ``jobs`` into the step; those that were cancelled at the last moment drop out."""
+        """Move ``jobs`` into the step, except those cancelled at the last moment."""
         self._current = []
         for job in jobs:
             self._pending.remove(job)
@@ -133,13 +133,13 @@ class DynamicBatcher:
                 self._told(job)
 
     def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
-        """The bucket to run next, who is in it (the oldest, and others that share its names and fit), and how many
-        rows there is room for at most."""
+        """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
+        rows that it has room for."""
         head = ready[0]
         fitting = [bucket for bucket in self._model.manifest.buckets if bucket_fits(bucket, head.inputs)]
         if not self._batches or head.alone:
             return min(fitting, key=elements), [head], 1
-        # The smallest length that takes the oldest; among its batch sizes the one with the most rows per second.
+        # The smallest length that fits the oldest job; of its batch sizes, the one with the most rows per second.
         shape = row_shape(min(fitting, key=lambda bucket: (row_elements(bucket), bucket.inputs[0].shape[0])))
         buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
         buckets.sort(key=lambda bucket: bucket.inputs[0].shape[0])
@@ -147,7 +147,7 @@ class DynamicBatcher:
         room = widest.inputs[0].shape[0]
         group, rows = [], 0
         for job in ready:
-            same = job.inputs.keys() == head.inputs.keys()  # and none is to go alone: those stand before all others
+            same = job.inputs.keys() == head.inputs.keys()  # no job here is ``alone``: those precede all others
             if same and rows + job.rows <= room and bucket_fits(widest, job.inputs):
                 group.append(job)
                 rows += job.rows
@@ -176,7 +176,7 @@ class DynamicBatcher:
             outputs, seconds = self._steps.execute(bucket.name, self._tensors(bucket, jobs), rows, total - rows)
         except FATAL:
             raise
-        except Exception as error:  # nothing is lost but this step
+        except Exception as error:  # only this step is lost
             self._current = []
             if len(jobs) == 1:
                 self._fail(jobs[0], _failure(error))
@@ -191,11 +191,11 @@ class DynamicBatcher:
             own = [value.narrow(0, start, job.rows) for value in values] if self._batches else values
             start += job.rows
             mine = cut(bucket, job.inputs, own)
-            # Copies: one caller's result must not keep everybody's rows alive, nor be shared memory with them.
+            # Copy, so that one caller's result neither keeps the rows of the others alive nor shares memory with them.
             self._succeed(job, {spec.name: value.clone() for spec, value in zip(bucket.outputs, mine, strict=True)})
 
     def _tensors(self, bucket: BucketSpec, jobs: list[Job]) -> Outputs:
-        """The inputs of all ``jobs`` in the bucket's shapes."""
+        """Return the inputs of all ``jobs`` in the bucket's shapes."""
         tensors = {}
         for spec in bucket.inputs:
             if spec.name not in jobs[0].inputs:
@@ -214,7 +214,7 @@ class DynamicBatcher:
         return tensors
 
     def _run_kernel(self, job: Job) -> None:
-        """A model with its user's own routing: called exactly as its user would."""
+        """Run a model with user-defined routing, called exactly as its user would."""
         try:
             with self._steps.visible(""):
                 result = self._model.forward(**job.inputs)
@@ -231,7 +231,7 @@ class DynamicBatcher:
             result = dict(zip(names, result if isinstance(result, (tuple, list)) else [result], strict=False))
         self._succeed(job, result)
 
-    # --- ends -------------------------------------------------------------------------------------------
+    # --- endings -------------------------------------------------------------------------------------------
 
     def _succeed(self, job: Job, outputs: Outputs) -> None:
         try:
@@ -266,7 +266,7 @@ class DynamicBatcher:
             self._fail(job, error)
 
     def ranks_lost(self, error: BaseException) -> None:
-        """A graph that raised did so over the step's own requests: only they are in doubt, and one alone is guilty."""
+        """If a graph raised, one of the step's requests is at fault: only those are in doubt, others are kept."""
         if not isinstance(error, RankFailedError):
             self.fail_all(ranks_failed(error))
             return
@@ -279,13 +279,13 @@ class DynamicBatcher:
         self._separate(suspects)
 
     def _separate(self, jobs: list[Job]) -> None:
-        """One of ``jobs`` is at fault, and nobody knows which: each goes alone, before all others."""
+        """Run each of ``jobs`` alone, before all others, because one of them is at fault and it is unknown which."""
         for job in jobs:
             job.alone = True
         self._pending = [*jobs, *self._pending]
 
     def finish_steps(self) -> None:
-        return  # each is finished by the work that began it
+        return  # ``work`` finishes each step it begins
 
     def graph_names(self) -> list[str]:
         return [bucket.name for bucket in self._model.manifest.buckets]

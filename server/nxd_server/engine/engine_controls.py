@@ -1,4 +1,4 @@
-"""What the owner of an engine does with it, whatever its steps are: start and end it, change weights, see how it is."""
+"""The controls of an engine for its owner, whatever its steps are: start, close, change weights, health."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EngineT = TypeVar("EngineT", bound="EngineControls")
 
 
 class EngineControls:
-    """Hands each call to the part that does it; an engine adds what it takes requests with."""
+    """Delegates each call to the part responsible; a subclass adds how requests are submitted."""
 
     def __init__(
         self,
@@ -34,15 +34,15 @@ class EngineControls:
         self.updates = WeightUpdates(self.thread, parts.gate)
 
     def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
-        """As :meth:`EngineThread.start`."""
+        """See :meth:`EngineThread.start`."""
         self.thread.start(on_progress=on_progress, wait=wait)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """As :meth:`EngineThread.drain`."""
+        """See :meth:`EngineThread.drain`."""
         return self.thread.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """As :meth:`EngineThread.close`."""
+        """See :meth:`EngineThread.close`."""
         self.thread.close(timeout)
 
     def __enter__(self: EngineT) -> EngineT:
@@ -54,21 +54,21 @@ class EngineControls:
         self.close()
 
     def wait_failed(self, timeout: float | None = None) -> bool:
-        """As :meth:`EngineThread.wait_failed`."""
+        """See :meth:`EngineThread.wait_failed`."""
         return self.thread.wait_failed(timeout)
 
     def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
-        """Swap the model's weights between requests; the new version (the artifact's own are version 0).
+        """Swap the model's weights between requests; return the new version (the artifact's weights are version 0).
 
-        They are checked and cut for every rank while requests go on. Then what has begun is finished on the old
-        weights, what waits or comes begins on the new ones, and no request is refused.
+        The weights are checked and sharded for every rank while requests continue. Then requests that have begun finish
+        on the old weights, waiting and later ones begin on the new weights, and none is rejected.
 
         Args:
-            weights, tag: as ``TensorParallelModel.update_weights`` takes them, all of them.
-            timeout: seconds that requests which have begun may take to finish.
+            weights, tag: as for ``TensorParallelModel.update_weights``; the complete weights.
+            timeout: seconds that requests that have begun may take to finish.
 
-        Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError; the old
-        weights stay. After RankFailedError the ranks are started again with them.
+        Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError, and keeps
+        the old weights. After a RankFailedError the ranks are restarted with them.
         """
         return self.updates.update(weights, tag, timeout)
 
@@ -92,7 +92,7 @@ class EngineControls:
 
     @property
     def verdict(self) -> str:
-        """Why the engine has failed for good, with the way out where there is one."""
+        """Why the engine has failed for good, with the fix if there is one."""
         return self.thread.verdict
 
     def health(self) -> EngineHealth:
@@ -115,7 +115,7 @@ class EngineControls:
         )
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
+        """Return the current counters and gauges."""
         queue, steps = self.parts.queue, self.parts.steps
         return EngineStats(
             state=self.state,

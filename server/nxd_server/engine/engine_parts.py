@@ -1,4 +1,4 @@
-"""The parts that an engine's thread and its callers share."""
+"""The parts shared by an engine's thread and its callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_server.engine.weight_swap import WeightGate
 
 
 class EngineParts:
-    """One engine's parts, each with one job, and the one lock of those that callers touch."""
+    """One engine's parts, each with one job, and the lock of those that callers use."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The thread that owns a model: its life, failure and recovery. What a step is, a :class:`Batcher` says.
+"""The thread that owns a model: lifecycle, failure and recovery. A :class:`Batcher` defines what a step is.
 
-One thread runs every step, so nothing else needs the model's lock; callers only put requests into queues under the
-engine's lock. When the ranks fail, every request fails with a typed error, and the ranks are started again as often
-as ``restarts`` allows; beyond that the state is ``failed`` for good, and whoever serves is told (``wait_failed``). A
-graph that *raised* (RankFailedError) after others had worked is its input's fault and does not use up a restart.
+One thread runs every step, so nothing else needs the model's lock; callers only queue requests under the
+engine's lock. When the ranks fail, every request fails with a typed error, and the ranks are restarted as often
+as ``restarts`` allows; beyond that the state is ``failed`` for good, which ``wait_failed`` reports. A graph that
+*raised* (RankFailedError) after others had worked is its input's fault and does not count as a restart.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from nxd_server.threads import keep_off
 log = logging.getLogger("nxd_server.engine")
 
 IDLE_SECONDS = 1.0
-"""How long an idle thread sleeps at most before it looks after the ranks."""
+"""An idle thread checks the ranks at least this often."""
 
 
 class Batcher(Protocol):
-    """Puts requests into steps. Everything but :meth:`has_news` is called by the engine's thread alone."""
+    """Turns requests into steps. All methods except :meth:`has_news` are called only by the engine's thread."""
 
     def work(self) -> bool:
-        """Finish at most one step. False when there was nothing to do."""
+        """Finish at most one step. Return False if there was nothing to do."""
         ...
 
     def has_news(self) -> bool:
-        """Whether callers left something to do; called under the lock."""
+        """Whether callers left something to do; called with the lock held."""
         ...
 
     def wait_seconds(self) -> float:
-        """How long an idle thread may sleep: until the next deadline, at most."""
+        """Return how long an idle thread may sleep: at most until the next deadline."""
         ...
 
     def graph_names(self) -> list[str]:
-        """The graphs that may run."""
+        """Return the graphs that may run."""
         ...
 
     def padding_inputs(self, name: str) -> Tensors | None:
-        """Inputs that run a graph on behalf of nobody; None when that is not possible."""
+        """Return padding inputs that run a graph without a request; None if that is not possible."""
         ...
 
     def warmed(self) -> None:
-        """Undo what warm-up did to the states, where it did anything."""
+        """Undo the effects of warm-up on the states, if any."""
         ...
 
     def finish_steps(self) -> None:
-        """Wait for what the ranks have been given."""
+        """Wait for the steps that were given to the ranks."""
         ...
 
     def ranks_lost(self, error: BaseException) -> None:
-        """End those requests that are lost with the ranks, which are about to be started again."""
+        """End the requests that are lost with the ranks, which are about to be restarted."""
         ...
 
     def fail_all(self, error: Exception) -> None:
@@ -69,7 +69,7 @@ class Batcher(Protocol):
 
 
 class EngineThread:
-    """Thread, state, health and recovery around one model."""
+    """The thread, state, health and recovery of one model."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class EngineThread:
         idle_probe: float | None,
         on_state: Callable[[str], None] | None,
     ):
-        """``idle_probe``: seconds without a step after which a step of padding alone shows that the ranks still answer
+        """``idle_probe``: seconds without a step after which a step of padding checks that the ranks still answer
         (None: never); ``on_state(state)`` is called at every change."""
         self.model = parts.model
         self.restarts = parts.restarts
         self.verdict = ""
-        """Why the engine has failed for good, with the way out where there is one."""
+        """Why the engine has failed for good, with the fix if there is one."""
         self.error: BaseException | None = None
         """The last failure of the ranks."""
         self._name = name
@@ -98,12 +98,12 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._last_alive_check = 0.0
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- lifecycle -----------------------------------------------------------------------------------------
 
     def start(self, *, on_progress: Progress | None = None, wait: bool = True) -> None:
-        """Run graphs, measure them, and take requests. ``on_progress(done, total, bucket)`` follows the warm-up.
+        """Run and measure graphs, then accept requests. ``on_progress(done, total, bucket)`` follows the warm-up.
 
-        With ``wait``, returns when ready, and raises EngineUnavailableError when the warm-up failed.
+        With ``wait``, returns when ready, and raises EngineUnavailableError if the warm-up failed.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -119,8 +119,8 @@ class EngineThread:
                 raise EngineUnavailableError(f"the engine did not start: {reason}", self._state) from error
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others. True when all ended by themselves within ``timeout`` seconds;
-        those that did not are failed with EngineUnavailableError when the engine is closed."""
+        """Accept no new requests and wait for the others. True if all ended by themselves within ``timeout`` seconds;
+        the rest fail with EngineUnavailableError when the engine is closed."""
         with self._lock:
             self._queue.draining = True
             self._gate.abandon("draining")
@@ -132,7 +132,7 @@ class EngineThread:
         return done and self._state != "failed"
 
     def close(self, timeout: float = 60.0) -> None:
-        """End the thread after the step that it waits for; what still runs fails. The model stays its owner's."""
+        """End the thread after its current step; unfinished requests fail. The model still belongs to its owner."""
         with self._lock:
             self._closing = True
             self._gate.abandon("closed")
@@ -162,7 +162,7 @@ class EngineThread:
 
     @property
     def native_id(self) -> int | None:
-        """The thread's number in the system."""
+        """The thread's id in the operating system."""
         return None if self._thread is None else self._thread.native_id
 
     @property
@@ -181,11 +181,11 @@ class EngineThread:
                 log.exception("on_state(%r) raised", state)
 
     def check_open(self, continuing: bool = False) -> None:
-        """EngineUnavailableError, counted, unless requests are taken; called under the lock.
+        """Raise and count EngineUnavailableError unless requests are accepted; call with the lock held.
 
-        ``continuing``: a part of a request that has run in part already, which a drain lets finish.
+        ``continuing``: part of a request that has already run in part, which a drain lets finish.
         """
-        state = self._state if continuing else self.state  # a drain lets what runs finish
+        state = self._state if continuing else self.state  # a drain lets running requests finish
         if state == "ready" and not self._closing:
             return
         self._queue.rejected["unavailable"] += 1
@@ -225,7 +225,7 @@ class EngineThread:
         keep_off(self.model.lead_cores)
 
     def _change_weights(self) -> bool:
-        """Make the change that is wanted, if nothing is left that it waits for. False when the engine is over."""
+        """Make the wanted change, if nothing is left to wait for. Return False if the engine is over."""
         if not self._gate.due:
             return True
         self._batcher.finish_steps()
@@ -246,7 +246,7 @@ class EngineThread:
         return True
 
     def _idle(self) -> None:
-        """Sleep until there is work; now and then make sure that the ranks are alive and answer."""
+        """Sleep until there is work; periodically check that the ranks are alive and answer."""
         with self._lock:
             if self._closing:
                 return
@@ -266,9 +266,9 @@ class EngineThread:
     # --- failure --------------------------------------------------------------------------------------
 
     def _recover(self, error: BaseException, *, begun: bool = True) -> bool:
-        """End every request, and start the ranks again if that is still allowed. False when it is over.
+        """End every request, and restart the ranks if that is still allowed. Return False if the engine is over.
 
-        ``begun``: False when no request has begun, so that none has lost anything: they go on waiting.
+        ``begun``: False if no request has begun, so that none has lost anything: they keep waiting.
         """
         log_failure(log, "the ranks failed", error)
         forget_frames(error)

@@ -1,5 +1,5 @@
-"""The engine of decoders as its callers meet it: a request is checked and queued here, and answered by the engine's
-thread (:class:`ContinuousBatcher`)."""
+"""The engine of decoders. Requests are checked and queued here, and answered by the engine's thread
+(:class:`ContinuousBatcher`)."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Engine(EngineControls):
         clock: Callable[[], float] = time.monotonic,
     ):
         """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
-        are refused. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: tokens
-        to guess ahead. ``costs``: seconds by graph in place of what is measured, so that the same steps are chosen in
-        every run; ``clock``: of the requests' timeouts.
+        are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
+        guesses per step. ``costs``: seconds by graph, used instead of measurements so that every run chooses the same
+        steps; ``clock`` times the requests' timeouts.
 
-        Raises ModelConfigError when the artifact is not one for generation, or was not traced to verify guesses.
+        Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses.
         """
         manifest = model.manifest
         meta = manifest.metadata
@@ -101,7 +101,7 @@ class Engine(EngineControls):
             ),
             Speculation(verifying, speculate, parts.costs),
             {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},
-            [graph.name for graph in (*graphs, *verifying)],  # those that verify only where guesses are made
+            [graph.name for graph in (*graphs, *verifying)],  # verifying graphs only if speculating
         )
         super().__init__("Engine", parts, self._batcher, idle_probe, on_state)
 
@@ -116,17 +116,17 @@ class Engine(EngineControls):
         adapter: str | None = None,
         whole: WholeRequest | None = None,
     ) -> Ticket:
-        """Queue a request; its events come from the engine's thread.
+        """Queue a request; its events are sent from the engine's thread.
 
         Args:
             prompt_tokens: 1 to ``max_len`` token ids.
             params: ``n`` choices are ``n`` sequences with seeds derived from the request's.
-            timeout: seconds until the request fails with DeadlineExceededError, queueing included.
+            timeout: seconds until the request fails with DeadlineExceededError, including queueing.
             adapter: the name of a loaded adapter; None is the model itself.
-            whole: the request that this is a part of, all of which the same weights answer.
+            whole: the request that this is a part of; the same weights answer all its parts.
 
-        Raises RequestError (PromptTooLongError and MaxTokensError for what does not fit into ``max_len``,
-        UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; nothing is queued then.
+        Raises RequestError (PromptTooLongError and MaxTokensError if it does not fit into ``max_len``,
+        UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; then nothing is queued.
         """
         queue, inbox = self.parts.queue, self._inbox
         try:

@@ -1,7 +1,7 @@
-"""Steps that the ranks have: the one that runs and, where the next one's tokens may be unknown, that one too.
+"""The steps in flight: the running one and, if the next one's tokens may be unknown, the next one too.
 
-What a step gives is looked at while the next one runs, so that ranks never wait for it. A choice that ends then is in
-the next step all the same, and what that gives for it is ignored.
+The outputs of a step are processed while the next one runs, so that ranks never wait for that. A choice that ends is
+then still in the next step, whose output for it is ignored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ log = logging.getLogger("nxd_server.engine")
 
 
 def steps_may_follow(model: Model) -> bool:
-    """Whether a step is begun while the one before it runs.
+    """Whether a step may begin while the previous one runs.
 
-    The model must take arrays, in processes, and its graphs a token that is not known yet, in steps of one token. And
-    several ranks must leave a core: one that the engine took from a rank amid a step would keep all of them waiting
-    (some 2 % slower at tp 2 on two cores); between two steps they wait anyhow. Readings: docs/benchmarks.md.
+    The model must take arrays and run in processes, and its graphs must accept an unknown token and decode one token
+    per row. With several ranks a core must be free: if the engine took a core from a rank during a step, all ranks
+    would wait (2 % slower at tp 2 on two cores); between two steps they wait anyway. See docs/benchmarks.md.
     """
     tokens = [tokens_input(bucket) for bucket in model.manifest.buckets]
     unknown = all(spec.minimum is not None and spec.minimum <= UNKNOWN for spec in tokens)
@@ -35,7 +35,7 @@ def steps_may_follow(model: Model) -> bool:
 
 class GenerationSteps:
     """Begins and finishes the scheduler's steps, in order. ``refuse(choice, error)`` ends a choice that cannot be
-    served; what ends the ranks (FATAL) is raised."""
+    served; errors that end the ranks (FATAL) are raised."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GenerationSteps:
         depth: int,
         refuse: Callable[[Choice, Exception], None],
     ):
-        """``depth``: how many the ranks may have at a time."""
+        """``depth``: most steps in flight."""
         self._steps, self.inputs, self._refuse = steps, inputs, refuse
         self._in_flight = steps.in_flight
         self.depth = depth
@@ -57,7 +57,7 @@ class GenerationSteps:
         return len(self._in_flight) >= self.depth
 
     def begin(self, step: Step[Choice]) -> Step[Choice] | None:
-        """Hand ``step`` to the ranks; what they got of it, if anything."""
+        """Give ``step`` to the ranks; return the part that they got, if any."""
         inputs = self.inputs[step.graph.name]
         rows: list[Row[Choice]] = []
         for row in step.rows:
@@ -84,7 +84,7 @@ class GenerationSteps:
         return step
 
     def finish(self) -> tuple[Step[Choice], StepOutputs, float] | None:
-        """Wait for the step that was begun first: it, what it gave, and its seconds; None when it was refused."""
+        """Wait for the oldest step in flight; return it, its outputs and its seconds; None if it was rejected."""
         step: Step[Choice] = self._in_flight[0].work
         useful = sum(row.length for row in step.rows if not row.sequence.ended)
         try:
@@ -97,7 +97,7 @@ class GenerationSteps:
         return step, StepOutputs(outputs, step.graph.batch), seconds
 
     def _refuse_all(self, step: Step[Choice], error: Exception) -> None:
-        """The graph refused these rows; the ranks and the other requests live on."""
+        """Fail these rows because the graph rejected them; the ranks and the other requests continue."""
         log.error("a step of %s failed", step.graph.name, exc_info=error)
         for row in step.rows:
             self._refuse(row.sequence, error)

@@ -1,4 +1,4 @@
-"""Which one-shot requests may share a step, and which may run at all: the manifest's declarations, read once."""
+"""Which one-shot requests may share a step, and which can run at all, from the manifest's declarations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nxd_infer.runtime.router import fits
 
 
 def batches_rows(manifest: Manifest) -> bool:
-    """Whether the manifest declares that rows are independent: dimension 0 of every input padded, of every output cut.
+    """Whether the manifest declares rows independent: dimension 0 of every input is padded and of every output cut.
 
-    A model with a bucket kernel or with states of its own never batches.
+    A model with a bucket kernel or with its own states never batches.
     """
     if manifest.states or "bucket-kernel" in manifest.requires or not manifest.buckets:
         return False
@@ -33,7 +33,7 @@ def batches_rows(manifest: Manifest) -> bool:
 
 
 def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:
-    """InputMismatchError when the inputs of one request have different numbers of rows."""
+    """Raise InputMismatchError if the inputs of one request differ in their number of rows."""
     rows = {name: tensor.shape[0] for name, tensor in inputs.items()}
     if len(set(rows.values())) > 1:
         given = ", ".join(f"{name}: {count}" for name, count in rows.items())
@@ -41,7 +41,7 @@ def check_rows(inputs: Mapping[str, torch.Tensor]) -> None:
 
 
 def bucket_fits(bucket: BucketSpec, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether ``bucket`` takes these inputs, padded where that is declared."""
+    """Whether ``bucket`` takes these inputs, after any declared padding."""
     names = {spec.name for spec in bucket.inputs}
     if not inputs.keys() <= names:
         return False
@@ -51,15 +51,15 @@ def bucket_fits(bucket: BucketSpec, inputs: Mapping[str, torch.Tensor]) -> bool:
 
 
 def row_shape(bucket: BucketSpec) -> tuple:
-    """What buckets that differ in their batch size alone have in common."""
+    """Return the shape that buckets have in common if they differ only in batch size."""
     return tuple((spec.name, spec.dtype, tuple(spec.shape[1:])) for spec in bucket.inputs)
 
 
 def row_elements(bucket: BucketSpec) -> int:
-    """Input elements of one row."""
+    """Return the number of input elements per row."""
     return sum(math.prod(spec.shape[1:]) for spec in bucket.inputs)
 
 
 def elements(bucket: BucketSpec) -> int:
-    """Input elements of the whole bucket."""
+    """Return the number of input elements of the whole bucket."""
     return sum(math.prod(spec.shape) for spec in bucket.inputs)

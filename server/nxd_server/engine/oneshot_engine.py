@@ -1,5 +1,5 @@
-"""The engine of one-shot models (encoders, classifiers, any traced model) as its callers meet it: a call is checked and
-queued here, and answered by the engine's thread (:class:`DynamicBatcher`)."""
+"""The engine of one-shot models (encoders, classifiers, any traced model). Calls are checked and queued here, and
+answered by the engine's thread (:class:`DynamicBatcher`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nxd_server.engine.weight_swap import WholeRequest
 
 
 class OneShotEngine(EngineControls):
-    """Serve one model whose calls are independent of each other."""
+    """Serve one model whose calls are independent of one another."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class OneShotEngine(EngineControls):
         on_state: Callable[[str], None] | None = None,
         costs: Mapping[str, float] | None = None,
     ):
-        """``max_delay_ms``: how long a request may wait for others to share its step; ``costs``: seconds by bucket in
-        place of what is measured. Raises ModelConfigError for an artifact traced for generation."""
+        """``max_delay_ms``: how long a request may wait for others to share its step; ``costs``: seconds by bucket,
+        used instead of measurements. Raises ModelConfigError for an artifact traced for generation."""
         manifest: Manifest = model.manifest
         if manifest.metadata.get("task") == "generate":
             raise ModelConfigError("the artifact was traced for generation: use Engine")
@@ -59,7 +59,7 @@ class OneShotEngine(EngineControls):
         self._router = Router(manifest.buckets)
         self._batcher = DynamicBatcher(model, parts, self.batches, max_delay_ms / 1000)
         if manifest.states:
-            idle_probe = None  # it would change a model's own states
+            idle_probe = None  # a probe would change the model's states
         super().__init__("OneShotEngine", parts, self._batcher, idle_probe, on_state)
 
     def submit(
@@ -71,18 +71,18 @@ class OneShotEngine(EngineControls):
         continuing: bool = False,
         whole: WholeRequest | None = None,
     ) -> Future:
-        """Queue one call; the future gives the outputs by name, cut to this request's rows and lengths.
+        """Queue one call; the future returns the outputs by name, cut to this request's rows and lengths.
 
         Args:
-            inputs: tensors by name, with the traced dtypes, no larger than a bucket where padding is declared, and
-                equal to it elsewhere; inputs with a default may be left out.
+            inputs: tensors by name, with the traced dtypes; no larger than a bucket in padded dimensions and equal to
+                it in the others; inputs with a default may be omitted.
             timeout: seconds until the future fails with DeadlineExceededError, unless its step has begun.
-            convert: applied to the outputs in the engine's thread; the future gives what it returns.
-            continuing: part of a request that has run in part already: taken while draining, and however many wait for
-                new weights, too.
-            whole: the request that this is a part of, all of which the same weights answer.
+            convert: applied to the outputs in the engine's thread; the future returns its result.
+            continuing: part of a request that has already run in part: accepted while draining, and regardless of how
+                many requests wait for new weights.
+            whole: the request that this call is a part of; the same weights answer all its parts.
 
-        A future that is cancelled before its step begins costs nothing. Raises InputMismatchError or BucketError (with
+        Cancelling the future before its step begins costs nothing. Raises InputMismatchError or BucketError (with
         the bucket table), RequestError, QueueFullError or EngineUnavailableError at once.
         """
         tensors, queue = dict(inputs), self.parts.queue
@@ -102,7 +102,7 @@ class OneShotEngine(EngineControls):
         job = Job(tensors, future, rows, now, deadline, convert or dict, whole or WholeRequest())
         with self.parts.lock:
             self.thread.check_open(continuing)
-            if not (continuing and self.gate.wanted):  # those that fill the queue wait for this request to end
+            if not (continuing and self.gate.wanted):  # the queued requests wait for this one to end
                 queue.check(1)
             queue.taken(1)
             self.gate.take(job.whole, 1)

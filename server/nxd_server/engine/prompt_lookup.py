@@ -1,6 +1,6 @@
-"""Prompt lookup: guess that what stood behind the last few tokens before stands behind them again.
+"""Prompt lookup: guess that the tokens that followed the last few tokens earlier in the text follow them again.
 
-Answers that quote, edit, summarise or go in circles repeat their own context; guessing so costs no model. Source:
+Answers that quote, edit, summarise or repeat themselves repeat their context; this drafting needs no model. Source:
 "Prompt Lookup Decoding", Apoorv Saxena, 2023.
 """
 
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 RUNS = (3, 2)
-"""Lengths of the runs that are looked for, the surer one first."""
+"""Lengths of the n-grams to look up, the more reliable one first."""
 RECENT = 0.2
-"""The weight of the newest guess in the share of right ones."""
+"""The weight of the newest guess in the acceptance rate."""
 
 
 class Lookup:
-    """The text of one sequence, prompt and answer, by its runs of tokens. Extending and guessing are O(1) a token."""
+    """The n-gram index of one sequence, prompt and answer. Extending and drafting are O(1) per token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}
-        """Where the text goes on behind the newest place of a run. The text's end is no such place: nothing follows."""
+        """The position after the latest occurrence of an n-gram, except one at the end of the text."""
         self.share = 0.5
-        """Of recent guesses behind right ones, how many were right: what to expect of the next."""
+        """The acceptance rate of recent guesses whose predecessors were accepted."""
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append to the text."""
+        """Append tokens to the text."""
         text = self.tokens
         for token in tokens:
             for run in RUNS:
@@ -34,7 +34,7 @@ class Lookup:
             text.append(token)
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """The next ``count`` tokens, or none. A repetition that reaches the end of the text is taken to go on."""
+        """Return the next ``count`` tokens, or none. A repetition up to the end of the text is assumed to continue."""
         text = self.tokens
         for run in RUNS:
             place = self._behind.get(tuple(text[-run:]))
@@ -43,10 +43,10 @@ class Lookup:
         return ()
 
     def learn(self, right: int, tried: int) -> None:
-        """Of ``tried`` guesses the first ``right`` were right; those behind a wrong one say nothing."""
+        """Record that of ``tried`` guesses the first ``right`` were accepted; those after a wrong guess are ignored."""
         for place in range(min(right + 1, tried)):
             self.share += RECENT * ((place < right) - self.share)
 
     def expected(self, count: int) -> float:
-        """Of ``count`` guesses, how many will be accepted: each needs all before it."""
+        """Return the expected number of accepted guesses out of ``count``: each needs all earlier ones to be right."""
         return sum(self.share ** (place + 1) for place in range(count))

@@ -1,4 +1,4 @@
-"""Who is let into an engine, how many are inside, and how they ended."""
+"""Admission to an engine: which requests are accepted, how many are inside, and how they ended."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from nxd_server.errors import QueueFullError, RequestError
 
 
 def check_timeout(timeout: float | None) -> None:
-    """RequestError for a ``timeout`` that is no positive number of seconds."""
+    """Raise RequestError unless ``timeout`` is None or a positive number of seconds."""
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
         raise RequestError("timeout", f"must be a positive number of seconds, got {timeout}")
 
 
 class QueueLimit:
-    """Counts the requests of one engine, and refuses those that would wait behind too many."""
+    """Counts the requests of one engine, and rejects those that would wait behind too many."""
 
     def __init__(self, lock: threading.Condition, max_queued_requests: int, capacity: int):
         """``lock`` is the engine's; ``capacity``: requests that fit without queueing."""
         self.max_queued_requests = max_queued_requests
         self.capacity = capacity
         self.draining = False
-        """Nobody new is let in."""
+        """Whether new requests are rejected."""
         self.inside = 0
-        """Requests taken and not finished; only changed under the lock."""
+        """Accepted and unfinished requests; only changed with the lock held."""
         self.untold = 0
-        """Requests whose callers have not been told their end yet: what a drain waits for."""
+        """Requests whose end has not been reported to the caller yet; a drain waits for them."""
         self.submitted = 0
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         """By reason: ``queue_full``, ``unavailable``, ``invalid``."""
         self._lock = lock
         self._request_seconds = 0.0
-        """A moving average of how long one request takes."""
+        """A moving average of the time per request."""
 
     def check(self, requests: int) -> None:
-        """A request is refused when it would wait behind ``max_queued_requests`` others; free capacity counts."""
+        """Raise QueueFullError if ``requests`` would wait behind too many others; free capacity counts."""
         limit = self.capacity + self.max_queued_requests
         if self.inside + requests <= limit:
             return
@@ -47,19 +47,19 @@ class QueueLimit:
         )
 
     def full(self, message: str, waiting: int) -> QueueFullError:
-        """The refusal, counted, of a request that ``waiting`` others wait before."""
+        """Count and return the error of a request with ``waiting`` others ahead of it."""
         self.rejected["queue_full"] += 1
         seconds = self._request_seconds * (waiting + 1) / max(1, self.capacity)
         return QueueFullError(message, min(60.0, max(1.0, seconds)))
 
     def taken(self, requests: int) -> None:
-        """Count requests that were taken in; called under the lock."""
+        """Count accepted requests; call with the lock held."""
         self.inside += requests
         self.untold += requests
         self.submitted += requests
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """Count one finished request; call it before its caller is told."""
+        """Count one finished request; call it before reporting the end to its caller."""
         self.finished[outcome] += 1
         if outcome in ("stop", "length", "done"):
             known = self._request_seconds
@@ -68,7 +68,7 @@ class QueueLimit:
             self.inside -= 1
 
     def told(self) -> None:
-        """The caller of a finished request has been told."""
+        """Record that the end of a request has been reported to its caller."""
         with self._lock:
             self.untold -= 1
             self._lock.notify_all()

@@ -1,4 +1,4 @@
-"""When lost ranks are started again, and how far that is."""
+"""When lost ranks are restarted, and the progress of a restart."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ log = logging.getLogger("nxd_server.engine")
 
 
 class RankRestarts:
-    """At most ``limit`` restarts within ``window`` seconds; some are excused and do not count.
+    """At most ``limit`` restarts within ``window`` seconds; excused ones do not count.
 
-    A recovery begins with a restart and ends with ranks that are ready, or with the engine: ranks that are lost once
-    more before that are started again within the same recovery.
+    A recovery begins with a restart and ends when the ranks are ready or the engine ends. Ranks that are lost again
+    before that are restarted within the same recovery.
     """
 
     def __init__(self, limit: int, window: float):
         self.count = 0
-        """All of them, since the engine was made."""
+        """All restarts since the engine was created."""
         self.hopeless = ""
-        """Why ranks are not started again at all, whatever the limit: whoever bounds a recovery has seen that it could
-        not be in time."""
+        """Why ranks are never restarted, whatever the limit: the code that bounds a recovery found that none could be
+        in time."""
         self.stage = ""
-        """What is waited for now."""
+        """What the recovery is waiting for now."""
         self.took: float | None = None
-        """Seconds of the last restart after which the ranks were ready, without those before it that failed."""
+        """Seconds of the last successful restart, without the failed ones before it."""
         self._limit, self._window = limit, window
         self._recent: list[float] = []
         self._begun: float | None = None
@@ -36,7 +36,7 @@ class RankRestarts:
         self._attempt = 0
 
     def refusal(self, excused: bool) -> str:
-        """Why the ranks may not be started again now, with the way out; empty when they may."""
+        """Return why the ranks may not be restarted now, with the fix; "" if they may."""
         if self.hopeless:
             return self.hopeless
         if self._limit == 0:
@@ -51,10 +51,10 @@ class RankRestarts:
         )
 
     def run(self, start: Callable[[], None], excused: bool, ending: Callable[[], str]) -> tuple[Exception, str] | None:
-        """Recover: call ``start``, and again when the ranks are lost in it, while that is allowed. None when they are
-        ready; else the last error, and what to say of it: why they are not started once more, where that might help.
+        """Recover: call ``start``, and again if the ranks are lost in it, while that is allowed. Return None once they
+        are ready; else the last error and its explanation, including why there is no further restart if one might help.
 
-        ``excused``: the first restart does not count; ``ending``: why there shall be no other one.
+        ``excused``: the first restart does not count; ``ending``: returns why no further restart should be made.
         """
         while True:
             log.info("starting the ranks again (%s)", self._begin(excused))
@@ -73,7 +73,7 @@ class RankRestarts:
                 return None
 
     def _begin(self, excused: bool) -> str:
-        """Count a restart, the first or another one of a recovery; which one it is, as text."""
+        """Count a restart of the current or a new recovery; return its number for the log."""
         self._latest, self.count = time.monotonic(), self.count + 1
         self._attempt = 1 if self._begun is None else self._attempt + 1
         self._begun = self._begun or self._latest
@@ -84,26 +84,26 @@ class RankRestarts:
         return f"{len(self._recent)} of {self._limit} times in {self._window:g} s"
 
     def at(self, stage: str) -> None:
-        """The restart has come to ``stage``."""
+        """Record the ``stage`` that the restart has reached."""
         self.stage = stage if self._attempt == 1 else f"{stage} (attempt {self._attempt})"
 
     def end(self) -> float:
-        """The recovery is over, whatever came of it; the seconds that it took."""
+        """End the recovery, successful or not; return its duration in seconds."""
         seconds = self.seconds or 0.0
         self._begun, self.stage = None, ""
         return seconds
 
     @property
     def seconds(self) -> float | None:
-        """How long the recovery in progress has taken; None when there is none."""
+        """Seconds since the current recovery began; None without one."""
         begun = self._begun
         return None if begun is None else time.monotonic() - begun
 
 
 def lost_again(error: Exception) -> Exception | None:
-    """What ended ranks that were being started, where another start may help; None where it cannot: the model was
-    closed, or its files do not fit."""
-    if isinstance(error, ModelClosedError):  # noticed by the call after it
+    """Return what ended the ranks during their start, if another start may help; else None: the model was closed, or
+    its files do not match."""
+    if isinstance(error, ModelClosedError):  # raised by a later call; the cause is the real error
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(error, RankFailedError):
         return None if error.foreseen else error

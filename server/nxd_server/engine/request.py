@@ -1,4 +1,4 @@
-"""One request in the engine: a ticket for its caller, and the choices that the engine works on."""
+"""A request in the engine: a ticket for its caller, and the choices that the engine works on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxd_server.text.detokenize import TextStream
 
 
 class Ticket:
-    """A request in the engine. ``cancel()`` and ``wait()`` from any thread."""
+    """A request in the engine. ``cancel()`` and ``wait()`` are thread-safe."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Ticket:
         cancel: Callable[[Ticket], None],
         whole: WholeRequest | None = None,
     ):
-        """``whole``: the request that this is a part of. Default: one of its own."""
+        """``whole``: the request that this is a part of. Default: a new one."""
         self.request_id = request_id
         self.whole = whole or WholeRequest()
         self.arrived = time.monotonic()
@@ -36,12 +36,12 @@ class Ticket:
         self.on_event = on_event
         self.choices: list[Choice] = []
         self.open = 0
-        """Choices without a terminal event; the engine's thread counts it down."""
+        """Choices without a terminal event; the engine's thread decrements it."""
         self._cancel = cancel
         self._done = threading.Event()
 
     def cancel(self) -> None:
-        """End the request now: a FinishEvent "cancelled" for every choice that is not finished. Harmless when done."""
+        """End the request now, with a FinishEvent "cancelled" for every unfinished choice. No effect once done."""
         if not self.done:
             self._cancel(self)
 
@@ -55,7 +55,7 @@ class Ticket:
         return self._done.wait(timeout)
 
     def close_one(self) -> None:
-        """A choice has had its terminal event."""
+        """Record that a choice has had its terminal event."""
         self.open -= 1
         if self.open == 0:
             self._done.set()
@@ -63,7 +63,7 @@ class Ticket:
 
 @dataclass(eq=False, kw_only=True)
 class Choice(Sequence):
-    """A sequence with everything the engine itself keeps of it."""
+    """A sequence with the engine's own data about it."""
 
     ticket: Ticket
     index: int
@@ -76,9 +76,9 @@ class Choice(Sequence):
 
 
 def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: str = "max_tokens") -> int:
-    """Tokens that may follow a prompt: what was asked, or (None) all that fit. At least one always does.
+    """Return how many tokens may follow a prompt: ``asked``, or (None) all that fit. At least one always fits.
 
-    Raises MaxTokensError naming ``field`` when more was asked than fits, PromptTooLongError when the prompt does not.
+    Raises MaxTokensError naming ``field`` if more was requested than fits, PromptTooLongError if the prompt does not.
     """
     if prompt_tokens > max_len:
         raise PromptTooLongError(prompt_tokens, max_len)
@@ -89,7 +89,7 @@ def max_new_tokens(asked: int | None, prompt_tokens: int, max_len: int, field: s
 
 
 def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[int]:
-    """The ids as a list of its own. RequestError naming ``field`` when it is empty, or for an id the model lacks."""
+    """Return the ids as a new list. Raises RequestError naming ``field`` if it is empty or has an unknown id."""
     ids = list(tokens)
     if not ids:
         raise RequestError(field, "has no tokens")
@@ -102,7 +102,7 @@ def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[in
 
 
 def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
-    """The prompt as a list of its own. Raises RequestError as :func:`check_token_ids` does, PromptTooLongError."""
+    """Return the prompt as a new list. Raises RequestError like :func:`check_token_ids`, and PromptTooLongError."""
     if len(tokens) > max_len:
         raise PromptTooLongError(len(tokens), max_len)
     return check_token_ids(tokens, vocab_size, "prompt")

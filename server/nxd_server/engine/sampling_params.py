@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, checked before anything is queued.
+"""How one request's tokens are sampled, checked before anything is queued.
 
 The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`: their checks here,
 their fields in a request's body (``http.openai.schemas``) and their inputs of a step (``core.step_inputs``) are made of
@@ -15,7 +15,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS, number, whole_numb
 from nxd_server.errors import RequestError
 
 GREEDY_BELOW = 1e-4
-"""A temperature under this is greedy: its limit, and no subnormal number ever reaches a graph."""
+"""Lower temperatures mean greedy, the limit of sampling; so no subnormal number ever reaches a graph."""
 SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -28,9 +28,9 @@ def _sampler(name: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stopping of one request; names and meaning as in OpenAI's API and vLLM.
+    """Sampling and stopping parameters of one request; names and meaning as in OpenAI's API and vLLM.
 
-    Raises :class:`RequestError` naming the field when a value is out of its range.
+    Raises :class:`RequestError` naming the field if a value is out of range.
     """
 
     max_tokens: int | None = 16
@@ -42,9 +42,9 @@ class SamplingParams:
     """0 (or -1) means off."""
     min_p: float = _sampler("min_p")
     seed: int | None = None
-    """None draws a random one. The same seed gives the same tokens whatever else is in the batch."""
+    """None: a random seed. The same seed gives the same tokens, whatever else is in the batch."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text; they are not included in it."""
     stop_token_ids: list[int] = field(default_factory=list)
     n: int = 1
     logprobs: int | None = None
@@ -78,7 +78,7 @@ class SamplingParams:
         put(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens = {self.max_tokens}")
-        # Graphs compute in float32, where a subnormal divisor makes infinities: use the limit's own meaning instead.
+        # Graphs compute in float32, where dividing by a subnormal number gives infinities: use the limit (greedy).
         if self.temperature < GREEDY_BELOW:
             put(self, "temperature", 0.0)
         put(self, "top_k", max(0, self.top_k))
@@ -86,7 +86,7 @@ class SamplingParams:
         if self.min_p < 1e-30:
             put(self, "min_p", 0.0)
         counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.counts)
-        put(self, "_penalised", any(getattr(self, name) != off for name, off in counting))  # asked for at every step
+        put(self, "_penalised", any(getattr(self, name) != off for name, off in counting))  # read at every step
 
     @property
     def greedy(self) -> bool:
@@ -94,11 +94,11 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether anything acts that hangs on the tokens before."""
+        """Whether any parameter is active whose effect depends on earlier tokens."""
         return self._penalised
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with these fields changed, checked again."""
+        """Return a copy with these fields changed, checked again."""
         return replace(self, **changes)
 
 

@@ -1,8 +1,8 @@
-"""Speculation: guess the next tokens of some rows, verify all guesses in one step, keep those that were right.
+"""Speculation: guess the next tokens of some rows, verify all guesses in one step, keep the right ones.
 
-A step that verifies reads the weights once for several tokens a row, and draws behind every guess the token that a step
-of its own would draw there, from the same seed and position. A guess is accepted when it is that token, so an answer is
-the same with and without speculation, greedy or drawn.
+A verifying step reads the weights once for several tokens per row. After every guess it draws the token that a
+separate step would draw there, from the same seed and position. A guess is accepted if it equals that token, so
+answers are the same with and without speculation, greedy or sampled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nxd_server.engine.core.sequence import Sequence as Generated
 from nxd_server.engine.core.step_costs import Graph, StepCosts
 
 RETRY = 32
-"""Of so many steps whose guesses would not pay, one is verified all the same: measured times may have changed."""
+"""Verify one step in this many whose guesses would not pay, because measured times may have changed."""
 
 
 def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: int) -> tuple[list[Graph], list[Graph]]:
-    """The graphs that decode and prefill, and those that verify ``speculate`` guesses (none for 0).
+    """Return the graphs that decode and prefill, and those that verify ``speculate`` guesses (none for 0).
 
-    Raises ModelConfigError as :func:`check_speculate`.
+    Raises ModelConfigError like :func:`check_speculate`.
     """
     traced = check_speculate(metadata, speculate)
     listed = list(graphs)
@@ -32,7 +32,7 @@ def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: i
 
 
 def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
-    """How many guesses the artifact verifies; ModelConfigError when these are fewer than ``speculate``."""
+    """Return how many guesses the artifact verifies. Raises ModelConfigError if that is less than ``speculate``."""
     traced = int(metadata.get("speculate", 0))
     if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
         raise ModelConfigError(f"speculate = {speculate!r}: expected a whole number; 0 is off")
@@ -45,10 +45,10 @@ def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
 
 
 class Speculation:
-    """Puts guesses into decode steps where they pay, and counts what came of them. Belongs to the engine's thread."""
+    """Adds guesses to decode steps if they pay, and counts accepted ones. Used only by the engine's thread."""
 
     def __init__(self, graphs: Iterable[Graph], tokens: int, costs: StepCosts):
-        """``graphs`` verify, each at its batch size; ``tokens`` are guessed for a row at most."""
+        """``graphs`` verify, each at its batch size; ``tokens``: most guesses per row."""
         self._graphs = {graph.batch: graph for graph in graphs}
         self.active = bool(self._graphs)
         self._tokens = tokens
@@ -58,7 +58,7 @@ class Speculation:
         self.accepted = 0
 
     def put(self, step: Step) -> Step:
-        """``step`` with guesses in its rows, in the graph that verifies; ``step`` itself where that would not pay."""
+        """Return ``step`` with guesses in its rows, for the verifying graph; ``step`` itself if that would not pay."""
         graph = self._graphs.get(step.graph.batch)
         if step.kind != "decode" or graph is None:
             return step
@@ -72,7 +72,7 @@ class Speculation:
         if (len(rows) + gain) * self._costs[step.graph.name] <= len(rows) * self._costs[graph.name]:
             self._passed += 1
             if self._passed % RETRY:
-                return replace(step, rows=tuple(rows))  # what was guessed is remembered, to learn from, but not fed
+                return replace(step, rows=tuple(rows))  # keep the guesses, to learn from them, but do not feed them
         rows = [replace(row, length=1 + len(row.draft)) for row in rows]
         self.drafted += sum(len(row.draft) for row in rows)
         return Step("decode", graph, tuple(rows))
@@ -86,7 +86,7 @@ class Speculation:
         return lookup.draft(count)
 
     def settle(self, row: Row, tokens: Sequence[int]) -> Row:
-        """``row`` as long as its guesses were right, of a step that gave ``tokens`` behind its tokens in order."""
+        """Return ``row`` cut after its last right guess; ``tokens`` are the step's outputs after each token fed."""
         if not row.draft:
             return row
         right, tried = 0, max(1, row.length - 1)
@@ -96,16 +96,16 @@ class Speculation:
         if row.length == 1:
             return row
         self.accepted += right
-        row.sequence.computed = row.start + 1 + right  # what the cache holds of wrong guesses is written over
+        row.sequence.computed = row.start + 1 + right  # cache entries of wrong guesses get overwritten
         return replace(row, length=1 + right)
 
 
 def room(sequence: Generated, tokens: int) -> int:
-    """How many tokens may be guessed for ``sequence``, of ``tokens`` at most."""
+    """Return how many tokens may be guessed for ``sequence``, at most ``tokens``."""
     params, made = sequence.params, len(sequence.output)
     if params.penalised:
-        return 0  # its counts could not be taken back
+        return 0  # token counts of wrong guesses could not be undone
     room = min(tokens, sequence.max_new_tokens - made - 1)
-    if made < params.min_tokens:  # the mask that keeps the end away is one for all tokens of a row
+    if made < params.min_tokens:  # one mask against ending holds for all tokens of a row
         room = min(room, params.min_tokens - made - 1)
     return max(0, room)

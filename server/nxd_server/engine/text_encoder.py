@@ -1,4 +1,4 @@
-"""Texts through an encoder: tokens in, one vector (an embedding, or a classifier's logits) out for each text."""
+"""Run texts through an encoder: one vector (an embedding, or a classifier's logits) per text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
 Tokens = tuple[list[int], list[int]]
-"""The ids of a text and their types."""
+"""The token ids of a text, and their token type ids."""
 OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits"}
 
 
@@ -29,20 +29,20 @@ class Encoded:
     values: torch.Tensor
     """float32: the embedding [hidden], or the logits [labels]."""
     tokens: int
-    """How many tokens the text had, special ones included."""
+    """Number of tokens of the text, including special tokens."""
 
 
 def is_pair(value: object) -> TypeGuard[tuple[str, str]]:
-    """Whether it is two texts."""
+    """Whether ``value`` is a pair of texts."""
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 class TextEncoder:
-    """Tokenize, check and submit texts to a :class:`OneShotEngine`; long waits are the engine's."""
+    """Tokenizes, checks and submits texts to a :class:`OneShotEngine`, which does all waiting."""
 
     def __init__(self, engine: OneShotEngine, tokenizer: Tokenizer):
-        """Raises ModelConfigError when the artifact is neither an embedder nor a classifier, ArtifactVersionError for a
-        classifier whose scores mean what is not known here."""
+        """Raises ModelConfigError if the artifact is neither an embedder nor a classifier, ArtifactVersionError for a
+        classifier whose kind of scores is unknown."""
         metadata = engine.model.manifest.metadata
         task = metadata.get("task")
         if task not in OUTPUT_OF_TASK:
@@ -52,9 +52,9 @@ class TextEncoder:
         self.task: str = task
         self.labels: list[str] = [str(label) for label in metadata.get("labels") or []]
         self.scores = scores_of(metadata)
-        """What a classifier's logits mean."""
+        """The meaning of a classifier's logits."""
         self.prompts: dict[str, str] = metadata.get("prompts") or {}
-        """By name, what sentence-transformers' files say to put in front of a text."""
+        """By name, the prompts to prepend to a text, from the sentence-transformers files."""
         self._default_prompt: str | None = metadata.get("default_prompt")
         specs = {spec.name: spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs}
         if "input_ids" not in specs:
@@ -79,7 +79,7 @@ class TextEncoder:
         field: str = "input",
         whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
-        """Encode one text, a pair of them as one input, or token ids taken as they are: :meth:`tokens`, submitted."""
+        """Encode a text, a pair of texts as one input, or token ids as given: submits the result of :meth:`tokens`."""
         tokens = self.tokens(text, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, field=field)
         return self.submit_tokens(tokens, timeout=timeout, field=field, whole=whole)
 
@@ -91,10 +91,10 @@ class TextEncoder:
         truncate_prompt_tokens: int | None = None,
         field: str = "input",
     ) -> Tokens:
-        """The token ids, and their types, of a text, of a pair of them as one input, or of token ids.
+        """Return the token ids, and their types, of a text, of a pair of texts as one input, or of token ids.
 
-        ``prompt_name``: which of :attr:`prompts` to put in front of a text; None is the model's default, if it has one.
-        ``truncate_prompt_tokens``: cut the end to as many tokens, special ones included; -1: to as many as fit.
+        ``prompt_name``: the prompt in :attr:`prompts` to prepend to a text; None: the model's default, if it has one.
+        ``truncate_prompt_tokens``: truncate to this many tokens, including special ones; -1: to as many as fit.
 
         Raises RequestError naming ``field``, and PromptTooLongError.
         """
@@ -104,7 +104,7 @@ class TextEncoder:
             ids, types = self.tokenizer.encode_with_types(*parts, field=field, most=most, limit=self.max_len)
         else:
             ids = cast("Sequence[int]", text)[:most]
-            if len(ids) > self.max_len:  # before every one is looked at
+            if len(ids) > self.max_len:  # before each id is checked
                 raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
             ids = check_token_ids(ids, self._vocab_size, field)
             types = [0] * len(ids)
@@ -119,7 +119,7 @@ class TextEncoder:
         continuing: bool = False,
         whole: WholeRequest | None = None,
     ) -> Future[Encoded]:
-        """Encode what :meth:`tokens` made; raises what :meth:`OneShotEngine.submit` does, RequestError for none."""
+        """Encode the result of :meth:`tokens`. Raises as :meth:`OneShotEngine.submit`; RequestError without tokens."""
         ids, types = tokens
         if not ids:
             raise RequestError(field, "has no tokens")
@@ -137,7 +137,7 @@ class TextEncoder:
         return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)
 
     def parts(self, text: str | tuple[str, str] | Sequence[int], prompt_name: str | None) -> tuple[str, ...]:
-        """The one or two texts to tokenise, the model's prompt before a text; none for token ids."""
+        """Return the one or two texts to tokenize, a text with the model's prompt prepended; none for token ids."""
         if isinstance(text, str):
             return (self._prompt(prompt_name) + text,)
         if prompt_name is not None:
@@ -145,7 +145,7 @@ class TextEncoder:
         return text if is_pair(text) else ()
 
     def most(self, asked: int | None) -> int | None:
-        """The length to cut to; None: no cut. RequestError for one that is none, or more than the model takes."""
+        """Return the length to truncate to, or None. Raises RequestError if it is invalid or above the limit."""
         if asked is None or 1 <= asked <= self.max_len:
             return asked
         if asked == -1:

@@ -1,9 +1,9 @@
-"""Which graphs run on behalf of nobody, before requests come and between them.
+"""Which graphs run without a request: before the engine is ready, and when it is idle.
 
-Before the engine is ready, the smallest graph runs, which shows that the ranks work and reads their weights; then
+Before the engine is ready, the smallest graph runs, which shows that the ranks work and loads their weights; then
 others, smallest first, as long as they fit into ``WARM_UP_SECONDS``. The rest have estimated costs until they first
-run: for requests, or, one at a time, when the engine has been idle for as long as such a step takes, so that whoever
-comes at random hardly ever waits for one. What is known of costs outlives the ranks: after a restart one graph runs.
+run: for a request, or, one at a time, when the engine has been idle for as long as such a step takes, so that a request
+that arrives at random rarely waits for one. Measured costs survive a restart of the ranks, so one graph then suffices.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nxd_server.engine.core.step_costs import StepCosts
 from nxd_server.engine.core.step_runner import StepRunner
 
 WARM_UP_SECONDS = 0.75
-"""What graphs may take before the engine is ready, beside the first."""
+"""Time limit for the graphs after the first, before the engine is ready."""
 
 Progress = Callable[[int, int, str], None]
 Inputs = Callable[[str], Mapping[str, Any] | None]
-"""Inputs that run a graph on behalf of nobody; None when that is not possible."""
+"""Padding inputs for a graph, by name; None if it cannot run without a request."""
 
 
 def warm_up(
@@ -32,8 +32,8 @@ def warm_up(
     on_progress: Progress | None,
     going: Callable[[], bool],
 ) -> None:
-    """Run graphs before requests, while ``going``; ``on_progress(done, total, bucket)`` follows, and ends with as many
-    done as there are in all, of those that run now."""
+    """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` counts only those that run
+    now, and ends with ``done`` equal to ``total``."""
     told = on_progress or (lambda done, total, bucket: None)
     ran: list[str] = []
     end = math.inf
@@ -47,7 +47,7 @@ def warm_up(
         if padding is None:
             continue
         if costs.measured(name):
-            steps.timed(name, padding)  # cold: that says nothing of what it will take
+            steps.timed(name, padding)  # cold, so the time says nothing about later runs
         else:
             costs.set(name, steps.measure(name, padding))
         ran.append(name)
@@ -57,8 +57,8 @@ def warm_up(
 
 
 def when_idle(steps: StepRunner, costs: StepCosts, names: Sequence[str], inputs: Inputs, probe: float) -> None:
-    """Run a graph that has not run yet, once nothing has run for as long as it may take; else, once nothing has run for
-    ``probe`` seconds, the cheapest one, to see that the ranks still answer."""
+    """Run a graph that has not run yet, once the engine has been idle for as long as it may take. Otherwise, after
+    ``probe`` idle seconds, run the cheapest graph, to check that the ranks still answer."""
     age = math.inf if steps.age is None else steps.age
     new = next((name for name in costs.smallest_first(names) if not costs.measured(name)), None)
     if new is not None and age >= costs[new] and (padding := inputs(new)) is not None:

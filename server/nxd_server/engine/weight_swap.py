@@ -1,9 +1,9 @@
-"""New weights between requests: which of those that wait may begin, and when nothing of the old ones runs any more.
+"""Swap weights between requests: which waiting requests may begin, and when nothing uses the old weights any more.
 
-All answers of one request come from the same weights. While a change is wanted, what has begun goes on to its end and
-everything else waits; when nothing is left, the engine's thread makes the change, and those that waited begin on the
-new weights. Nobody is refused. (An adapter goes into a slot that nobody uses: it only waits for a step to end.)
-``version`` counts the changes; whatever keeps a graph's results beyond one request (a cache of prefixes, say) has it
+All parts of one request are answered by the same weights. While a change is wanted, requests that have begun continue
+to their end and all others wait. Then the engine's thread makes the change, and the waiting requests begin on the new
+weights. None is rejected. (An adapter goes into an unused slot, so it only waits for a step to end.) ``version``
+counts the changes; anything that keeps a graph's results beyond one request (such as a prefix cache) must include it
 in its keys.
 """
 
@@ -17,20 +17,20 @@ from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_
 
 
 class WholeRequest:
-    """What one client asked for: perhaps several prompts, choices, or lists of texts in waves.
+    """One client request: perhaps several prompts, choices, or batches of texts.
 
-    Every part of it is submitted with this object, then it is closed, by ``close()`` or a ``with`` block.
+    Every part is submitted with this object; then it is closed, by ``close()`` or a ``with`` block.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """The version of the weights that answer it, from the moment its first part begins."""
+        """The version of the weights that answer it, set when its first part begins."""
         self._parts = 1
-        """Unfinished parts, and one more while further ones may come; changed under the gate's lock."""
+        """Unfinished parts, plus one while more may come; changed with the gate's lock held."""
         self._gate: WeightGate | None = None
 
     def close(self) -> None:
-        """No further parts will come. Harmless the second time; from any thread."""
+        """Declare that no more parts will come. Idempotent and thread-safe."""
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.end(self)
@@ -44,35 +44,35 @@ class WholeRequest:
 
 @dataclass
 class Change:
-    """A change of the weights on its way."""
+    """A pending change of the weights."""
 
     action: Callable[[], None]
     quiet: bool
-    """Whether it waits until nothing that has begun is left, holds back everything else, and makes a new version."""
+    """Whether it waits until all begun requests have ended, holds back the others, and makes a new version."""
     begun: bool = False
     done: bool = False
     version: int = 0
-    """The weights' version when it was done."""
+    """The version of the weights after the change."""
     error: BaseException | None = None
 
 
 class WeightGate:
-    """Requests pass it when they begin; a change of the weights closes it until it is made."""
+    """Requests pass the gate when they begin; a change of the weights closes it until the change is made."""
 
     def __init__(self, lock: threading.Condition):
-        """``lock`` is the engine's; whoever waits on it is woken when a change is wanted, begins or is over."""
+        """``lock`` is the engine's; its waiters are woken when a change is wanted, begins or is over."""
         self.version = 0
         self._lock = lock
         self._begun: set[WholeRequest] = set()
-        """Requests with a version, that have unfinished parts or may get further ones."""
+        """Requests with a version that have unfinished parts or may get more."""
         self._change: Change | None = None
         self._over = ""
-        """What the engine is, once it makes no change any more."""
+        """The engine's final state, once it makes no more changes."""
 
     # --- requests ---------------------------------------------------------------------------------------
 
     def take(self, whole: WholeRequest, parts: int) -> None:
-        """Count parts that were queued; called under the lock."""
+        """Count queued parts; call with the lock held."""
         whole._gate = self
         whole._parts += parts
 
@@ -81,14 +81,14 @@ class WeightGate:
         return not self.wanted or whole in self._begun
 
     def begin(self, whole: WholeRequest) -> None:
-        """A part of ``whole`` begins."""
+        """Record that a part of ``whole`` begins."""
         with self._lock:
             if whole.version is None:
                 whole.version = self.version
                 self._begun.add(whole)
 
     def end(self, whole: WholeRequest) -> None:
-        """A part of ``whole`` has ended, begun or not; or no more will come."""
+        """Record that a part of ``whole`` has ended, begun or not, or that no more will come."""
         with self._lock:
             whole._parts -= 1
             if whole._parts == 0:
@@ -105,26 +105,26 @@ class WeightGate:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is being made; called under the lock."""
+        """Whether a change is being made; call with the lock held."""
         return self._change is not None and self._change.begun
 
     @property
     def due(self) -> bool:
-        """Whether a change is wanted and nothing is left that it waits for. :meth:`take_change` decides."""
+        """Whether a change is wanted and nothing is left to wait for. :meth:`take_change` decides."""
         change = self._change
         return change is not None and not change.begun and not (change.quiet and self._begun)
 
     def change(
         self, action: Callable[[], None], timeout: float, *, withdrawn: Callable[[], None], quiet: bool = True
     ) -> int:
-        """Have the engine's thread run ``action``, which changes the weights, between steps; the version afterwards.
+        """Have the engine's thread run ``action``, which changes the weights, between steps; return the new version.
 
-        ``quiet``: between requests, and a new version. One change at a time. What has begun is the engine's: it makes
-        it even when this caller is interrupted meanwhile. ``withdrawn`` is called when it never begins.
+        ``quiet``: between requests, as a new version. One change at a time. A change that has begun belongs to the
+        engine: it completes even if this caller is interrupted. ``withdrawn`` is called if it never begins.
 
-        Raises what ``action`` raises; WeightsBusyError when there is another change, or when what has begun was not
-        finished after ``timeout`` seconds; EngineUnavailableError, at once, when the engine makes none any more.
-        Nothing has changed then, and everything goes on.
+        Raises what ``action`` raises; WeightsBusyError if there is another change, or if begun requests did not finish
+        within ``timeout`` seconds; EngineUnavailableError, at once, if the engine makes no more changes. The last two
+        change nothing, and requests continue.
         """
         change = Change(action, quiet)
         try:
@@ -140,7 +140,7 @@ class WeightGate:
                     self._change = None
                     self._lock.notify_all()
             if not change.begun:
-                withdrawn()  # without the lock: the end of a large file takes its time
+                withdrawn()  # without the lock, because closing a large file takes a while
         if change.error is not None:
             raise change.error
         return change.version
@@ -158,7 +158,7 @@ class WeightGate:
         return f"{what} not finished after {timeout:g} s; the weights are unchanged: try again, or allow more time"
 
     def take_change(self) -> Change | None:
-        """What to make now, if anything; :meth:`finish` follows. The engine's thread calls it."""
+        """Return the change to make now, if any; :meth:`finish` must follow. Called by the engine's thread."""
         with self._lock:
             if not self.due or self._change is None:
                 return None
@@ -167,7 +167,7 @@ class WeightGate:
             return self._change
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The change was made, or failed with ``error`` and the old weights stay."""
+        """Record that the change was made, or that it failed with ``error`` and the old weights stay."""
         with self._lock:
             change, self._change = self._change, None
             if change is None:
@@ -178,7 +178,7 @@ class WeightGate:
             self._lock.notify_all()
 
     def abandon(self, state: str) -> None:
-        """The engine is ``state`` and makes no change any more; one that has begun is finished all the same."""
+        """Reject further changes, because the engine is ``state``; one that has begun still finishes."""
         with self._lock:
             self._over = state
             if self._change is not None and not self._change.begun:

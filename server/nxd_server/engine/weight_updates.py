@@ -1,4 +1,4 @@
-"""New weights and adapters while requests are answered: cut in the caller's thread, put in by the engine's."""
+"""Change weights and adapters while serving: sharded in the caller's thread, swapped in by the engine's thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_
 
 
 class WeightUpdates:
-    """One change of an engine's weights at a time. From any thread."""
+    """Allows one change of an engine's weights at a time. Thread-safe."""
 
     def __init__(self, thread: EngineThread, gate: WeightGate):
         self._thread, self._gate = thread, gate
         self._updating = threading.Lock()
 
     def update(self, weights: Any, tag: str | None, timeout: float) -> int:
-        """As :meth:`~nxd_server.engine.engine_controls.EngineControls.update_weights`."""
+        """See :meth:`~nxd_server.engine.engine_controls.EngineControls.update_weights`."""
         if (state := self._thread.state) != "ready":
             raise EngineUnavailableError(f"the engine takes no weights: it is {state}", state)
         if not self._updating.acquire(blocking=False):
@@ -31,10 +31,10 @@ class WeightUpdates:
             self._updating.release()
 
     def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None, timeout: float) -> None:
-        """As ``TensorParallelModel.load_adapter``, between two steps; a change before it, and the step that runs, may
-        take ``timeout`` seconds each. Raises WeightsBusyError after that, or EngineUnavailableError."""
+        """Like ``TensorParallelModel.load_adapter``, between two steps. An earlier change and the running step may take
+        ``timeout`` seconds each, then it raises WeightsBusyError; EngineUnavailableError if the engine has ended."""
         model = self._thread.model
-        if not self._thread.started or self._thread.inside:  # no step runs
+        if not self._thread.started or self._thread.inside:  # no step is running
             new = model.cut_adapter(slot, folder)
             self._put(new)
             return
@@ -46,7 +46,7 @@ class WeightUpdates:
             self._updating.release()
 
     def _swap(self, new: NewWeights, timeout: float, *, quiet: bool = True) -> int:
-        """Hand weights that were cut to the engine's thread; the version afterwards. They are closed unless swapped."""
+        """Pass sharded weights to the engine's thread; return the version after it. Closes them unless swapped in."""
         return self._gate.change(lambda: self._put(new), timeout, withdrawn=new.close, quiet=quiet)
 
     def _put(self, new: NewWeights) -> None:

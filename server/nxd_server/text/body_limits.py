@@ -1,7 +1,8 @@
-"""How much a body may hold, field by field: asked where it is parsed, so that no more of it comes to the server.
+"""How much each field of a body may hold, checked where it is parsed, so that no more reaches the server.
 
-What a large body holds is built twice: by the parser in a process of its own, and by the server out of what that one
-sends. The second time holds up everybody, and so does whoever looks at it; so what no route would take goes nowhere.
+The content of a large body is built twice: by the parser in a separate process, and by the server from the parser's
+answer. The second time blocks every request, as does any code that visits the values. So a body that no route would
+accept is rejected in the first process.
 """
 
 from __future__ import annotations
@@ -14,43 +15,43 @@ from typing import Any
 from nxd_server.errors import RequestError, TextTooLongError
 
 MOST_ELEMENTS = 2**19
-"""Values of a body at most, whatever the model: with the longest lists of token ids that 64 prompts can be."""
+"""Most values of a body, for any model: enough for 64 prompts of the longest lists of token ids."""
 MOST_IDS = 2**16
-"""Token ids in one list, where the model's own maximum length is not more."""
+"""Token ids in one list, unless the model's maximum length is larger."""
 MOST_PROMPTS, MOST_INPUTS = 1024, 2048
-"""Texts of a request, before they are looked at; MOST_INPUTS for encoders, as OpenAI's limit."""
+"""Texts per request, checked before they are read; MOST_INPUTS for encoders, the same as OpenAI's limit."""
 MOST_MESSAGES, MOST_MESSAGE_VALUES = 4096, 2**15
 MOST_STOPS = 1024
 MOST_VARIABLE_VALUES = 4096
-"""In all of a template's variables."""
+"""Values in all of a template's variables."""
 MOST_BIASES, MOST_STREAM_OPTIONS = 4096, 64
-"""What a graph takes of biases is the engine's to say; no graph takes this many."""
+"""The engine checks how many biases a graph takes; no graph takes this many."""
 MOST_OTHER_VALUES = 2**13
-"""In any other field: adapters' names, biases, what is passed over."""
+"""Values in any other field: adapters' names, biases, ignored fields."""
 SPARE_VALUES = 2**14
-"""In a body, beside its prompts."""
+"""Values in a body in addition to its prompts."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a body may hold; None where nothing but its size says."""
+    """The limits of a body; None: limited only by its size."""
 
     values: int = MOST_ELEMENTS
-    """Numbers, texts, lists and objects in it."""
+    """Numbers, texts, lists and objects in the body."""
     ids: int | None = None
     """Numbers in one list."""
     characters: int | None = None
-    """Of one text, or of all texts of a field of ``together``."""
+    """Of one text, or of all texts in the fields of ``together``."""
     together: Sequence[str] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
-    """By field, how long it is itself. A list of numbers is one entry."""
+    """Most entries per field, at its top level. A list of numbers is one entry."""
     within: Mapping[str, int] = field(default_factory=dict)
-    """By field, the values in it at all depths."""
+    """Most values per field, at all depths."""
     others: int | None = None
-    """As ``within``, of fields that it does not name."""
+    """Like ``within``, for the fields that it does not name."""
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """RequestError, naming the field, for one that holds more; TextTooLongError for a text or ids."""
+        """Raise RequestError naming the field that holds too much; TextTooLongError for a text or ids."""
         for name, value in body.items():
             if isinstance(value, (str, list, dict)):
                 self._check(name, value)
@@ -81,7 +82,7 @@ class Bounds:
 
 
 def _numbers(value: list[Any] | dict[str, Any]) -> bool:
-    """Whether it is a list that begins with a number."""
+    """Whether ``value`` is a list that begins with a number."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
 
 
@@ -94,13 +95,13 @@ ANY = Bounds()
 
 @functools.lru_cache(maxsize=8)
 def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -> Bounds:
-    """The bounds of a server's bodies.
+    """Return the bounds of a server's request bodies.
 
     Args:
         task: what the artifact was traced for.
-        max_len: tokens that its model takes; 0 where that is not known.
-        choices: prompts of one request.
-        characters: of the longest text that its tokenizer is given; None without one.
+        max_len: the model's maximum length in tokens; 0 if unknown.
+        choices: most prompts per request.
+        characters: of the longest text that the tokenizer reads; None without a tokenizer.
     """
     ids = max(MOST_IDS, max_len)
     within = {
@@ -119,7 +120,7 @@ def body_bounds(task: str, max_len: int, choices: int, characters: int | None) -
         values=values,
         ids=ids,
         characters=characters,
-        together=("messages", "chat_template_kwargs"),  # of which the template makes one text
+        together=("messages", "chat_template_kwargs"),  # the template joins them in one text
         entries={"prompt": max(MOST_PROMPTS, choices), "messages": MOST_MESSAGES},
         within={**within, "prompt": values},
         others=MOST_OTHER_VALUES,

@@ -1,7 +1,7 @@
-"""Messages to a prompt, by the model's own chat template, in a sandbox.
+"""Render messages to a prompt with the model's chat template, in a sandbox.
 
-Templates come from the model directory only, never from a request, and even so they run in jinja2's immutable
-sandbox: a template can reach no attribute that leads out of its data, and can change nothing it was given.
+Templates come only from the model directory, never from a request. They still run in jinja2's immutable
+sandbox: a template cannot reach attributes outside its data, and cannot change its arguments.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from nxd_server.text.tokenizer_files import Source
 
 MOST_CHARACTERS = 2**30
-"""What one rendering may be where nobody set a limit."""
+"""Longest rendered prompt in characters if no limit is given."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class TemplateSources:
-    """A model's chat templates as they are written, and the special tokens they may name. Nothing is compiled."""
+    """The sources of a model's chat templates, and the special tokens they may name. Nothing is compiled."""
 
     default: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
-    """Further templates (``tool_use``, ``rag``) of the same model."""
+    """Additional templates (``tool_use``, ``rag``) of the same model."""
 
     @classmethod
     def from_dir(cls, source: Source) -> TemplateSources | None:
-        """The templates of a model's directory or of an artifact; None when it has none."""
+        """Read the templates of a model directory or an artifact; None if it has none."""
         files = TextFiles(source)
         config = read_config(files)
         templates = _read_templates(files, config)
@@ -60,14 +60,14 @@ class TemplateSources:
 class ChatTemplate:
     """A compiled chat template and the special tokens it may name.
 
-    A template is a program: it may take for ever, to compile too. A server has it run where it can be ended
-    (:class:`~nxd_server.text.text_process_jobs.BoundedTemplate`).
+    A template is a program: rendering it, or even compiling it, may never end. A server runs it in a process that
+    can be killed (:class:`~nxd_server.text.text_process_jobs.BoundedTemplate`).
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, named: Mapping[str, str] | None = None
     ):
-        """``named`` holds further templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
+        """``named`` holds additional templates (``tool_use``, ``rag``) of the same model; ``source`` is the default."""
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self._template = compile_template(source)
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(cls, source: Source) -> ChatTemplate | None:
-        """The template of a model's directory or of an artifact; None when it has none."""
+        """Compile the template of a model directory or an artifact; None if it has none."""
         sources = TemplateSources.from_dir(source)
         return None if sources is None else cls(sources.default, sources.special_tokens, sources.named)
 
@@ -88,10 +88,10 @@ class ChatTemplate:
         max_characters: int = MOST_CHARACTERS,
         **variables: Any,
     ) -> str:
-        """The prompt as text, special tokens included: encode it with ``add_special_tokens=False``.
+        """Return the prompt as text, including special tokens: encode it with ``add_special_tokens=False``.
 
-        Raises RequestError when the messages are not messages, when the template refuses them, or when it makes more
-        than ``max_characters`` of them.
+        Raises RequestError if the messages are invalid, if the template rejects them, or if the prompt has more than
+        ``max_characters``.
         """
         template = self._tools if tools else self._template
         scope = {
@@ -108,12 +108,12 @@ class ChatTemplate:
             raise RequestError("messages", f"the model's chat template refuses them: {error}") from None
         except (MemoryError, RequestError):
             raise
-        except Exception as error:  # whatever a program may do wrong
+        except Exception as error:  # a template is a program and may raise anything
             raise RequestError("messages", f"the model's chat template cannot render them: {error}") from error
 
 
 def _joined(parts: Iterable[str], most: int) -> str:
-    """The parts as one text; stops at the first that makes it longer than ``most``."""
+    """Join the parts; stop at the first that makes the text longer than ``most``."""
     kept, size = [], 0
     for part in parts:
         size += len(part)
@@ -128,7 +128,7 @@ def _joined(parts: Iterable[str], most: int) -> str:
 
 
 def normalise_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages with plain text as content; parts of type ``text`` are joined, other parts are refused by name."""
+    """Return the messages with plain text as content. Joins parts of type ``text``, rejects other parts by name."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages", "must be a list with at least one message")
     result = []
@@ -163,7 +163,7 @@ def _content(content: Any, where: str, optional: bool) -> str:
 
 
 class _Refusal(Exception):
-    """``raise_exception(...)`` inside a template."""
+    """Raised by ``raise_exception(...)`` in a template."""
 
 
 def _raise_exception(message: str) -> None:
@@ -186,7 +186,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for training; here it only passes them on."""
+        """``{% generation %}`` marks the assistant's text for training; here its body is rendered unchanged."""
 
         tags = {"generation"}
 
@@ -204,7 +204,7 @@ def _environment() -> Any:
 
 
 def compile_template(source: str) -> Any:
-    """Compile a template in the sandbox; ModelConfigError when it is not valid jinja2."""
+    """Compile a template in the sandbox. Raises ModelConfigError if it is not valid jinja2."""
     from jinja2 import TemplateError
 
     try:
@@ -214,7 +214,7 @@ def compile_template(source: str) -> Any:
 
 
 def _read_templates(files: TextFiles, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name: ``chat_template.jinja``, ``chat_template.json``, or ``tokenizer_config.json``."""
+    """Return templates by name: ``chat_template.jinja``, ``chat_template.json``, or ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     value = config.get("chat_template")
     if (path := files.find("chat_template.json")) is not None:

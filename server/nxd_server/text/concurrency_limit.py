@@ -1,4 +1,4 @@
-"""So many pieces of work at once, so many that wait, and none whose client has left."""
+"""Limits how many jobs run and wait at once, and drops those whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ConcurrencyLimit:
-    """``width`` pieces of work at a time, each in a thread of its own; ``queue`` more may wait."""
+    """Up to ``width`` jobs run at a time, each in its own thread; ``queue`` more may wait."""
 
     def __init__(self, what: str, width: int, queue: int):
         self._what = what
@@ -23,7 +23,7 @@ class ConcurrencyLimit:
         self.inside = 0
 
     async def run(self, work: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
-        """``work()``. When this is cancelled, work that waits is dropped, and ``cancel`` ends work that runs.
+        """Run ``work()``. If this call is cancelled, waiting work is dropped, and ``cancel`` ends running work.
 
         Raises QueueFullError when there is no room to wait.
         """
@@ -45,8 +45,8 @@ class ConcurrencyLimit:
             raise
 
     def _ended(self, work: asyncio.Future[Any]) -> None:
-        """The turn is over when the work is, and not when nobody waits for it any more."""
+        """Free the turn when the work ends, not when its caller stops waiting."""
         self.inside -= 1
         self._turns.release()
         if not work.cancelled():
-            work.exception()  # seen, whether somebody waits or not
+            work.exception()  # mark it retrieved, even if nobody waits

@@ -1,9 +1,9 @@
-"""Token ids to text, one at a time: no broken character is ever emitted, and stop strings are cut out.
+"""Decode token ids one at a time: broken characters are never emitted, and stop strings are removed.
 
-Two ways to decode incrementally. Byte-level vocabularies map every token to bytes, so an incremental UTF-8 decoder is
-exact. For the others (WordPiece, sentencepiece-style, byte fallback) the text of a short window of tokens is decoded
-twice, without and with the new token, and the difference is what the token added; the window gives the decoder the
-left neighbour that its spacing rules look at.
+There are two ways to decode incrementally. Byte-level vocabularies map every token to bytes, so an incremental UTF-8
+decoder is exact. For the others (WordPiece, sentencepiece-style, byte fallback) a short window of tokens is decoded
+twice, without and with the new token, and the difference is the text of that token. The window holds the left
+neighbours that the decoder's spacing rules need.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
-"""A character has at most 4 bytes; with tokens that gave no text before it, so many that still end in U+FFFD are no
-unfinished character."""
+"""A character has at most 4 bytes. If this many tokens, including some that gave no text before, still end in U+FFFD,
+it is not an unfinished character."""
 CONTEXT = 4
-"""Tokens of the prompt that are kept as the left neighbours of the first generated one."""
+"""Number of prompt tokens kept as left neighbours of the first generated token."""
 
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet backwards: printable bytes stand for themselves, the others are moved up from U+0100."""
+    """Return the inverse of GPT-2's alphabet: printable bytes map to themselves, others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     for offset, byte in enumerate(byte for byte in range(256) if byte not in set(printable)):
@@ -33,7 +33,7 @@ def _byte_of_char() -> dict[str, int]:
 
 @functools.lru_cache(1 << 16)
 def byte_level_bytes(piece: str) -> bytes:
-    """The bytes of one byte-level token; a token outside that alphabet (an added one) stands for its own text."""
+    """Return the bytes of a byte-level token; a token outside that alphabet (an added token) stands for itself."""
     table = _byte_of_char()
     try:
         return bytes(table[char] for char in piece)
@@ -42,7 +42,7 @@ def byte_level_bytes(piece: str) -> bytes:
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer."""
+    """The methods that a detokenizer needs of a tokenizer."""
 
     @property
     def byte_level(self) -> bool: ...
@@ -58,10 +58,10 @@ class Vocabulary(Protocol):
 
 
 class Detokenizer:
-    """Feed tokens with :meth:`push`; joined, what it and :meth:`flush` return is the decoded text.
+    """Feed tokens with :meth:`push`; its results and that of :meth:`flush`, joined, are the decoded text.
 
-    ``prompt`` holds the tokens before the first one. Decoders that drop a text's leading space then keep it where
-    the text only goes on; after a special token a new text begins.
+    ``prompt`` holds the preceding tokens. Decoders that strip the leading space of a text then keep it if the
+    text continues the prompt; after a special token a new text begins.
     """
 
     def __init__(self, tokenizer: Vocabulary, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
@@ -69,20 +69,20 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._unfinished = False
-        """Whether the incremental decoder holds the first bytes of a character."""
+        """Whether the incremental decoder holds the first bytes of an incomplete character."""
         self._window: list[int] = []
         for token in prompt[-CONTEXT:]:
             self._window = [] if token in tokenizer.special_ids else [*self._window, token]
         self._settled = len(self._window)
-        """How many tokens of the window have given their text already."""
+        """Number of tokens in the window whose text was already returned."""
 
     def push(self, token: int) -> str:
-        """Text that is certain now; empty while a character is unfinished."""
+        """Return the text that is now final; empty while a character is incomplete."""
         if self._skip and token in self._tokenizer.special_ids:
             return ""
         if self._utf8 is not None:
             if not self._unfinished and (whole := self._tokenizer.whole_text(token)) is not None:
-                return whole  # nearly every token: found with one look
+                return whole  # true for nearly every token, one lookup
             piece = self._tokenizer.id_to_token(token)
             text = self._utf8.decode(byte_level_bytes(piece)) if piece is not None else ""
             self._unfinished = bool(self._utf8.getstate()[0])
@@ -91,7 +91,7 @@ class Detokenizer:
         return self._difference(final=False)
 
     def flush(self) -> str:
-        """What was held back, unfinished characters as U+FFFD."""
+        """Return the held-back text, with incomplete characters as U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._difference(final=True)
@@ -113,24 +113,24 @@ class Detokenizer:
 
 
 class TextStream:
-    """A detokenizer that stops at the first of some strings, and holds back text that may begin one."""
+    """A detokenizer that stops at the first of several stop strings, and holds back text that may begin one."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()):
         self._detokenizer = detokenizer
         self._stops = tuple(stop)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found; nothing more is emitted after it."""
+        """The stop string that was found; no text is emitted after it."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Text to show after ``token``; check :attr:`matched` afterwards.
+        """Return the text to emit after ``token``; check :attr:`matched` afterwards.
 
-        ``may_stop=False`` (a minimum length is not reached yet) lets stop strings through as text.
+        ``may_stop=False`` (the minimum length is not reached yet) emits stop strings as text.
         """
         return self._take(self._detokenizer.push(token), may_stop, final=False)
 
     def flush(self, *, may_stop: bool = True) -> str:
-        """What was held back. A stop string completed by the last bytes still counts."""
+        """Return the held-back text. A stop string completed by the last bytes still counts."""
         return self._take(self._detokenizer.flush(), may_stop, final=True)
 
     def _take(self, new: str, may_stop: bool, final: bool) -> str:
@@ -142,7 +142,7 @@ class TextStream:
         text = self._held + new
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
-            # The first to be complete wins, whatever the tokens' borders; of two that end together the longer.
+            # The first completed stop string wins, regardless of token boundaries; if two end together, the longer one.
             place, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
             return text[:place]
@@ -152,7 +152,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, and shorter than it."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

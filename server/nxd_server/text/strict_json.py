@@ -1,8 +1,8 @@
-"""JSON from strangers: strict, and counted before it is parsed.
+"""Parse untrusted JSON strictly, after counting its elements.
 
-The parser holds the interpreter for as long as it takes: a tenth of a second for a text of 16 MiB, seconds for
-millions of small lists. So what is in a body is counted first, by searches that take next to no time, and what would
-take long is never parsed. What is large is parsed in a process of its own
+The parser holds the GIL while it runs: 0.1 s for a text of 16 MiB, seconds for millions of small lists. So the
+elements of a body are counted first, with string searches that take almost no time, and a body that would take too
+long is never parsed. Large bodies are parsed in a separate process
 (:class:`~nxd_server.text.text_process_jobs.BoundedJson`).
 """
 
@@ -17,19 +17,19 @@ from nxd_server.errors import BodyError
 from nxd_server.text.body_limits import ANY, MOST_ELEMENTS, Bounds
 
 MOST_CONTAINERS = 2**14
-"""Lists and objects among them; each costs as much as ten numbers, and more in what looks at them one by one later."""
+"""Most lists and objects; each costs as much as ten numbers, and more in the code that later visits each."""
 MOST_KEYS = 2**15
 NUMBER_BYTES = 64
-"""Bytes outside of strings an element, on average; a number of thousands of digits takes long to read."""
+"""Most bytes per element outside strings, on average: a number with thousands of digits takes long to parse."""
 SLACK_BYTES = 2**14
 WINDOW = 2**16
 
 
 class Outline:
-    """What a JSON text holds, by its punctuation outside of strings. Of a text that is no JSON it says little."""
+    """Element counts of a JSON text, from its punctuation outside strings. Meaningless if the text is not JSON."""
 
     def __init__(self, data: bytes, most: int = MOST_ELEMENTS):
-        """Raises BodyError as soon as it is more than is parsed: ``most`` values, or another of the limits."""
+        """Raises BodyError as soon as a limit is exceeded: ``most`` values, or one of the others."""
         self._most = most
         self.elements = 0
         self.containers = 0
@@ -40,15 +40,15 @@ class Outline:
         while place < len(data):
             window = data[place : place + WINDOW]
             if place + WINDOW < len(data) and (len(window) - len(window.rstrip(b"\\"))) % 2:
-                window = window[:-1]  # the last one escapes what the next window begins with
+                window = window[:-1]  # the backslash escapes the next window's first byte
             place += len(window)
             inside = self._count(window, inside)
             self._check()
 
     def _count(self, window: bytes, inside: bool) -> bool:
-        """Add a window that begins inside of a string, or not; whether the next one does."""
+        """Count a window that begins inside a string, or not; return whether the next one does."""
         if b"\\" in window:
-            window = window.replace(b"\\\\", b"").replace(b'\\"', b"")  # of what is left, every quote ends a string
+            window = window.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
         parts = window.split(b'"')
         outside = b"".join(parts[int(inside) :: 2])
         objects = outside.count(b"{")
@@ -83,8 +83,8 @@ def parse_json(data: bytes, bounds: Bounds = ANY) -> dict[str, Any]:
 
     Raises:
         RequestError: a field holds more than ``bounds`` allow.
-        BodyError: for what is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
-            not), not an object, or has a key twice in one object: two readers would understand two requests.
+        BodyError: the text is empty, not UTF-8, not JSON (``NaN``, lone surrogates and more than 200 levels are
+            not), not an object, or repeats a key in one object: two readers would see two different requests.
     """
     if not data.strip():
         raise _invalid("is empty; a JSON object is expected")
@@ -111,7 +111,7 @@ def _invalid(what: str) -> BodyError:
 
 
 def _keys(value: dict[str, Any]) -> int:
-    """The keys of an object and of all objects in it."""
+    """Return the number of keys of an object and of all objects in it."""
     count, rest = 0, [value]
     while rest:
         one: Any = rest.pop()

@@ -1,8 +1,8 @@
-"""A process beside the server for what may take long or much memory: templates, large bodies, texts of any size.
+"""A separate process for work that may take long or much memory: templates, large bodies, long texts.
 
-A template is a program and a text has no end that a thread could be stopped at, so both run where they can be killed:
-at a deadline, when the client leaves, or by the system when they ask for more memory than they may have. What a job
-took goes back to the system: after a large one the process ends, and the next job starts another.
+A template is a program and tokenizing has no point where a thread could be stopped, so both run in a process that can
+be killed: at a deadline, when the client disconnects, or by the system when they exceed their memory limit. The memory
+of a job is returned to the system: after a large one the process exits, and the next job starts another.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from nxd_server.errors import BodyError, EngineUnavailableError, RequestError, T
 
 START_SECONDS = 30.0
 NICENESS = 5
-"""Streams come first: a text, a template or a large body may take its time."""
+"""Streams have priority: a text, a template or a large body may be slower."""
 SMALL = 2**16
-"""Bytes that are copied rather than sent by themselves, which would wake the other side twice."""
+"""Smaller payloads are joined with the header in one write; a second write would wake the reader twice."""
 _HEAD = struct.Struct("<II")
-# Modules come from where this process finds them, and from nowhere that the environment or the directory names.
+# Import modules from this process's search path only, not from the environment or the working directory.
 _COMMAND = (
-    f"import os; os.nice({NICENESS}); "  # first: even to start takes a while
+    f"import os; os.nice({NICENESS}); "  # first, because starting already takes a while
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from nxd_server.text.text_process_main import main; main()"
 )
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
-    # glibc gives back what is larger as soon as it is free, however much of it there was before.
+    # glibc returns larger blocks as soon as they are freed, whatever the heap's size.
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
 
 
 class JobFailed(Exception):
-    """A job that was ended from outside; ``late``: by its deadline, else by the system (it ran out of memory)."""
+    """A job that was ended from outside: by its deadline if ``late``, else by the system (out of memory)."""
 
     def __init__(self, late: bool):
         super().__init__("late" if late else "died")
@@ -52,14 +52,14 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs before its first job."""
+    """The data a process needs before its first job."""
 
     header: dict[str, Any]
     blob: bytes = b""
 
 
 class TextProcess:
-    """One process, started when it is first needed; its jobs run one after the other.
+    """One process, started when first needed; it runs one job at a time.
 
     Args:
         make_setup: called whenever a process is started.
@@ -74,7 +74,7 @@ class TextProcess:
         self._job: object | None = None
         self._cancelled: object | None = None
         self._killed = False
-        """By :meth:`cancel`, which may come when the answer is here: the process does not live for another job."""
+        """Set by :meth:`cancel`, which may come when the answer is already here: the process gets no further job."""
         self._stopped = False
 
     @property
@@ -85,21 +85,21 @@ class TextProcess:
     def run(
         self, header: dict[str, Any], blob: bytes = b"", *, seconds: float, job: object | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Do one job; blocks. ``job`` is what :meth:`cancel` may be called with meanwhile.
+        """Run one job; blocks. ``job`` identifies it for :meth:`cancel`.
 
         Raises:
-            RequestError: the job itself refused what it was given.
-            JobFailed: it took more than ``seconds``, or more memory than it may.
-            EngineUnavailableError: :meth:`stop` came.
+            RequestError: the job rejected its input.
+            JobFailed: it exceeded ``seconds`` or its memory limit.
+            EngineUnavailableError: :meth:`stop` was called.
         """
         with self._turn:
             with self._state:
                 if job is not None and self._cancelled is job:
-                    raise JobFailed(late=False)  # before it began, and nobody waits for it
+                    raise JobFailed(late=False)  # cancelled before it began; nobody waits for it
                 self._job = job
             try:
                 if self._process is not None and self._process.poll() is not None:
-                    self._end()  # while it had nothing to do: no fault of this job
+                    self._end()  # it died while idle, so this job is not to blame
                 if self._socket is None:
                     self._start()
                 answer, data = self._ask({**header, "seconds": seconds}, blob, seconds)
@@ -117,7 +117,7 @@ class TextProcess:
             return answer, data
 
     def cancel(self, job: object) -> None:
-        """Kill the process if it is doing ``job``, or do not begin with it; from any thread."""
+        """Kill the process if it is running ``job``, or do not start it; from any thread."""
         with self._state:
             self._cancelled = job
             if self._job is job:
@@ -126,7 +126,7 @@ class TextProcess:
                     self._process.kill()
 
     def stop(self) -> None:
-        """End for good, whatever it is doing; from any thread."""
+        """Stop for good, whatever is running; from any thread."""
         with self._state:
             self._stopped = True
             if self._process is not None:
@@ -144,13 +144,13 @@ class TextProcess:
                 self._check_open()
                 if self._killed:
                     raise JobFailed(late=False)
-                self._process = subprocess.Popen(  # nosec B603  # this interpreter and code of ours
+                self._process = subprocess.Popen(  # nosec B603  # this interpreter and our own code
                     [sys.executable, "-I", "-c", _COMMAND, paths],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env={**kept, **_ENVIRONMENT},
-                    start_new_session=True,  # Ctrl-C at a terminal reaches the server alone
+                    start_new_session=True,  # Ctrl-C in a terminal reaches only the server
                 )
                 self._socket = ours
         except OSError as error:
@@ -198,7 +198,7 @@ def _refusal(answer: dict[str, Any]) -> RequestError:
 def write_frame(
     connection: socket.socket, header: dict[str, Any], blob: bytes = b"", seconds: float | None = None
 ) -> None:
-    """Write a JSON header and bytes; TimeoutError after ``seconds``, OSError when the other side is gone."""
+    """Write a JSON header and bytes. Raises TimeoutError after ``seconds``, OSError if the other side is gone."""
     head = json.dumps(header).encode()
     connection.settimeout(seconds)
     start = _HEAD.pack(len(head), len(blob)) + head
@@ -210,7 +210,7 @@ def write_frame(
 
 
 def read_frame(connection: socket.socket, seconds: float | None = None) -> tuple[dict[str, Any], bytes]:
-    """What :func:`write_frame` wrote; EOFError when the other side is gone."""
+    """Read what :func:`write_frame` wrote. Raises EOFError if the other side is gone."""
     end = None if seconds is None else time.monotonic() + seconds
     head, blob = _HEAD.unpack(_read(connection, _HEAD.size, end))
     return json.loads(_read(connection, head, end)), bytes(_read(connection, blob, end))

@@ -1,4 +1,4 @@
-"""What is done with texts in a process that can be killed: templates, long texts, large bodies."""
+"""Text work in processes that can be killed: templates, long texts, large bodies."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class BoundedTemplate:
         self._limit = ConcurrencyLimit("conversations", 1, queue)
 
     def check(self) -> None:
-        """ModelConfigError for a template that cannot be used with any conversation; blocks."""
+        """Raise ModelConfigError if the template cannot be used with any conversation; blocks."""
         try:
             self._render([{"role": "user", "content": ""}], {}, MIB, None)
         except JobFailed as error:
             raise ModelConfigError(f"the model's chat template cannot be used: {self._why(error)}") from None
         except RequestError as error:
-            if not error.field:  # it does not compile; one that refuses this conversation may take another
+            if not error.field:  # it does not compile; if it only rejects this conversation, it may accept others
                 raise ModelConfigError(error.message) from None
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most: int) -> str:
-        """The prompt as text, of at most ``most`` characters; RequestError when the template does not give one."""
+        """Return the prompt, of at most ``most`` characters. Raises RequestError if the template gives none."""
         job = object()
         work = functools.partial(self._render, messages, variables, most, job)
         try:
@@ -53,14 +53,14 @@ class BoundedTemplate:
 
     @property
     def inside(self) -> int:
-        """How many are worked on or wait."""
+        """The number of running and waiting jobs."""
         return self._limit.inside
 
     def stop(self) -> None:
         self._process.stop()
 
     def _render(self, messages: Any, variables: Mapping[str, Any], most: int, job: object | None) -> str:
-        # Marshalled, in a tenth of the time that JSON takes: this thread keeps the interpreter meanwhile.
+        # marshal takes a tenth of JSON's time, during which this thread holds the GIL.
         data = marshal.dumps([messages, dict(variables)])
         return self._process.run({"most": most}, data, seconds=self._seconds, job=job)[1].decode()
 
@@ -71,8 +71,8 @@ class BoundedTemplate:
 
 
 class BoundedTokenizer:
-    """Long texts, made to token ids in a process that can be killed, and the answers to ``/tokenize`` and
-    ``/detokenize``, ready to be sent."""
+    """Tokenizes long texts, and makes the complete response bodies of ``/tokenize`` and ``/detokenize``, in a process
+    that can be killed."""
 
     def __init__(self, tokenizer: Tokenizer, seconds: float, queue: int):
         """``seconds`` for each text; ``queue`` texts may wait."""
@@ -83,35 +83,35 @@ class BoundedTokenizer:
 
     @functools.cached_property
     def _setup(self) -> Setup:
-        """Made once: of a large vocabulary it takes long, and a client that leaves has another process started."""
+        """Create the setup, once: a large vocabulary takes long, and each disconnected client costs a new process."""
         return Setup({"kind": "tokenizer", "config": self._tokenizer.config}, self._tokenizer.raw.to_str().encode())
 
     async def encode(self, text: str, *, special: bool, most: int, field: str) -> list[int]:
-        """Token ids of ``text``; RequestError naming ``field``, of the code of a prompt that is too long for more than
-        ``most``."""
+        """Return the token ids of ``text``. Raises RequestError naming ``field``, with the code of a too long prompt if
+        there are more than ``most``."""
         header = {"do": "encode", "special": special, "most": most, "field": field}
         return array("q", (await self._run(header, text.encode(), field))[1]).tolist()
 
     async def encode_with_types(
         self, parts: Sequence[str], *, most: int | None, limit: int, field: str
     ) -> tuple[list[int], list[int]]:
-        """As :meth:`~nxd_server.text.tokenizer.Tokenizer.encode_with_types` of a text or a pair."""
+        """Like :meth:`~nxd_server.text.tokenizer.Tokenizer.encode_with_types`, for a text or a pair."""
         header = {"do": "types", "most": most, "limit": limit, "field": field}
         both = array("q", (await self._run(header, marshal.dumps(list(parts)), field))[1]).tolist()
         return both[: len(both) // 2], both[len(both) // 2 :]
 
     async def tokenize(self, text: str, *, special: bool, strings: bool, max_model_len: int, field: str) -> bytes:
-        """The answer to ``/tokenize``; RequestError naming ``field``."""
+        """Return the response body of ``/tokenize``. Raises RequestError naming ``field``."""
         header = {"do": "tokenize", "special": special, "strings": strings, "max_model_len": max_model_len}
         return (await self._run({**header, "field": field}, text.encode(), field))[1]
 
     async def detokenize(self, ids: Sequence[int]) -> bytes:
-        """The answer to ``/detokenize``, of ids that the model has."""
+        """Return the response body of ``/detokenize``; ``ids`` must be in the vocabulary."""
         return (await self._run({"do": "detokenize"}, array("q", ids).tobytes(), "tokens"))[1]
 
     @property
     def inside(self) -> int:
-        """How many are worked on or wait."""
+        """The number of running and waiting jobs."""
         return self._limit.inside
 
     def stop(self) -> None:
@@ -128,7 +128,7 @@ class BoundedTokenizer:
 
 
 class BoundedJson:
-    """Large bodies, parsed in a process that can be killed: the parser would keep the server from everything else."""
+    """Parses large bodies in a process that can be killed: in the server the parser would block everything else."""
 
     def __init__(self, seconds: float, queue: int):
         """``seconds`` for each body; ``queue`` bodies may wait."""
@@ -137,7 +137,7 @@ class BoundedJson:
         self._limit = ConcurrencyLimit("large bodies", 1, queue)
 
     async def parse(self, data: bytes, bounds: Bounds) -> dict[str, Any]:
-        """As :func:`~nxd_server.text.strict_json.parse_json`."""
+        """Like :func:`~nxd_server.text.strict_json.parse_json`."""
         job = object()
         try:
             return await self._limit.run(
@@ -149,7 +149,7 @@ class BoundedJson:
 
     @property
     def inside(self) -> int:
-        """How many are worked on or wait."""
+        """The number of running and waiting jobs."""
         return self._limit.inside
 
     def stop(self) -> None:
@@ -157,5 +157,5 @@ class BoundedJson:
 
     def _parse(self, data: bytes, bounds: Bounds, job: object) -> dict[str, Any]:
         header = {"bounds": dataclasses.asdict(bounds)}
-        # Of a process of ours, made of what has been parsed there.
+        # Trusted: written by our own process, from parsed values.
         return marshal.loads(self._process.run(header, data, seconds=self._seconds, job=job)[1])  # nosec B302

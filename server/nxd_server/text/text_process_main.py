@@ -1,4 +1,4 @@
-"""What runs inside a :class:`~nxd_server.text.text_process.TextProcess`: frames in and out, on its standard input."""
+"""The main function of a :class:`~nxd_server.text.text_process.TextProcess`: reads and writes frames on stdin."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nxd_server.text.text_process import START_SECONDS, read_frame, write_frame
 
 TEMPLATE_MEMORY = 256 * 2**20
 TEXT_MEMORY = 1024 * 2**20
-"""Bytes a job may take beyond what the process has when it is ready."""
+"""Bytes a job may allocate beyond what the process uses when it is ready."""
 KEPT_MEMORY = 2 * 2**20
-"""A process that keeps more than it had ends: only so does the system get everything back."""
+"""A process that has grown by more than this exits, because only then is all memory returned to the system."""
 
 TOO_LONG = (TextTooLongError, PromptTooLongError)
 
@@ -31,7 +31,7 @@ Job = Callable[[dict[str, Any], bytes], Answer]
 
 
 def main() -> None:
-    """Serve jobs until the other side closes."""
+    """Serve jobs until the server closes the connection."""
     connection = socket.socket(fileno=os.dup(0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _end_in(START_SECONDS)
@@ -59,12 +59,12 @@ def main() -> None:
 
 
 def _end_in(seconds: float | None) -> None:
-    """Die a moment after ``seconds``, should nobody be left to kill this process: that is what SIGALRM does."""
+    """Die shortly after ``seconds``, by SIGALRM, in case the server is no longer there to kill this process."""
     signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + 1.0)
 
 
 def _limit_memory(size: int) -> None:
-    """Let this process take ``size`` bytes more than it has."""
+    """Let this process allocate ``size`` bytes more than it has now."""
     limit = _bytes(0) + size
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -93,11 +93,11 @@ def _template_job(setup: dict[str, Any]) -> Job:
     from nxd_server.text.chat_template import ChatTemplate
 
     _limit_memory(TEMPLATE_MEMORY)
-    # Compiled here and nowhere else: jinja2 computes constants while it compiles, so that alone may take for ever.
+    # Compile only in this process: jinja2 evaluates constants while it compiles, so compiling alone may never end.
     template = ChatTemplate(setup["source"], setup["special_tokens"], setup["named"])
 
     def render(header: dict[str, Any], blob: bytes) -> Answer:
-        messages, variables = marshal.loads(blob)  # nosec B302  # of the server
+        messages, variables = marshal.loads(blob)  # nosec B302  # from the server
         text = template.render(messages, max_characters=header["most"], **variables)
         return {}, text.encode()
 
@@ -108,7 +108,7 @@ def _json_job() -> Job:
     from nxd_server.text.body_limits import Bounds
     from nxd_server.text.strict_json import parse_json
 
-    # Marshalled, a value is read back by the server in a fraction of the time that JSON takes.
+    # The server decodes marshal data in a fraction of the time that JSON takes.
     return lambda header, blob: ({}, marshal.dumps(parse_json(blob, Bounds(**header["bounds"]))))
 
 
@@ -126,7 +126,7 @@ def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
             return {}, json.dumps({"prompt": text}, ensure_ascii=False, separators=(",", ":")).encode()
         if header["do"] == "types":
             options = {name: header[name] for name in ("field", "most", "limit")}
-            ids, types = tokenizer.encode_with_types(*marshal.loads(blob), **options)  # nosec B302  # of the server
+            ids, types = tokenizer.encode_with_types(*marshal.loads(blob), **options)  # nosec B302  # from the server
             return {}, array("q", [*ids, *types]).tobytes()
         special, field, most = header["special"], header["field"], header.get("most")
         ids = tokenizer.encode(blob.decode(), add_special_tokens=special, field=field, most=most)
@@ -141,18 +141,18 @@ def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
 
 
 def _has_grown(expected: int) -> bool:
-    """Whether this process holds much more memory than ``expected``, with what was freed given back."""
+    """Whether this process holds much more memory than ``expected``, after returning what is free."""
     if _bytes(1) - expected > KEPT_MEMORY:
         give_back()
     return _bytes(1) - expected > KEPT_MEMORY
 
 
 def _bytes(field: int) -> int:
-    """Bytes of address space (0) or of memory (1) that this process has."""
+    """Return the bytes of address space (0) or of resident memory (1) of this process."""
     return int(os.pread(_statm(), 200, 0).split()[field]) * resource.getpagesize()
 
 
 @functools.cache
 def _statm() -> int:
-    """Open for good: it is read after every job."""
+    """Return the open file, which is kept because it is read after every job."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

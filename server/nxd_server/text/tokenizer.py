@@ -1,7 +1,7 @@
-"""Text to token ids and back, over the ``tokenizers`` library alone.
+"""Text to token ids and back, using only the ``tokenizers`` library.
 
-Reads ``tokenizer.json``; without one, a BERT ``vocab.txt`` or a GPT-2 ``vocab.json`` + ``merges.txt``. Which special
-tokens are put around a text is the tokenizer's own post-processor's business.
+Reads ``tokenizer.json``; without one, a BERT ``vocab.txt`` or a GPT-2 ``vocab.json`` + ``merges.txt``. The tokenizer's
+own post-processor decides which special tokens are added to a text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from nxd_server.text.tokenizer_files import Source
 
 LONG_TEXT = 4096
-"""Characters from which on a text is encoded by the library's fast call."""
+"""Texts of at least this many characters are encoded by the library's fast call."""
 MOST_IDS = 2**20
-"""Ids that a vocabulary of any size may reach."""
+"""Largest id that is accepted for a vocabulary of any size."""
 SHORT_ENOUGH = 2**20
-"""Characters that are always encoded: an unknown word of any length may be one token."""
+"""Texts up to this many characters are always encoded: an unknown word of any length may be a single token."""
 
 
 def check_text(text: Any, field: str = "prompt") -> str:
-    """``text`` itself, or RequestError: not a string, or one that no UTF-8 text can be (a lone surrogate)."""
+    """Return ``text``. Raises RequestError if it is not a string or not valid Unicode (a lone surrogate)."""
     if not isinstance(text, str):
         raise RequestError(field, f"must be a string, got {type(text).__name__}")
     try:
@@ -45,8 +45,8 @@ def check_text(text: Any, field: str = "prompt") -> str:
 
 
 def _require_dense(raw: Any) -> None:
-    """Raise ValueError for ids far beyond the number of tokens: the library, asked to write such a vocabulary,
-    goes through all ids between, and ends the process where memory does."""
+    """Raise ValueError for ids far beyond the number of tokens: when asked to write such a vocabulary, the library
+    loops over all ids in between, and aborts the process when memory runs out."""
     known = raw.get_vocab()
     highest = max(known.values(), default=0)
     if highest > MOST_IDS and highest > 16 * len(known):
@@ -60,7 +60,7 @@ class Tokenizer:
         """``raw`` is a ``tokenizers.Tokenizer``, ``config`` the content of ``tokenizer_config.json``."""
         _require_dense(raw)
         _require_special_tokens(raw)
-        raw.no_truncation()  # a limit is the server's to report, never silently applied
+        raw.no_truncation()  # the server reports an exceeded limit, it never truncates silently
         raw.no_padding()
         self.raw = raw
         self.config = config or {}
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, source: Source) -> Tokenizer:
-        """Read the tokenizer of a model's directory or of an artifact; ModelConfigError when there is none."""
+        """Read the tokenizer of a model directory or an artifact. Raises ModelConfigError if there is none."""
         files = TextFiles(source)
         config = read_config(files)
         if (path := files.find("tokenizer.json")) is not None:
@@ -96,7 +96,7 @@ class Tokenizer:
             f"{files.directory} has no tokenizer.json (nor vocab.txt, nor vocab.json with merges.txt).{hint}"
         )
 
-    # --- in ---------------------------------------------------------------------------------------------
+    # --- encode ---------------------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -107,18 +107,18 @@ class Tokenizer:
         field: str = "prompt",
         most: int | None = None,
     ) -> list[int]:
-        """Token ids of ``text`` (and ``pair``); RequestError naming ``field`` when it is not valid text,
-        PromptTooLongError when there are more than ``most``."""
+        """Return the token ids of ``text`` (and ``pair``). Raises RequestError naming ``field`` if it is not valid
+        text, PromptTooLongError if there are more than ``most``."""
         check_text(text, field)
         if pair is not None:
             check_text(pair, field)
         with _readable(field):
             if pair is None and len(text) > LONG_TEXT:
-                # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
+                # Without offsets: an eighth of the time, and the GIL is released meanwhile.
                 encoding = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
             else:
                 encoding = self.raw.encode(text, pair, add_special_tokens=add_special_tokens)
-        if most is not None and len(encoding) > most:  # before a list of them is made
+        if most is not None and len(encoding) > most:  # before a list is built
             raise PromptTooLongError(len(encoding), most, field)
         return encoding.ids
 
@@ -131,12 +131,12 @@ class Tokenizer:
         most: int | None = None,
         limit: int | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids and token type ids, for encoders; cut at the end to ``most``, special tokens included.
+        """Return token ids and token type ids, for encoders; truncated to ``most``, including special tokens.
 
-        Of a pair the longer text is cut first, as transformers does.
+        In a pair the longer text is truncated first, as in transformers.
 
         Raises:
-            RequestError: ``most`` has no room for a text.
+            RequestError: ``most`` leaves no room for text.
             PromptTooLongError: there are more than ``limit`` ids.
         """
         texts = [check_text(text, field)] if pair is None else [check_text(text, field), check_text(pair, field)]
@@ -146,12 +146,12 @@ class Tokenizer:
             types = None
         else:
             encoding, types = self._encode_parts(texts, field, most)
-        if limit is not None and len(encoding) > limit:  # before a list of them is made
+        if limit is not None and len(encoding) > limit:  # before a list is built
             raise PromptTooLongError(len(encoding), limit, field, completes=False)
         return encoding.ids, types or encoding.type_ids
 
     def _encode_parts(self, texts: list[str], field: str, most: int | None) -> tuple[Any, list[int] | None]:
-        """A text or a pair, each part by itself and cut; with the types where the encoding does not have them."""
+        """Encode a text or a pair, each part separately and truncated; return the types if the encoding lacks them."""
         special = self.raw.num_special_tokens_to_add(len(texts) == 2)
         if most is not None and most <= special:
             raise RequestError(
@@ -164,19 +164,19 @@ class Tokenizer:
             for part, length in zip(parts, _shares([len(part) for part in parts], most - special), strict=True):
                 part.truncate(length)
         types = None
-        if self.raw.post_processor is None:  # of whom a pair has its types otherwise
+        if self.raw.post_processor is None:  # otherwise it sets the types of a pair
             types = [place for place, part in enumerate(parts) for _ in range(len(part))]
         return self.raw.post_process(*parts), types
 
     def _encode_bare(self, text: str) -> Any:
-        """``text`` without special tokens."""
+        """Encode ``text`` without special tokens."""
         if len(text) <= LONG_TEXT:
             return self.raw.encode(text, add_special_tokens=False)
-        # Without offsets: an eighth of the time, and the interpreter is free meanwhile.
+        # Without offsets: an eighth of the time, and the GIL is released meanwhile.
         return self.raw.encode_batch_fast([text], add_special_tokens=False)[0]
 
     def check_length(self, text: str, max_len: int, field: str = "prompt") -> None:
-        """TextTooLongError when ``text`` is longer than ``max_len`` tokens can be: far cheaper than to encode it."""
+        """Raise TextTooLongError if ``text`` cannot fit in ``max_len`` tokens: far cheaper than encoding it."""
         most = self.most_characters(max_len)
         if len(text) > most:
             raise TextTooLongError(
@@ -186,31 +186,31 @@ class Tokenizer:
             )
 
     def most_characters(self, max_len: int) -> int:
-        """The longest text that is read where a model takes ``max_len`` tokens."""
+        """Return the length of the longest text that is read for a model with ``max_len`` tokens."""
         return max(SHORT_ENOUGH, max_len * self._longest_token)
 
     @functools.cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.raw.get_vocab(with_added_tokens=True)), default=1)
 
-    # --- out --------------------------------------------------------------------------------------------
+    # --- decode --------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; bytes that are no valid UTF-8 become U+FFFD. Unknown ids are left out."""
+        """Return the text of ``ids``; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped."""
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A decoder to feed token by token, with the tokens of ``prompt`` as what stands before."""
+        """Return an incremental decoder; ``prompt`` holds the preceding tokens."""
         return Detokenizer(self, skip_special_tokens, prompt)
 
     def stream(
         self, stop: Iterable[str] = (), prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """A decoder to feed token by token that also looks for stop strings."""
+        """Return an incremental decoder that also looks for stop strings."""
         return TextStream(self.detokenizer(prompt, skip_special_tokens=skip_special_tokens), stop)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for on its own (logprobs show them); empty for an unknown id."""
+        """Return the bytes of a single token (logprobs show them); empty for an unknown id."""
         piece = self.raw.id_to_token(token)
         if piece is None:
             return b""
@@ -223,11 +223,11 @@ class Tokenizer:
         return piece.replace("\u2581", " ").encode()
 
     def token_text(self, token: int) -> str:
-        """:meth:`token_bytes` as text, invalid bytes as U+FFFD."""
+        """Return :meth:`token_bytes` as text, with invalid bytes as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def whole_text(self, token: int) -> str | None:
-        """The text of a byte-level token on its own, where its bytes are whole characters; else None."""
+        """Return the text of a single byte-level token if its bytes are complete characters; else None."""
         if token not in self._whole:
             piece = self.raw.id_to_token(token)
             try:
@@ -240,7 +240,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id, added tokens included."""
+        """The largest token id plus one, including added tokens."""
         return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def token_to_id(self, token: str) -> int | None:
@@ -250,7 +250,7 @@ class Tokenizer:
         return self.raw.id_to_token(token)
 
     def special_text(self, name: str) -> str | None:
-        """The text of ``bos_token``, ``eos_token``, ... as ``tokenizer_config.json`` names it."""
+        """Return the text of ``bos_token``, ``eos_token``, ... from ``tokenizer_config.json``."""
         value = self.config.get(name)
         return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
 
@@ -260,25 +260,25 @@ class Tokenizer:
 
 
 def _require_special_tokens(raw: Any) -> None:
-    """Raise ValueError for a post-processor that adds special tokens it does not define: the library panics then."""
+    """Raise ValueError for a post-processor that adds undefined special tokens, on which the library panics."""
     try:
         raw.encode("")
         raw.encode("", "")
     except BaseException as error:
         if not _is_panic(error):
-            return  # a text it has no tokens for, which is the request's to report
+            return  # it has no tokens for this text, which requests report
         raise ValueError(f"its post_processor cannot be applied: {error}") from None
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked. The class cannot be imported, and is no Exception."""
+    """Whether the library's Rust code panicked. The class cannot be imported and is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def _readable(field: str) -> Iterator[None]:
-    """RequestError for a text that a model's tokenizer has no tokens for, its unknown token being none of them: the
-    library raises a bare Exception then."""
+    """Raise RequestError if the tokenizer has no tokens for a text and its unknown token is not in the vocabulary,
+    where the library raises a bare Exception."""
     try:
         yield
     except Exception as error:
@@ -288,7 +288,7 @@ def _readable(field: str) -> Iterator[None]:
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """How many tokens of one text, or of each of two, fit into ``room`` when the longer one is cut first."""
+    """Return how many tokens of one or two texts fit in ``room`` if the longer one is truncated first."""
     if sum(lengths) <= room or len(lengths) == 1:
         return [min(length, room) for length in lengths]
     first, second = lengths
@@ -306,7 +306,7 @@ def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def read_config(files: TextFiles) -> dict[str, Any]:
-    """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json`` filled in; {} without them."""
+    """Return ``tokenizer_config.json`` with special tokens from ``special_tokens_map.json``; {} without them."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = files.find(name)
@@ -323,7 +323,7 @@ def read_config(files: TextFiles) -> dict[str, Any]:
 
 
 def _lowered(raw: Any, files: TextFiles) -> Any:
-    """``raw``, made to read small letters where sentence-transformers' settings beside it say so."""
+    """Return ``raw``, made to lowercase text if the sentence-transformers settings beside it ask for that."""
     from tokenizers import normalizers
 
     path = files.find("sentence_bert_config.json")
@@ -348,7 +348,7 @@ def _special(config: dict[str, Any], name: str, default: str) -> str:
 
 
 def _wordpiece(vocab: Path, config: dict[str, Any]) -> Any:
-    """BERT's tokenizer from its ``vocab.txt``: [CLS] text [SEP] (pair [SEP])."""
+    """Build BERT's tokenizer from its ``vocab.txt``: [CLS] text [SEP] (pair [SEP])."""
     from tokenizers import Tokenizer as RawTokenizer
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -372,7 +372,7 @@ def _wordpiece(vocab: Path, config: dict[str, Any]) -> Any:
 
 
 def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> Any:
-    """GPT-2's tokenizer from ``vocab.json`` and ``merges.txt``; RoBERTa's when the configuration has a cls token."""
+    """Build GPT-2's tokenizer from ``vocab.json`` and ``merges.txt``; with a cls token in ``config``, RoBERTa's."""
     from tokenizers import Tokenizer as RawTokenizer
     from tokenizers import decoders, models, pre_tokenizers, processors
 

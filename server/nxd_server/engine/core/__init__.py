@@ -1,1 +1,1 @@
-"""What runs next and how one step runs: scheduler, slots, steps."""
+"""The scheduler, the slots and the steps."""

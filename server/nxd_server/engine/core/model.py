@@ -1,4 +1,4 @@
-"""The model as the engine drives it: what ``RankModel`` and ``TensorParallelModel`` are to it."""
+"""The model interface that the engine drives; ``RankModel`` and ``TensorParallelModel`` implement it."""
 
 from __future__ import annotations
 
@@ -10,92 +10,92 @@ from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.runtime.ranks.health import RankHealth
 
 Tensors = Mapping[str, Any]
-"""By name: torch's or NumPy's, as the model takes them. An InputBlock costs a model that takes arrays least."""
+"""Tensors by name: torch's or NumPy's, as the model takes them. For a NumPy model an InputBlock is cheapest."""
 
 
 class PendingStep(Protocol):
-    """A step that the ranks have, from its start until its outputs are taken."""
+    """A step that was given to the ranks, until its outputs are taken."""
 
     @property
     def seconds(self) -> float:
-        """How long the slowest rank worked on it, once it is over."""
+        """Return how long the slowest rank worked on it; call once it is over."""
         ...
 
     def result(self, copy: bool = True) -> dict[str, Any]:
-        """Wait for it; outputs by name. Without ``copy`` they hold until the next step is begun."""
+        """Wait for it; return outputs by name. Without ``copy`` they are valid until the next step begins."""
         ...
 
 
 class NewWeights(Protocol):
-    """Weights that were cut for every rank, and are in none yet. Who does not hand them on closes them."""
+    """Weights that were sharded for every rank and are loaded in none. The owner must close them or pass them on."""
 
     def close(self) -> None: ...
 
 
 class Model(Protocol):
-    """A traced model and its ranks. One thread calls it at a time; what says so takes no lock."""
+    """A traced model and its ranks. One thread calls it at a time; methods that take no lock say so."""
 
     @property
     def manifest(self) -> Manifest: ...
 
     @property
     def arrays(self) -> bool:
-        """Whether it takes and gives NumPy's arrays, and :meth:`begin_bucket` works."""
+        """Whether inputs and outputs are NumPy arrays, and :meth:`begin_bucket` works."""
         ...
 
     @property
     def spare_cores(self) -> int:
-        """Cores that the ranks' threads leave to this process; below 1 when they have every one."""
+        """Number of cores that the ranks' threads leave to this process; below 1 if they use all."""
         ...
 
     @property
     def lead_cores(self) -> Sequence[int]:
-        """Cores on which this process would hold up a whole rank."""
+        """Cores on which this process would delay a whole rank."""
         ...
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the ranks, the first of it. Takes no lock."""
+        """The first error that ended the ranks. Takes no lock."""
         ...
 
     def health(self) -> Sequence[RankHealth]:
-        """Every rank. Takes no lock."""
+        """Return the health of every rank. Takes no lock."""
         ...
 
     def restart(self) -> Any:
-        """Start the ranks anew, whatever state they are in; updated weights are kept."""
+        """Restart the ranks, whatever their state; updated weights are kept."""
         ...
 
     def run_bucket(self, name: str, inputs: Tensors) -> dict[str, Any]:
-        """Run the graph ``name``; outputs by name."""
+        """Run the graph ``name``; return outputs by name."""
         ...
 
     def begin_bucket(self, name: str, inputs: Tensors, *, checked: bool = False) -> PendingStep:
-        """As :meth:`run_bucket`, without waiting; steps run in the order in which they were begun, two at most.
+        """Like :meth:`run_bucket`, without waiting; steps run in the order in which they begin, at most two at a time.
 
-        ``checked``: every value of an InputBlock is known to be within its input's limits.
+        ``checked``: every value of an InputBlock is already known to be within its input's limits.
         """
         ...
 
     def reset_states(self) -> None:
-        """Put every state back to its traced value."""
+        """Reset every state to its traced value."""
         ...
 
     def cut_weights(self, weights: Any, *, tag: str | None = None) -> NewWeights:
-        """Check weights and cut them for every rank; nothing changes yet, and steps go on. From any thread."""
+        """Check weights and shard them for every rank; nothing changes yet, and steps continue. Thread-safe."""
         ...
 
     def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
-        """As :meth:`cut_weights`, of a LoRA adapter for ``slot``."""
+        """Like :meth:`cut_weights`, for a LoRA adapter in ``slot``."""
         ...
 
     def update_weights(self, weights: Any) -> None:
-        """Put what was cut into every rank, between two steps."""
+        """Load sharded weights into every rank, between two steps."""
         ...
 
 
 class RoutingModel(Model, Protocol):
-    """One that also chooses the graph of a call by itself."""
+    """A model that also chooses the graph of a call itself."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the graph that the inputs route to."""

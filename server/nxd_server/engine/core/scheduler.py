@@ -1,17 +1,17 @@
-"""Which graph runs next, over which rows. Pure logic: it sees lengths and measured times, never a model.
+"""Which graph runs next, with which rows. Pure logic: it sees lengths and measured times, never a model.
 
 * Waiting choices get a free slot in order of arrival.
-* A prompt goes in pieces: whole largest graphs first, then the smallest that fits what is left (``<=``), or several
-  smaller ones where measured times say that they are clearly cheaper.
+* A prompt is split into pieces: first full pieces of the largest graph, then the smallest graph that fits the rest
+  (``<=``), or several smaller ones if measured times show that they are clearly cheaper.
 * While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
-  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece is short enough then
-  that it and the decode step behind it take at most ``stall_ratio`` times as long as the fastest decode step, where
+  and prefill takes at most ``prefill_ratio`` times as long as the decoding in between. A piece must be short enough
+  that it and the decode step after it take at most ``stall_ratio`` times as long as the fastest decode step, if
   there is such a graph.
-* A decode step takes the graph with the most rows per second, none above the smallest that takes every slot, and the
-  rows that have waited longest. Where rows may share a slot (``mixes``), tokens of prompts take the rows that are left,
-  in graphs of any size that hold up what decodes for no longer than pieces may, or, where prompts would go on at less
-  than half the pace in these, than the shortest piece would; while no piece is short enough and such rows are left,
-  prompts go on in these alone.
+* A decode step takes the graph with the most rows per second, at most the smallest that fits every slot, and the
+  rows that have waited longest. If rows may share a slot (``mixes``), prompt tokens fill the remaining rows, in graphs
+  of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
+  by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
+  in these rows.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from nxd_server.engine.core.slots import SlotPool
 from nxd_server.engine.core.step_costs import CLEAR_GAIN, Graph, StepCosts
 
 PLANNED = 0.75
-"""Of the time that streams may wait, this much is planned for: steps vary, requests are read, answers handed over."""
+"""Plan for this fraction of the allowed delay of streams: steps vary, and requests and answers take time too."""
 MAX_PIECES = 32
-"""A piece is never split into more than about so many smaller ones."""
+"""A piece is never split into many more smaller ones than this."""
 
 UNKNOWN = -1
-"""Fed in place of a token that the step before gives; the graph knows it (``nxd_models.serving.decoder_step``)."""
+"""Fed for a token that the previous step will give; the graph knows it (``nxd_models.serving.decoder_step``)."""
 
 S = TypeVar("S", bound=Sequence)
 
 
 @dataclass(slots=True)
 class Row(Generic[S]):
-    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: the row's token is its next one.
+    """``length`` tokens of ``sequence`` from position ``start`` on. ``samples``: its output is the next token.
 
-    A decode row of more than one token feeds ``draft`` behind it; once it has run, ``length`` counts the right ones.
+    A decode row of more than one token feeds ``draft`` after it; once it has run, ``length`` covers the right ones.
     """
 
     sequence: S
@@ -52,7 +52,7 @@ class Row(Generic[S]):
     draft: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
-        """What the row feeds."""
+        """The tokens that the row feeds."""
         sequence = self.sequence
         if self.length == 1 and self.start == len(sequence.prompt) + len(sequence.output):
             return [UNKNOWN]
@@ -63,8 +63,8 @@ class Row(Generic[S]):
 
 @dataclass(slots=True)
 class Step(Generic[S]):
-    """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed one the last ones are tokens of prompts,
-    those of one choice in order."""
+    """One execution of one graph. Rows beyond ``rows`` are padding. In a mixed step the last rows are prompt tokens,
+    in order for each choice."""
 
     kind: Literal["prefill", "decode", "mixed"]
     graph: Graph
@@ -72,7 +72,7 @@ class Step(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Not thread-safe: it belongs to the engine's thread."""
+    """Not thread-safe: used only by the engine's thread."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Scheduler(Generic[S]):
         self.slots = SlotPool(slots)
         self.prefill_ratio = prefill_ratio
         self.stall_ratio = stall_ratio
-        self.mixes = mixes and stall_ratio < inf  # where nothing is bounded, whole pieces are cheaper
+        self.mixes = mixes and stall_ratio < inf  # without a bound, full pieces are cheaper
         shortest = self.graphs[0].length
         self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
-        # Alone, decoding fills no graph above the smallest that takes every slot; what is larger is there to be shared.
+        # Decoding alone uses no graph above the smallest that fits every slot; larger ones exist only for mixed steps.
         fits = sum(graph.batch < slots for graph in self._shared_graphs)
         self._decode_graphs = self._shared_graphs[: fits + 1]
         self._lengths = sorted({graph.length for graph in self.graphs})
@@ -108,9 +108,9 @@ class Scheduler(Generic[S]):
         self._owed: set[int] = set()
         """Decoding choices that have not advanced since the last prefill step."""
         self._debt = 0.0
-        """Seconds of decoding that are due before the next prefill step."""
+        """Seconds of decoding that must run before the next prefill step."""
 
-    # --- what is there --------------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
@@ -122,7 +122,7 @@ class Scheduler(Generic[S]):
 
     @property
     def live_tokens(self) -> int:
-        """Positions of the cache that hold tokens of running choices."""
+        """Cache positions that hold tokens of running choices."""
         return sum(sequence.computed for sequence in (*self._decoding.values(), *self._prefilling))
 
     @property
@@ -130,18 +130,18 @@ class Scheduler(Generic[S]):
         return bool(self._waiting or self._prefilling or self._decoding)
 
     def sequences(self) -> Iterator[S]:
-        """Everything that is not finished, running ones first."""
+        """Yield all unfinished choices, running ones first."""
         yield from list(self._decoding.values())
         yield from list(self._prefilling)
         yield from list(self._waiting)
 
-    # --- in and out -----------------------------------------------------------------------------------
+    # --- adding and removing -----------------------------------------------------------------------------------
 
     def add(self, sequence: S) -> None:
         self._waiting.append(sequence)
 
     def remove(self, sequence: S) -> None:
-        """Forget a choice, finished or not, and free its slot. Without effect the second time."""
+        """Remove a choice, finished or not, and free its slot. Idempotent."""
         self._owed.discard(sequence.id)
         if sequence.slot is None:
             if sequence in self._waiting:
@@ -155,7 +155,7 @@ class Scheduler(Generic[S]):
     # --- the next step --------------------------------------------------------------------------------
 
     def admit(self, allowed: Callable[[S], bool] = lambda sequence: True) -> list[S]:
-        """Give free slots to those who wait and are ``allowed``, in order of arrival; the choices that got one."""
+        """Give free slots to waiting choices that are ``allowed``, in order of arrival; return those that got one."""
         admitted: list[S] = []
         held: list[S] = []
         while self._waiting and self.slots.free:
@@ -171,8 +171,8 @@ class Scheduler(Generic[S]):
         return admitted
 
     def next_step(self) -> Step[S] | None:
-        """The step to run now; None when nothing is admitted, or all of it waits for the end of steps that were begun.
-        Call :meth:`begin` when the ranks have it."""
+        """Return the step to run now; None if nothing is admitted or all choices wait for steps in flight. Call
+        :meth:`begin` once the ranks have it."""
         streams = self._streams()
         if not streams:
             return self._prefill_step(streams) if self._prefilling else None
@@ -183,7 +183,7 @@ class Scheduler(Generic[S]):
         return self._decode_step(graph, streams, prompts)
 
     def begin(self, step: Step[S]) -> None:
-        """Book what ``step`` will have done. The next one, which the ranks do behind it, may be planned then."""
+        """Account for ``step`` as if it had run, so that the next one, which runs after it, can be planned."""
         seconds = self.costs[step.graph.name]
         if step.kind == "prefill":
             streams = self._streams()
@@ -200,11 +200,11 @@ class Scheduler(Generic[S]):
                 self._decoding[sequence.id] = sequence
 
     def complete(self, step: Step[S], seconds: float) -> None:
-        """``step``, which was begun, has run, in ``seconds``."""
+        """Record that ``step`` has run, in ``seconds``."""
         self.costs.observe(step.graph.name, seconds)
 
     def _streams(self) -> list[S]:
-        """What decodes and may want another token, those that have waited longest first."""
+        """Return the choices that decode and may want another token, those that have waited longest first."""
         return [sequence for sequence in self._decoding.values() if sequence.goes_on]
 
     def _prefill_step(self, streams: list[S]) -> Step[S]:
@@ -223,8 +223,8 @@ class Scheduler(Generic[S]):
         return self.costs.cheapest(self._decode_graphs, lambda graph: min(graph.batch, count))
 
     def _plan(self, count: int) -> tuple[Graph, list[Row[S]]]:
-        """The graph of the next step that decodes ``count`` rows, and tokens of prompts, a row each, for the rows that
-        these leave in it."""
+        """Return the graph of the next step that decodes ``count`` rows, and one row per prompt token for the rows that
+        remain in it."""
         if self.mixes and self._prefilling:
             graphs = self._mixed_graphs(count)
             tokens = (
@@ -239,8 +239,8 @@ class Scheduler(Generic[S]):
         return self._decode_graph(count), []
 
     def _mixed_graphs(self, count: int) -> list[Graph]:
-        """Those that keep to the bound beside ``count`` streams; where prompts would go on at less than half the pace
-        in these, also those that take no longer than the shortest piece would.
+        """Return the graphs that keep the bound with ``count`` streams; if prompts would be less than half as fast in
+        these, also those that take no longer than the shortest piece would.
         """
         bound = self._bound()
         piece = self._cost_of(self._lengths[:2][-1]) + self.costs[self._decode_graph(count + 1).name]
@@ -254,20 +254,20 @@ class Scheduler(Generic[S]):
 
     def _decode_step(self, graph: Graph, streams: list[S], prompts: list[Row[S]]) -> Step[S]:
         chosen = streams[: graph.batch]
-        for sequence in chosen:  # the dictionary is in the order of turns
+        for sequence in chosen:  # moves them to the end: the dictionary is ordered by turn
             self._decoding[sequence.id] = self._decoding.pop(sequence.id)
-        # In the order of slots, so that a choice mostly stays in the row whose inputs are already its own.
+        # Sort by slot, so that a choice mostly stays in the same row, whose inputs then need no rewriting.
         chosen.sort(key=lambda sequence: sequence.slot or 0)
         rows = [Row(sequence, sequence.computed, 1, True) for sequence in chosen]
         return Step("mixed" if prompts else "decode", graph, (*rows, *prompts))
 
-    # --- pieces of prompts ------------------------------------------------------------------------------
+    # --- prefill pieces ------------------------------------------------------------------------------
 
     def piece(self, remaining: int, streams: int | None = None) -> int:
-        """The graph length that takes the next piece of a prompt with ``remaining`` tokens to go, beside ``streams``
-        that decode (None: as many as do)."""
+        """Return the graph length for the next piece of a prompt with ``remaining`` tokens, while ``streams`` choices
+        decode (None: the current number)."""
         streams = len(self._streams()) if streams is None else streams
-        # At least the shortest piece: a prompt has to go on.
+        # At least the shortest piece, because a prompt must advance.
         lengths = (self._short_lengths(streams) or self._lengths[:2]) if streams else self._lengths
         largest = lengths[-1]
         if remaining >= largest:
@@ -280,26 +280,26 @@ class Scheduler(Generic[S]):
         return first if cost < CLEAR_GAIN * self._cost_of(fit) else fit
 
     def _short_lengths(self, streams: int) -> list[int]:
-        """Those of pieces that hold up what decodes for no longer than ``stall_ratio`` allows, if any."""
+        """Return the piece lengths that delay decoding by no more than ``stall_ratio`` allows, if any."""
         graph, prompts = self._plan(streams)
-        behind = graph if prompts else self._decode_graph(streams + 1)  # a prompt may end
+        behind = graph if prompts else self._decode_graph(streams + 1)  # the prompt may end and decode too
         room = self._bound() - self.costs[behind.name]
         short = sum(self._cost_of(length) <= room for length in self._lengths)
         return self._lengths[:short] if short > 1 else []
 
     def _bound(self) -> float:
-        """Seconds that what decodes may wait for its next token, by plan."""
+        """Seconds that decoding choices may wait for their next token, as planned."""
         return PLANNED * self.stall_ratio * min(self.costs[graph.name] for graph in self._decode_graphs)
 
     def _cost_of(self, length: int) -> float:
         return min(self.costs[graph.name] for graph in self.graphs if graph.length == length)
 
     def _cover(self, remaining: int, lengths: list[int], known: dict[int, tuple[float, int]]) -> tuple[float, int]:
-        """The cheapest way to take ``remaining`` tokens in pieces of ``lengths``: its cost and its first piece."""
+        """Return the cost and the first piece of the cheapest split of ``remaining`` tokens into ``lengths``."""
         if remaining <= 0:
             return 0.0, 0
         if remaining not in known:
-            # Larger pieces first: each is tried as the first piece, and the order of pieces does not matter.
+            # Try each larger piece first; the order of pieces does not matter.
             known[remaining] = min(
                 (self._cost_of(length) + self._cover(remaining - length, lengths, known)[0], -length)
                 for length in lengths

@@ -1,4 +1,4 @@
-"""One choice of one request: its tokens, and how far the cache has come."""
+"""One choice of a request: its tokens, and how many of them are in the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_server.engine.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Sequence:
-    """What the scheduler needs to know of a choice. ``computed`` tokens have their keys and values in ``slot``."""
+    """A choice as the scheduler sees it. The keys and values of ``computed`` tokens are in ``slot``."""
 
     id: int
     prompt: list[int]
@@ -28,11 +28,11 @@ class Sequence:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another token may be wanted behind those that steps which were begun will give."""
+        """Whether another token may be wanted after those that the steps in flight will give."""
         return self.computed + 2 <= len(self.prompt) + self.max_new_tokens
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """The tokens at positions ``start`` to ``start + length - 1`` of prompt and output together."""
+        """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together."""
         prompt = len(self.prompt)
         if start >= prompt:
             return self.output[start - prompt : start - prompt + length]
@@ -45,7 +45,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice ``index``: choice 0 has the request's own, the others are mixed from it (splitmix64)."""
+    """Return the seed of choice ``index``: choice 0 has the request's, the others derive from it (splitmix64)."""
     if index == 0:
         return seed
     mixed = (seed + 0x9E3779B97F4A7C15 * index) & _MASK

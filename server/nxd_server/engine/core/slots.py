@@ -1,4 +1,4 @@
-"""Slots of the cache: who may write where."""
+"""Slots of the KV cache, each owned by one choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 
 
 class SlotPool:
-    """``count`` slots, numbered from 0; the lowest free one is given first."""
+    """``count`` slots, numbered from 0; the lowest free slot is allocated first."""
 
     def __init__(self, count: int):
         if count < 1:
@@ -24,12 +24,12 @@ class SlotPool:
         return len(self._used)
 
     def allocate(self) -> int:
-        """A slot that nobody has. IndexError when there is none."""
+        """Return a free slot. Raises IndexError if there is none."""
         slot = heapq.heappop(self._free)
         self._used.add(slot)
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back. KeyError when nobody has it: a slot released twice would serve two requests."""
+        """Free a slot. Raises KeyError if it is free already: a slot released twice would serve two requests."""
         self._used.remove(slot)
         heapq.heappush(self._free, slot)

@@ -1,4 +1,4 @@
-"""The tensors of one step, filled in place: a bucket keeps its buffers, and rows that stay are not written again."""
+"""The inputs of one step, filled in place: each bucket keeps its buffers, and unchanged rows are not written again."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SAMPLER_DEFAULTS: dict[str, float] = {
     "prompt_length": -1,
     "adapter": 0,
 }
-"""What the engine knows to feed, with the value that means "off"."""
+"""The inputs that the engine can feed, with the value that means "off"."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The sampler inputs of one choice, as numbers; ``banned`` ids must not come before ``min_tokens``."""
+    """The sampler inputs of one choice, as numbers; ``banned`` ids may not occur before ``min_tokens``."""
 
     values: dict[str, float]
     bias: tuple[tuple[int, float], ...]
@@ -42,7 +42,7 @@ class Sampler:
 
 
 def check_buckets(buckets: list[BucketSpec]) -> None:
-    """Refuse, by name, graphs that need an input nobody feeds, or that lack one a step needs."""
+    """Reject, by name, graphs with an input that the engine cannot feed, or without one that a step needs."""
     for bucket in buckets:
         names = {spec.name for spec in bucket.inputs}
         if missing := [name for name in STEP_INPUTS if name not in names]:
@@ -73,7 +73,7 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
 def sampler_of(
     params: SamplingParams, seed: int, inputs: set[str], vocab_size: int, bias_slots: int, eos: Rows[int]
 ) -> Sampler:
-    """The sampler inputs of a choice, for graphs that take ``inputs``; RequestError when they lack what it needs."""
+    """Return the sampler inputs of a choice for graphs with ``inputs``. Raises RequestError if one is missing."""
     values: dict[str, float] = {name: getattr(params, name) for name in SAMPLER_FIELDS}
     for name, value in values.items():
         if name not in inputs and value != SAMPLER_DEFAULTS[name]:
@@ -103,16 +103,16 @@ def _absent(name: str, what: str) -> str:
 
 
 class StepInputs:
-    """The input buffers of one bucket. Padding rows point at the scratch block, at position 0, with one token."""
+    """The input buffers of one bucket. Padding rows point to the scratch block, at position 0, with one token."""
 
     def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool):
-        """``arrays``: the model takes them (:class:`InputBlock`); else torch's tensors over the same memory."""
+        """``arrays``: the model takes NumPy arrays (:class:`InputBlock`); else torch tensors over the same memory."""
         self._scratch = scratch
-        # Any input that is neither has a default, see check_buckets.
+        # Any input in neither set has a default, see check_buckets.
         known = [spec for spec in bucket.inputs if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS]
         self._arrays: Mapping[str, np.ndarray]
         self.tensors: Mapping[str, Any]
-        """What the model takes."""
+        """The inputs in the form that the model takes."""
         if arrays:
             self.tensors = self._arrays = InputBlock(bucket)
         else:
@@ -138,7 +138,7 @@ class StepInputs:
                 self._arrays[name][index] = value
 
     def _place(self, index: int, tokens: Rows[int], start: int, slot: int) -> None:
-        """Write what every step changes."""
+        """Write the inputs that change with every step."""
         columns = self._columns
         columns["tokens"].fill(index, tokens)
         columns["start"].set(index, start)
@@ -146,12 +146,12 @@ class StepInputs:
         columns["block_table"].set(index, slot)
 
     def put(self, index: int, row: Row, sampler: Sampler) -> None:
-        """Make row ``index`` the piece ``row`` of its choice. InputMismatchError for a value outside its limits; those
-        of the sampler are left to the model that takes tensors."""
+        """Write the row ``row`` of a choice to row ``index``. Raises InputMismatchError for a value outside its
+        limits; a model that takes tensors checks those of the sampler itself."""
         sequence, arrays = row.sequence, self._arrays
         assert sequence.slot is not None
         self._place(index, row.tokens(), row.start, sequence.slot)
-        output = row.start + row.length - len(sequence.prompt)  # the place of the token that the row gives
+        output = row.start + row.length - len(sequence.prompt)  # the index of the output token that the row gives
         banned = bool(sampler.banned) and output < sequence.params.min_tokens
         if self._owners[index] == (sequence.id, banned):
             return
@@ -172,8 +172,8 @@ class StepInputs:
 
 
 class _Column:
-    """One input of whole numbers, the same count for each row. A number written here is checked, and costs a fraction
-    of what an assignment to the array does."""
+    """One integer input with the same number of values per row. Writing a number here checks it, at a fraction of the
+    cost of an array assignment."""
 
     def __init__(self, spec: InputSpec, column: np.ndarray):
         self.spec = spec
@@ -188,7 +188,7 @@ class _Column:
         self._values[index] = value
 
     def fill(self, index: int, values: Rows[int]) -> None:
-        """Row ``index``: ``values``, and zeros behind them."""
+        """Write ``values`` to row ``index``, followed by zeros."""
         if len(values) == self._width == 1:
             self.set(index, values[0])
             return
@@ -200,7 +200,7 @@ class _Column:
 
 
 def tokens_input(bucket: BucketSpec) -> InputSpec:
-    """The tokens of a step: ``[rows, tokens of a row]``."""
+    """Return the spec of a step's tokens: ``[rows, tokens of a row]``."""
     return next(spec for spec in bucket.inputs if spec.name == "tokens")
 
 

@@ -1,4 +1,4 @@
-"""What a step gave, row by row and place by place: a place for each guess that it verified, else one."""
+"""The outputs of a step by row and position: one position per verified guess, else one."""
 
 from __future__ import annotations
 

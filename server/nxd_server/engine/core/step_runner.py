@@ -1,4 +1,4 @@
-"""One model's steps: run, timed, counted, and watched for hanging. One thread runs them; any thread may look."""
+"""Runs one model's steps: timed, counted, and watched for hangs. One thread runs them; any thread may read."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from nxd_server.engine.core.model import Model, PendingStep, Tensors
 from nxd_server.engine.core.step_costs import StepCosts
 
 FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
-"""Errors after which the ranks, and every state in them, are lost."""
+"""Errors after which the ranks, and all their states, are lost."""
 WARM_SECONDS = 0.05
-"""A graph that takes longer is run once at the start, which waits for all of them."""
+"""A graph that takes longer is run only once during warm-up, because the start waits for it."""
 OVERDUE_FACTOR = 20.0
 OVERDUE_SECONDS = 5.0
-"""A step is overdue after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time): the engine is not ready then."""
+"""A step is overdue, and the engine not ready, after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time)."""
 FIRST_SECONDS = 30.0
-"""A graph that never ran may take so long, whatever it is estimated to cost: it touches memory for the first time."""
+"""Time limit of a graph that never ran, whatever its estimate: it touches memory for the first time."""
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step on behalf of requests that the ranks have, or (``pending`` is None) that runs when it is waited for."""
+    """A step for requests that the ranks already have, or (``pending`` is None) that runs when it is waited for."""
 
     bucket: str
     inputs: Tensors
     pending: PendingStep | None
     work: Any
-    """Whatever whoever began it wants to know at its end."""
+    """The caller's data, returned with the finished step."""
 
 
 class StepRunner:
-    """Runs the buckets of ``model`` and remembers what happened."""
+    """Runs the buckets of ``model`` and records statistics."""
 
     def __init__(self, model: Model, clock: Callable[[], float] = time.monotonic):
         self.model = model
         self._clock = clock
         self.in_flight: deque[StepInFlight] = deque()
-        """Steps that were begun and not finished, in order."""
+        """Steps that have begun and not finished, in order."""
         self.worked = False
         """Whether a step for requests has succeeded since the ranks were started."""
         self._started: float | None = None
         self._bucket = ""
         self._last: float | None = None
-        # What steps on behalf of requests came to, by bucket.
+        # Statistics of steps for requests, by bucket.
         self.bucket_steps: Counter[str] = Counter()
         self.bucket_seconds: defaultdict[str, float] = defaultdict(float)
         self.useful_tokens: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class StepRunner:
 
     @contextlib.contextmanager
     def visible(self, bucket: str) -> Iterator[None]:
-        """What runs inside is a step of ``bucket`` to those who look; it counts as the last one when it succeeds."""
+        """Show the body of the ``with`` block as a step of ``bucket``; on success it counts as the last step."""
         self._bucket, self._started = bucket, self._clock()
         try:
             yield
@@ -68,7 +68,7 @@ class StepRunner:
         self._last = self._clock()
 
     def timed(self, bucket: str, inputs: Tensors) -> tuple[dict[str, Any], float]:
-        """One execution on behalf of nobody, and its seconds: the ranks' own where they say so."""
+        """Run once without a request; return outputs and seconds (the ranks' own time if they report it)."""
         started = self._clock()
         with self.visible(bucket):
             if isinstance(inputs, InputBlock):
@@ -78,14 +78,14 @@ class StepRunner:
         return outputs, self._clock() - started
 
     def execute(self, bucket: str, inputs: Tensors, useful: int, padding: int) -> tuple[dict[str, Any], float]:
-        """One execution on behalf of requests, and its seconds; ``useful`` and ``padding`` tokens are counted."""
+        """Run once for requests; return outputs and seconds. Counts ``useful`` and ``padding`` tokens."""
         self.begin(bucket, inputs)
         return self.finish(useful, padding)
 
     def begin(self, bucket: str, inputs: Tensors, work: Any = None) -> None:
-        """Hand a step to the ranks, where they take it at once (an InputBlock), behind those that they have.
+        """Give a step to the ranks, after those that they already have, if they accept it at once (an InputBlock).
 
-        ``inputs`` are within their limits. They may be changed then; otherwise they are read at :meth:`finish`.
+        ``inputs`` must be within their limits. If accepted, they may be changed; otherwise :meth:`finish` reads them.
         """
         block = isinstance(inputs, InputBlock)
         pending = self.model.begin_bucket(bucket, inputs, checked=True) if block else None
@@ -94,7 +94,7 @@ class StepRunner:
             self._bucket, self._started = bucket, self._clock()
 
     def finish(self, useful: int, padding: int) -> tuple[dict[str, Any], float]:
-        """As :meth:`execute`, of the first step in flight. The outputs hold until the next one is begun."""
+        """Like :meth:`execute`, for the oldest step in flight. The outputs are valid until the next one begins."""
         step = self.in_flight[0]
         try:
             if step.pending is None:
@@ -116,26 +116,26 @@ class StepRunner:
         return outputs, seconds
 
     def forget(self) -> None:
-        """The ranks are gone, and what they were given with them."""
+        """Drop the steps in flight, because the ranks are gone."""
         self.in_flight.clear()
         self._started = None
 
     def measure(self, bucket: str, inputs: Tensors) -> float:
-        """Seconds that ``bucket`` takes: the faster of two executions.
+        """Return the seconds that ``bucket`` takes: the faster of two executions.
 
-        The first one touches its memory for the first time. A large graph is run once: that little is in its time, and
-        steps for requests will correct it. The first graph of all is none for that: it warms up the ranks as well, and
-        one that seems slow is never chosen, so that nothing would correct it.
+        The first execution touches memory for the first time. A large graph runs only once, because this overhead is
+        small in its time, and later steps correct it. The very first graph always runs twice, because it also warms up
+        the ranks, and a graph that seems slow is never chosen, so nothing would correct its time.
         """
         cold = self._last is None
         seconds = self.timed(bucket, inputs)[1]
         return seconds if seconds > WARM_SECONDS and not cold else min(seconds, self.timed(bucket, inputs)[1])
 
     def check_alive(self) -> None:
-        """Raises what ended the ranks, or RankError for one whose process is gone."""
+        """Raise the error that ended the ranks, or RankError for a rank whose process is gone."""
         for rank in self.model.health():
             if not rank.alive:
-                # Asked for after the ranks: the first end is told before the others are ended for it.
+                # Read after the ranks' health: the first failure is recorded before the other ranks are ended for it.
                 first = self.model.failure
                 if isinstance(first, NxdError):
                     raise first
@@ -150,12 +150,12 @@ class StepRunner:
 
     @property
     def running_for(self) -> float | None:
-        """Seconds since the step in flight began; None when there is none."""
+        """Seconds since the step in flight began; None if there is none."""
         started = self._started
         return None if started is None else self._clock() - started
 
     def overdue(self, costs: StepCosts) -> str:
-        """Why the step in flight takes too long, measured by ``costs``; empty when it does not."""
+        """Return why the step in flight takes too long, compared to ``costs``; "" if it does not."""
         running, bucket = self.running_for, self._bucket
         least = OVERDUE_SECONDS if not bucket or costs.measured(bucket) else FIRST_SECONDS
         limit = max(least, OVERDUE_FACTOR * costs.as_dict().get(bucket, 0.0))
