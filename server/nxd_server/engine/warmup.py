@@ -32,8 +32,8 @@ def warm_up(
     on_progress: Progress | None,
     going: Callable[[], bool],
 ) -> None:
-    """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` counts only those that run
-    now, and ends with ``done`` equal to ``total``."""
+    """Run graphs before requests arrive, while ``going``; ``on_progress(done, total, bucket)`` counts only those that
+    run now, and ends with ``done`` equal to ``total``."""
     told = on_progress or (lambda done, total, bucket: None)
     ran: list[str] = []
     end = math.inf

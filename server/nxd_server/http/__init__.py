@@ -1,1 +1,1 @@
-"""The HTTP half: routes, keys, limits. It runs no graph."""
+"""The HTTP layer: routes, keys, limits. It runs no graph."""

@@ -1,6 +1,6 @@
 """API keys: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, any of several, compared in constant time.
 
-The admin key opens the routes that change what is served, and every other route as well; no other key opens those.
+The admin key opens all routes; only it opens those that change what is served.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from starlette.types import Scope
 from nxd_server.http.error_responses import ApiError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
-"""What a load balancer, a kubelet, SageMaker and Prometheus ask without a key."""
+"""Routes that a load balancer, a kubelet, SageMaker and Prometheus use without a key."""
 
 
 class Keys:
-    """The keys that open this server; with none, it is open to all but the admin's routes.
+    """The keys that open this server; without any, all routes except the admin routes are open.
 
     Args:
-        keys: any of them opens the ordinary routes.
-        admin: opens all routes; without it the admin's routes are closed to everybody.
+        keys: any of them opens the routes of users.
+        admin: opens all routes; without it the admin routes are closed to everyone.
     """
 
     def __init__(self, keys: Iterable[bytes], admin: bytes | None = None):
-        # Digests have one length, so that the comparison's time says nothing about a key's length either.
+        # Digests have equal lengths, so that the time of a comparison does not reveal a key's length either.
         self._digests = [hashlib.sha256(key).digest() for key in keys]
         self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
 
@@ -37,7 +37,7 @@ class Keys:
         return f"Keys({len(self._digests)})"
 
     def check(self, scope: Scope) -> None:
-        """Raises :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
+        """Raise :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
         if not self._digests or scope["path"] in OPEN_PATHS:
             return
         offered = list(_offered(scope["headers"]))
@@ -47,7 +47,7 @@ class Keys:
             raise _refusal("the API key is not valid")
 
     def check_admin(self, scope: Scope) -> None:
-        """Raises :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
+        """Raise :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
         if not self._admin:
             raise ApiError(
                 403,
@@ -58,11 +58,11 @@ class Keys:
         if not offered:
             raise _refusal("no admin key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
         if not _any_match(offered, self._admin):
-            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is another")
+            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is a different one")
 
 
 def _any_match(offered: Iterable[bytes], digests: Iterable[bytes]) -> bool:
-    """Whether any key is one of ``digests``. Every pair is compared, whether one matched already or not."""
+    """Whether any key is one of ``digests``. Compares every pair, even after a match."""
     equal = 0
     known = list(digests)
     for key in offered:

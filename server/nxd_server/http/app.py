@@ -1,4 +1,4 @@
-"""The application: routes over a service. It runs no graph: tokenising and bookkeeping are all it does."""
+"""The application: routes over a service. It runs no graph; its only work is tokenizing and bookkeeping."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, settings: ServerSettings) -> FastAPI:
-    """All routes over ``service``; ``app.state.in_flight.count`` requests are being answered at any moment."""
+    """Return the app with all routes; ``app.state.in_flight.count`` is the number of requests being answered."""
     app = FastAPI(
         title="nxd_infer",
         version=VERSION,
-        docs_url=None,  # the page would load its scripts from elsewhere
+        docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
         redirect_slashes=False,
         separate_input_output_schemas=False,
@@ -103,15 +103,15 @@ def _post(
     ready: bool = True,
     admin: bool = False,
 ) -> None:
-    """A route whose body is parsed by ``kind``: strictly, and with refusals of our own shape.
+    """Add a route whose body is parsed by ``kind``: strictly, with errors in our format.
 
-    ``admin``: for the admin key alone. (A route that takes no body calls ``require_admin`` itself.)
+    ``admin``: only with the admin key. (A route without a body calls ``require_admin`` itself.)
     """
 
     async def endpoint(request: Request) -> Any:
         if admin:
             require_admin(request)
-        if ready:  # before the body: a server that cannot answer need not read
+        if ready:  # before the body, which an unavailable server need not read
             context_of(request).service.require_ready()
         return await handler(request, await parse(request, kind))
 
@@ -128,7 +128,7 @@ def _post(
 
 
 async def _http_exception(request: Request, error: Exception) -> Any:
-    """The framework's own refusals (404, 405) in our shape."""
+    """Convert the framework's own errors (404, 405) to our format."""
     if not isinstance(error, HTTPException):
         raise error
     path = request.scope["path"].encode("utf-8", "backslashreplace").decode()[:200]

@@ -1,9 +1,9 @@
-"""What a request's body may hold, route by route, and how a body becomes a checked object.
+"""The schema of request bodies: which fields each route accepts, and the conversion to a checked object.
 
-A field falls in one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
-*Harmless* ones (``user``, ``metadata``, ...) are about bookkeeping and pass with any value. *Neutral* ones are not
-acted on, so only the values that ask for nothing pass (``best_of`` 1, ``suffix`` null); another value is a 400 that
-names the field. Everything else is unknown: a 400 that names it. ``null`` always means "not given".
+A field is of one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
+*Harmless* ones (``user``, ``metadata``, ...) are for bookkeeping and accepted with any value. *Neutral* ones are not
+implemented, so only values that have no effect are accepted (``best_of`` 1, ``suffix`` null); another value is a 400
+that names the field. All other fields are unknown: a 400 that names them. ``null`` always means "not given".
 
 Ranges are checked once, where they are used: :class:`~nxd_server.engine.sampling_params.SamplingParams` for sampling.
 """
@@ -21,25 +21,25 @@ from nxd_server.http.error_responses import bad_request, clip, missing_field, un
 BodyT = TypeVar("BodyT", bound="Body")
 ItemT = TypeVar("ItemT")
 Listed = Annotated[list[ItemT], Field(fail_fast=True)]
-"""A list that ends with its first wrong element: an error for each takes seconds, and hundreds of megabytes."""
+"""A list whose validation stops at its first error: reporting each takes seconds and hundreds of megabytes."""
 
 
 class Body(BaseModel):
-    """Base of all request bodies: strict types, unknown fields refused."""
+    """Base of all request bodies: strict types, unknown fields rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier", "request_id"})
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
     INSTEAD: ClassVar[dict[str, str]] = {}
-    """Names of other servers, and ours of the same thing."""
+    """Maps names used by other servers to ours."""
 
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
-        """``data`` as this body.
+        """Return ``data`` as this body.
 
         Raises:
-            ApiError: 400, its ``param`` the path of the first field that is wrong.
+            ApiError: 400; its ``param`` is the path of the first wrong field.
         """
         given = {}
         for name, value in data.items():
@@ -66,7 +66,7 @@ class Body(BaseModel):
 
 
 def _got(error: ErrorDetails) -> str:
-    """What stood where a number belongs, if it is short; elsewhere it may be half a prompt."""
+    """Return the value that was given for a number, if short. For other types it might be half a prompt."""
     value = error["input"]
     if not error["type"].startswith(("int", "float", "bool")) or not isinstance(value, (int, float, str)):
         return ""
@@ -85,7 +85,7 @@ def field_path(loc: tuple[int | str, ...]) -> str:
 
 
 def is_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Accepts exactly these values (``True`` is not 1 here)."""
+    """Return a check that accepts exactly these values (``True`` is not 1 here)."""
     return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
 
 

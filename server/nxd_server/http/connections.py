@@ -1,9 +1,9 @@
-"""Which connections are kept: so many at most, each with a deadline for what it owes.
+"""Limits the number of connections, and gives each a deadline for the data that its client owes.
 
-A connection that sends nothing costs a descriptor, and a server without descriptors answers nobody and starts no rank.
-So there are fewer connections than descriptors. Where they are all taken, the one that has owed the server the head of
-a request, or the next piece of a body, for the longest time makes room for the next: to send a byte now and then pays
-nothing. Where every one of them is being answered, a few more are let in, for the health routes alone.
+An idle connection costs a file descriptor, and a server without descriptors can answer nobody and start no rank.
+So there are fewer connections than descriptors. If all are taken, the connection that has owed the server the head of
+a request, or the next piece of a body, for the longest time is closed for the next one; sending a byte now and then
+does not help. If all of them are being answered, a few more are accepted, only for the health routes.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import h11
 from nxd_server.settings import ServerSettings
 
 KEPT_DESCRIPTORS = 64
-"""For the health routes, files, ranks that are started again, and connections between their accept and their count."""
+"""For the health routes, files, restarted ranks, and connections that are accepted but not counted yet."""
 HEALTH_CONNECTIONS = 8
 FEWEST = 16
 SWEEP_SECONDS = 0.25
 BODY_PIECE = 2**14
-"""Bytes; a body owes so many within ``connection_timeout``, and as many again after these, or its end."""
+"""In bytes; a client must send this much of a body per ``connection_timeout``, or its end."""
 BACKLOG = 8
-"""Connections accepted in one turn of the loop; more would be here before the first of them is counted."""
+"""Connections accepted per turn of the event loop; with more, many would be open before the first is counted."""
 
 
 class Connection(Protocol):
-    """A connection, as the HTTP protocol has it (``h11_protocol``)."""
+    """A connection, as implemented by the HTTP protocol (``h11_protocol``)."""
 
     address: str
     since: float
-    """Since when the client owes what it owes, on the loop's clock."""
+    """Start of the current debt of the client, on the loop's clock."""
     head_due: float | None
-    """When the head of a request must be complete; None while none has begun."""
+    """When the head of a request must be complete; None if none has begun."""
     closing: tuple[int, float] | None
-    """Bytes that a connection which is being closed has not taken, and since when it takes none."""
+    """While closing: the bytes not yet taken by the client, and since when it takes none."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -52,20 +52,20 @@ class Connection(Protocol):
 
     @property
     def owes(self) -> bool:
-        """Whether the client has to send something before the server has something to do."""
+        """Whether the server waits for the client to send something."""
         ...
 
     def crowd(self) -> None:
-        """Serve the health routes alone here: there are more connections than there is room for."""
+        """Serve only the health routes here, because there are too many connections."""
         ...
 
     def unread(self) -> int:
-        """Bytes that the client's side has not taken."""
+        """Return the number of bytes that the client has not taken."""
         ...
 
 
 def most_connections(setting: int | None, in_use: int | None = None) -> int:
-    """How many the process's limit of descriptors leaves room for, and ``setting`` allows."""
+    """Return the connection limit: ``setting``, but at most what the process's descriptors allow."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if in_use is None:
         in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
@@ -74,7 +74,7 @@ def most_connections(setting: int | None, in_use: int | None = None) -> int:
 
 
 class Connections:
-    """The connections of one server. Used by the loop's thread alone."""
+    """The connections of one server. Used only by the event loop's thread."""
 
     def __init__(self, settings: ServerSettings):
         self.header_timeout = settings.header_timeout
@@ -82,16 +82,16 @@ class Connections:
         self.most = most_connections(settings.max_connections)
         self._per_address = settings.max_connections_per_address
         self._all: dict[Connection, None] = {}
-        """The one whose debt is the oldest comes first."""
+        """Ordered by the age of their debt, the oldest first."""
         self._by_address: Counter[str] = Counter()
         self.closed: Counter[str] = Counter(dict.fromkeys(("late", "silent", "evicted", "refused"), 0))
-        """How many were ended, by why."""
+        """Number of connections that the server ended, by reason."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def admit(self, connection: Connection) -> bool:
-        """Count a new connection in; False where there is no room for it at all."""
+        """Register a new connection; False if there is no room for it at all."""
         address = connection.address
         if self._per_address is not None and self._by_address[address] >= self._per_address:
             self.closed["refused"] += 1
@@ -106,14 +106,14 @@ class Connections:
         return True
 
     def due(self, connection: Connection) -> None:
-        """From now on the client owes something else: a head, a body or the next piece of it."""
+        """Start a new debt of the client: a head, a body or its next piece."""
         connection.since = connection.loop.time()
         if connection in self._all:
             del self._all[connection]
             self._all[connection] = None
 
     def leave(self, connection: Connection) -> None:
-        """The connection is closed, or was ended; harmless when it was never in."""
+        """Unregister a connection that was closed; no effect if it is not registered."""
         if connection in self._all:
             del self._all[connection]
             self._by_address[connection.address] -= 1
@@ -121,7 +121,7 @@ class Connections:
                 del self._by_address[connection.address]
 
     def _evict(self) -> bool:
-        """End the one that has owed something for the longest time; False when none does."""
+        """End the connection with the oldest debt; False if none owes anything."""
         oldest = next((connection for connection in self._all if connection.owes), None)
         if oldest is None:
             return False
@@ -130,17 +130,17 @@ class Connections:
 
     def end(self, connection: Connection, reason: str) -> None:
         self.closed[reason] += 1
-        self.leave(connection)  # at once: its descriptor is free in a moment
+        self.leave(connection)  # immediately, because its descriptor will be free in a moment
         connection.transport.abort()
 
     def sweep(self, now: float) -> None:
-        """End those that are over a deadline."""
+        """End the connections that have passed a deadline."""
         for connection in list(self._all):
             if connection.transport.is_closing():
                 left = connection.unread()
                 if connection.closing is None or left < connection.closing[0]:
                     connection.closing = left, now
-                elif now - connection.closing[1] > self.silence:  # its last answer is not taken
+                elif now - connection.closing[1] > self.silence:  # the client does not read its last answer
                     self.end(connection, "silent")
             elif connection.head_due is not None and now > connection.head_due:
                 self.end(connection, "late")
@@ -148,7 +148,7 @@ class Connections:
                 self.end(connection, "silent")
 
     async def watch(self) -> None:
-        """Sweep until cancelled."""
+        """Call :meth:`sweep` periodically until cancelled."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(asyncio.CancelledError):
             while True:

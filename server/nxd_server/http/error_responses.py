@@ -1,9 +1,9 @@
-"""Refusals in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, one status a kind.
+"""Error responses in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``, one status per kind.
 
 400 the request is wrong, 401 no valid key, 403 not allowed, 404 no such route or model, 405 wrong method, 409 in
-conflict with what the server is doing, 413 body too large, 415 body compressed, 429 full (with ``Retry-After``), 503
+conflict with an operation of the server, 413 body too large, 415 body compressed, 429 full (with ``Retry-After``), 503
 not ready or failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means a defect of ours: its
-message carries nothing but the request id, the log has the rest.
+message holds only the request id, and the log has the details.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ CODES = {
 
 
 class ApiError(Exception):
-    """A refusal on its way to the client.
+    """An error to be sent to the client.
 
     Args:
         status: one of :data:`TYPES`.
-        message: for a person: the value, the limit, the fix.
-        param: the field of the body that is wrong, as a path (``messages[0].role``).
-        code: for a program; the status's own by default.
+        message: for people: the value, the limit, the fix.
+        param: the wrong field of the body, as a path (``messages[0].role``).
+        code: for programs; by default that of the status.
         retry_after: seconds; sent as ``Retry-After``.
-        headers: further response headers.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ApiError(Exception):
 
 
 def encode(value: Any) -> bytes:
-    """Compact UTF-8 JSON. A lone surrogate that slipped into a message is escaped rather than fatal."""
+    """Return compact UTF-8 JSON. Escapes a lone surrogate in a message instead of failing."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         return text.encode("utf-8")
@@ -120,13 +120,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def clip(name: str) -> str:
-    """A name of the client's choice, short and printable."""
+    """Return a name chosen by the client, shortened and printable."""
     name = name.encode("utf-8", "backslashreplace").decode()
     return name if len(name) <= 100 else name[:97] + "..."
 
 
 def unknown_field(path: str, known: Iterable[str] = ()) -> ApiError:
-    """``known`` are the names that the last part of ``path`` may have."""
+    """``known``: the possible names for the last part of ``path``."""
     hint = did_you_mean(path.rpartition(".")[2], known)
     return bad_request(f"unknown field `{path}`{hint}", path, "unknown_parameter")
 
@@ -136,7 +136,7 @@ def missing_field(path: str) -> ApiError:
 
 
 def unsupported(param: str, why: str = "") -> ApiError:
-    """400 for a field that would change the answer and that this server does not act on."""
+    """Return the 400 for a field that would change the answer but is not implemented by this server."""
     message = f"`{param}` is not supported by this server" + (f": {why}" if why else "")
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
@@ -146,7 +146,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """The refusal that ``error`` means to a client; 500 for what is no refusal."""
+    """Return the response that ``error`` means to a client; 500 for an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (MaxTokensError, PromptTooLongError, TextTooLongError)):

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP/1.1 protocol: its one answer of its own in our shape, and no patience for clients that never read,
-never write, or write a byte at a time."""
+"""uvicorn's HTTP/1.1 protocol, with its own error response in our format, and limits for clients that never read,
+never write, or write one byte at a time."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from nxd_server.http.scope_keys import CROWDED
 MOST_HEAD_BYTES = 2**14
 MOST_TINY_CHUNKS = 4096
 TINY_BYTES = 16
-"""Chunks of a body that are smaller, on average, take longer to find than to read."""
+"""Body chunks that are smaller than this on average take longer to find than to read."""
 
 
 def guarded(connections: Connections) -> type[JsonErrorProtocol]:
-    """The protocol class of a server that has these connections."""
+    """Return the protocol class of a server with these connections."""
     return type("GuardedProtocol", (JsonErrorProtocol,), {"guard": connections})
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """As its base, but a chunk's size ends its line: the library takes spaces there, which others take for an error."""
+    """Like its base, but rejects spaces after a chunk's size: the library accepts them, other servers do not."""
 
     def maybe_extract_next_line(self) -> bytearray | None:
         line = super().maybe_extract_next_line()
         if line is not None and line[-3:-2].isspace():
-            raise h11.RemoteProtocolError("a space behind the size of a chunk")
+            raise h11.RemoteProtocolError("a space after the size of a chunk")
         return line
 
 
 class _StrictConnection(h11.Connection):
-    """As its base, but a large head is an error even if all of it is here, as is a body in very many tiny chunks."""
+    """Like its base, but rejects a large head even if it is complete, and a body in very many tiny chunks."""
 
     _chunks = _bytes = 0
 
@@ -55,7 +55,7 @@ class _StrictConnection(h11.Connection):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
             if self._chunks > MOST_TINY_CHUNKS and self._bytes < TINY_BYTES * self._chunks:
-                raise h11.RemoteProtocolError("the body comes in too many too small chunks")
+                raise h11.RemoteProtocolError("the body has too many too small chunks")
         elif isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
             _check_size(event.headers, len(event.target))
@@ -72,10 +72,10 @@ def _check_size(headers: Iterable[tuple[bytes, bytes]], size: int = 0) -> None:
 
 
 class JsonErrorProtocol(H11Protocol):
-    """What is not HTTP at all never reaches the application; it too is refused as JSON."""
+    """Requests that are not HTTP never reach the application; they get a JSON error too."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP, and close; a peer in the middle of an answer is only closed."""
+        """Answer bytes that are not HTTP, and close; in the middle of an answer only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = encode(ApiError(400, msg, code="invalid_http").body())
             headers = [
@@ -96,13 +96,13 @@ class JsonErrorProtocol(H11Protocol):
     guard: Connections
     address = ""
     since = 0.0
-    """Since when the client owes what it owes, on the loop's clock."""
+    """Start of the current debt of the client, on the loop's clock."""
     _piece = 0
-    """Bytes of the piece of a body that have come."""
+    """Bytes received of the current piece of a body."""
     head_due: float | None = None
-    """When the head of a request must be complete; None while none has begun."""
+    """When the head of a request must be complete; None if none has begun."""
     closing: tuple[int, float] | None = None
-    """Bytes that a connection which is being closed has not taken, and since when it takes none."""
+    """While closing: the bytes not yet taken by the client, and since when it takes none."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -110,15 +110,15 @@ class JsonErrorProtocol(H11Protocol):
 
     @property
     def owes(self) -> bool:
-        """Whether the client has to send something before the server has something to do."""
+        """Whether the server waits for the client to send something."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def crowd(self) -> None:
-        """Serve the health routes alone here: there are more connections than there is room for."""
+        """Serve only the health routes here, because there are too many connections."""
         self.app_state = {**self.app_state, CROWDED: True}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A new connection: it has until a deadline to say what it wants."""
+        """Register a new connection, which must send a request before a deadline."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self.since = self.loop.time()
@@ -127,7 +127,7 @@ class JsonErrorProtocol(H11Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes have come."""
+        """Track the received bytes."""
         inside = self.conn.their_state is h11.SEND_BODY
         if self.head_due is None and self.conn.their_state is h11.IDLE:
             self._owe_head()
@@ -141,7 +141,7 @@ class JsonErrorProtocol(H11Protocol):
                 self._piece = 0
 
     def on_response_complete(self) -> None:
-        """An answer is out; what the client sent meanwhile may be half of the next request."""
+        """Called after an answer; the client may already have sent part of its next request."""
         self.guard.due(self)
         self._piece = 0
         super().on_response_complete()
@@ -157,7 +157,7 @@ class JsonErrorProtocol(H11Protocol):
     _stall: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The client's buffers are full: it has ``timeout_keep_alive`` seconds to take some of its answer."""
+        """The client's buffers are full: it has ``timeout_keep_alive`` seconds to read some of its answer."""
         super().pause_writing()
         self._watch_reader(self.unread())
 
@@ -167,7 +167,7 @@ class JsonErrorProtocol(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, whoever ended it."""
+        """The connection is closed, by either side."""
         self.guard.leave(self)
         self._end_watch()
         super().connection_lost(exc)
@@ -177,16 +177,16 @@ class JsonErrorProtocol(H11Protocol):
 
     def _check_reader(self, before: int) -> None:
         left = self.unread()
-        if left < before:  # slowly, but it reads
+        if left < before:  # it reads, although slowly
             self._watch_reader(left)
         else:
             self.transport.abort()
 
     def unread(self) -> int:
-        """Bytes that the client's side has not taken. The system's part counts: it is megabytes, and asks for more only
-        when a third of them is gone, which a slow client may take minutes for."""
+        """Return the bytes that the client has not taken, including the system's buffer: it holds megabytes, and
+        accepts more only when a third is gone, which a slow client may take minutes for."""
         queued = struct.pack("i", 0)
-        with contextlib.suppress(OSError, ValueError):  # closed already, or a system that does not tell
+        with contextlib.suppress(OSError, ValueError):  # closed already, or not supported by the system
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 

@@ -1,4 +1,4 @@
-"""Around every request: its id, its key, its log line, its count, and a last net under every error."""
+"""The middleware around every request: its id, its key, its log line, its metrics, and handling of all errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ID_HEADER = b"x-request-id"
 WEIGHTS_HEADER = b"x-weight-version"
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 CLIENT_CLOSED = 499
-"""What nginx logs for a client that left; it is never sent, nobody is there."""
+"""nginx's log status for a client that disconnected; it is never sent."""
 
 
 class InFlight:
-    """The requests inside the server; a drain waits until none is left that has come in completely."""
+    """The requests being answered; a drain waits for those that have arrived completely."""
 
     def __init__(self) -> None:
         self._requests: set[DrainingReceive] = set()
@@ -40,12 +40,12 @@ class InFlight:
 
     @property
     def count(self) -> int:
-        """Requests that are being answered; one whose body is still on its way does not hold up an end."""
+        """Requests being answered; one whose body is still arriving does not delay a shutdown."""
         return sum(not request.body_left for request in self._requests)
 
 
 class RequestMiddleware:
-    """Pure ASGI, so that streams pass through untouched and a disconnect is seen where it matters."""
+    """Pure ASGI, so that streams pass through untouched and handlers see a disconnect themselves."""
 
     def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, in_flight: InFlight, access_log: bool):
         self._app = app
@@ -73,7 +73,7 @@ class RequestMiddleware:
                 headers = [*message.get("headers", []), (ID_HEADER, request_id.encode())]
                 if (
                     body.body_left and (b"connection", b"close") not in headers
-                ):  # what may still come of the request is not read
+                ):  # the rest of the request is not read
                     headers.append((b"connection", b"close"))
                 if whole.version is not None:
                     headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
@@ -97,8 +97,8 @@ class RequestMiddleware:
                 if refusal.status == 500 and refusal.code == "internal_error":
                     logger.exception("request %s failed", request_id)
                 if started:
-                    raise  # the connection is closed without an end: the client sees that it is incomplete
-                forget_frames(error)  # the scope keeps it, and its frames the scope and a body of megabytes
+                    raise  # closes the connection, so that the client sees an incomplete answer
+                forget_frames(error)  # breaks a cycle: the scope holds the error, its frames the scope and the body
                 await body.drain()
                 await refusal.response()(scope, receive, count)
         except ClientLeft:
@@ -109,7 +109,7 @@ class RequestMiddleware:
             seconds = time.monotonic() - begin
             route = _route(scope)
             self._metrics.http(scope["method"], route, status, seconds)
-            probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # asked every second by somebody
+            probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
                 client = scope.get("client")
                 log_access(
@@ -125,12 +125,12 @@ class RequestMiddleware:
 
 
 def _check_framing(scope: Scope) -> None:
-    """ApiError 400 for a request with two lengths: a proxy in front may have taken the other one for its end."""
+    """Raise ApiError 400 for a request with two lengths: a proxy may have used the other one to find its end."""
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] != "1.1"):
         raise ApiError(
             400,
-            "a request has Content-Length or Transfer-Encoding (HTTP/1.1 alone has that one), not both",
+            "a request has Content-Length or Transfer-Encoding (only in HTTP/1.1), not both",
             code="invalid_http",
             headers={"connection": "close"},
         )
@@ -139,7 +139,7 @@ def _check_framing(scope: Scope) -> None:
 def _crowded() -> ApiError:
     return ApiError(
         503,
-        "the server has all the connections it can take (max_connections), and every one of them is being answered",
+        "the server has reached its limit of connections (max_connections), and all of them are being answered",
         code="too_many_connections",
         retry_after=1,
         headers={"connection": "close"},
@@ -147,7 +147,7 @@ def _crowded() -> ApiError:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own id if it is harmless, else a new one."""
+    """Return the client's own id if it is harmless, else a new one."""
     for name, value in scope["headers"]:
         if name == ID_HEADER and _SAFE_ID.fullmatch(value):
             return value.decode("ascii")
@@ -155,6 +155,6 @@ def _request_id(scope: Scope) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The route's template, so that a scanner cannot fill the metrics with paths."""
+    """Return the route's template, so that a scanner cannot fill the metrics with paths."""
     route = scope.get("route")
     return getattr(route, "path", None) or "unmatched"

@@ -1,4 +1,4 @@
-"""Waiting for one-shot results: all of a request's futures, its client, and its deadline at once."""
+"""Wait for one-shot results: all of a request's futures, its client, and its deadline at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DEADLINE_GRACE = 0.5
 
 
 async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], *, timeout: float) -> list[T]:
-    """Submit everything, or nothing, and wait for all of it.
+    """Submit all calls or none, and wait for all results.
 
     Args:
         submit: each queues one call.
-        timeout: seconds in all.
+        timeout: seconds in total.
 
     Raises:
-        ClientLeft: the connection closed; what was not running yet is cancelled.
-        NxdError: one of them failed, or the deadline passed.
+        ClientLeft: the connection closed; calls that were not running yet are cancelled.
+        NxdError: a call failed, or the deadline passed.
     """
     futures: list[Future[T]] = []
     try:
@@ -54,7 +54,7 @@ async def _wait(receive: Receive, futures: list[Future[T]], timeout: float, metr
             raise ClientLeft
         raise not_finished(timeout)
     except (asyncio.CancelledError, CancelledError):
-        if results.done():  # cancelled on the engine's side, not this task
+        if results.done():  # cancelled by the engine, not by this task's canceller
             raise ended_early() from None
         raise
     finally:

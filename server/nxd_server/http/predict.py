@@ -26,19 +26,19 @@ class PredictBody(Body):
     inputs: dict[str, Any] | None = Field(
         None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
     )
-    safetensors: str | None = Field(None, description="The inputs as one base64 safetensors file, instead.")
+    safetensors: str | None = Field(None, description="Alternative to `inputs`: one base64 safetensors file.")
     model: str | None = None
     output_format: Literal["json", "safetensors"] | None = Field(
-        None, description="How the outputs come back; by default as the inputs came."
+        None, description="Format of the outputs; by default that of the inputs."
     )
-    outputs: Listed[str] | None = Field(None, description="Names of the outputs wanted; all when absent.")
+    outputs: Listed[str] | None = Field(None, description="Names of the outputs to return; by default all.")
 
 
 async def predict(request: Request, body: PredictBody) -> Response:
     """Run the model once on the tensors of ``body``.
 
-    The dtypes and shapes are the traced ones (``/v1/buckets`` lists them); a batch smaller than a bucket's is padded,
-    and may share a step with other requests'.
+    The dtypes and shapes are the traced ones (``/v1/buckets`` lists them). A batch smaller than a bucket's is padded,
+    and may share a step with other requests.
     """
     context = context_of(request)
     service, settings = context.service, context.settings
@@ -79,14 +79,14 @@ def _tensors():
 
 
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs in a base64 safetensors file; ApiError 400 for others than those of ``specs``."""
+    """Return the inputs in a base64 safetensors file. Raises ApiError 400 for names not in ``specs``."""
     return _tensors().tensors_from_safetensors(
         text, "safetensors", functools.partial(_check_names, specs, "safetensors")
     )
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs as JSON; ApiError 400 for others than those of ``specs``."""
+    """Return the inputs from JSON. Raises ApiError 400 for names not in ``specs``."""
     given = {name: value for name, value in inputs.items() if value is not None}
     _check_names(specs, "inputs", given.keys())
     return {

@@ -1,4 +1,4 @@
-"""Memory that large bodies and texts took goes back to the system."""
+"""Return the memory of large bodies and texts to the system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _waiting: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
 
 def trim_soon() -> None:
-    """Have glibc give back what is free, once nobody has asked for that for a while. For the loop's thread alone."""
+    """Call ``malloc_trim`` once nobody has requested that for a while. Use from the event loop's thread only."""
     loop = asyncio.get_running_loop()
     if loop in _waiting:
         _waiting[loop].cancel()

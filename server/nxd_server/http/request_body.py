@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded while it arrives, alone and together with those of all other requests."""
+"""Read request bodies within limits, for each body and for all together, while they arrive."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from nxd_server.app.service import Service
 
 INLINE_PARSE_BYTES = 64 * 1024
-"""A larger body is parsed aside: the parser holds up everybody for as long as it takes."""
+"""A larger body is parsed in another process, because the parser blocks every other request."""
 ALL_BODIES_BYTES = 256 * 2**20
-"""What all requests that are being read may hold."""
+"""Limit of all bodies that are being read together."""
 LARGE_BYTES = 2**18
 PLAIN = {b"", b"identity"}
-"""What a body's encodings may be."""
+"""Accepted content encodings."""
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -35,11 +35,11 @@ Parser = Callable[[bytes, Bounds], Awaitable[dict[str, Any]]]
 
 
 class ClientLeft(Exception):
-    """The connection closed before the answer was complete; nobody is there to be told."""
+    """The connection closed before the answer was complete, so there is nobody to answer."""
 
 
 def default_limit(service: Service) -> int:
-    """Bytes of the largest body that can be of use: as many prompts as one request may ask, as long as they may be."""
+    """Return the size of the largest useful body: the most prompts of a request at their maximum length."""
     if service.task != "generate":
         return LARGEST_LIMIT
     return min(LARGEST_LIMIT, max(SMALLEST_LIMIT, TOKEN_BYTES * service.max_len * service.settings.max_choices))
@@ -50,19 +50,19 @@ def too_large(limit: int) -> ApiError:
 
 
 def declared_length(request: Request) -> int | None:
-    """The ``Content-Length``, or ``None`` for a chunked or absent body."""
+    """Return the ``Content-Length``, or ``None`` for a chunked or absent body."""
     value = request.headers.get("content-length")
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
 class _Arriving:
-    """One body on its way."""
+    """A body that is being received."""
 
     __slots__ = ("_last", "_pace", "chunks", "reader", "refused", "size")
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
-        self.size = 0  # what it holds; 0 once it has made room for others
+        self.size = 0  # bytes held; 0 once it was dropped to make room for others
         self.reader: asyncio.Future[None] | None = None
         self.refused = False
         self._pace = self._last = 0.0
@@ -72,17 +72,17 @@ class _Arriving:
         self._last = now
 
     def pace(self, now: float) -> float:
-        """Bytes that came lately: after a second without any, half as many."""
+        """Return the recent receive rate, in bytes; it halves with every second without data."""
         return self._pace * 0.5 ** (now - self._last)
 
 
 class Bodies:
-    """The bodies that are being read, and how much they hold.
+    """The bodies that are being read, and how many bytes they hold.
 
     Args:
-        most: bytes that they may hold together. Beyond that the slowest one makes room: those who send a little and
-            then nothing would keep everybody else out.
-        free: what is not larger needs no room.
+        most: bytes that they may hold together. Beyond that the slowest one is dropped: clients that send a little and
+            then stall would otherwise keep everyone else out.
+        free: bodies up to this size do not count.
     """
 
     def __init__(self, most: int = ALL_BODIES_BYTES, free: int = INLINE_PARSE_BYTES):
@@ -94,15 +94,15 @@ class Bodies:
     async def read_json(
         self, request: Request, limit: int, timeout: float, bounds: Bounds, aside: Parser
     ) -> dict[str, Any]:
-        """The body as a JSON object within ``bounds``; ``aside`` parses a large one.
+        """Return the body as a JSON object within ``bounds``; ``aside`` parses a large one.
 
         Raises:
-            ApiError: 413 too large; 415 compressed; 504 not here within ``timeout`` seconds;
-                503 when there is no room for it beside the others.
-            ClientLeft: the connection closed in the middle.
-            RequestError: as :func:`parse_json`; and what ``aside`` raises.
+            ApiError: 413 too large; 415 compressed; 504 not complete within ``timeout`` seconds;
+                503 if it does not fit beside the others.
+            ClientLeft: the connection closed before the end of the body.
+            RequestError: as :func:`parse_json`; and whatever ``aside`` raises.
         """
-        for name, value in request.headers.raw:  # which may come in several lines
+        for name, value in request.headers.raw:  # the header may occur several times
             if name == b"content-encoding" and not set(value.lower().translate(None, b" \t").split(b",")) <= PLAIN:
                 raise ApiError(
                     415, f"the request body is compressed ({value[:40].decode('latin-1')!r}); send it as it is"
@@ -130,7 +130,7 @@ class Bodies:
             self._let_go(body)
 
     async def _read(self, request: Request, limit: int, body: _Arriving) -> None:
-        """Read the body; ApiError 413 as soon as it is known to exceed ``limit``."""
+        """Read the body. Raises ApiError 413 as soon as it is known to exceed ``limit``."""
         more = True
         try:
             while more:
@@ -153,7 +153,7 @@ class Bodies:
             self._large.pop(body, None)
 
     def _make_room(self, body: _Arriving, more: int) -> None:
-        """For ``more`` bytes of ``body``: refuse the slowest until all others have room; raises where it is that."""
+        """Make room for ``more`` bytes of ``body``: drop the slowest until the rest fit; raise if it is ``body``."""
         now = asyncio.get_running_loop().time()
         body.came(more, now)
         self._large[body] = None
@@ -174,27 +174,27 @@ class Bodies:
 
 
 def _busy() -> ApiError:
-    return ApiError(503, "too many large requests are coming in at once", code="busy", retry_after=1)
+    return ApiError(503, "too many large requests are arriving at once", code="busy", retry_after=1)
 
 
 async def client_left(receive: Receive) -> None:
-    """Return when the connection is closed; for a request whose body has been read."""
+    """Return when the connection is closed; call after the request's body has been read."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 class DrainingReceive:
-    """``receive`` that knows whether the body was read to its end, and can read on when it was not.
+    """A ``receive`` that tracks whether the body was read to its end, and can read the rest.
 
-    A client that writes everything before it reads would find its connection reset and never see an early refusal;
-    so a refusal waits a moment for the rest. One that asked for leave (``Expect: 100-continue``) has sent nothing yet
-    and is answered at once.
+    A client that writes everything before it reads would have its connection reset and never see an early error,
+    so the error waits briefly for the rest. A client that waits for permission (``Expect: 100-continue``) has sent
+    nothing yet and is answered at once.
     """
 
     def __init__(self, receive: Receive, scope: Scope):
         self._receive = receive
         headers = dict(scope["headers"])
-        # Whether the client may still be sending the request.
+        # Whether the client may still be sending its request.
         self.body_left = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         self._started = b"expect" not in headers
 
@@ -208,7 +208,7 @@ class DrainingReceive:
     async def drain(self) -> None:
         """Read the rest of the body, at most :data:`DRAIN_BYTES` of it for :data:`DRAIN_SECONDS`.
 
-        Where :attr:`body_left` still holds, the connection is closed with the answer: nothing more of it is read.
+        If :attr:`body_left` is still set, the connection is closed after the answer, and no more of it is read.
         """
         if self.body_left and self._started:
             try:

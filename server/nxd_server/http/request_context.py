@@ -1,4 +1,4 @@
-"""What every route needs of a request: its id, its body, the service behind it, the model it names."""
+"""The context of a request, for every route: its id, its body, the service, the model it names."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
 INLINE_TEXT = 4096
-"""A longer text is tokenised in a thread: the library frees the interpreter while it works."""
+"""A longer text is tokenized in a thread, where the library releases the GIL."""
 THREAD_TEXT = 2**16
-"""A longer one in a process: it takes seconds and a hundred megabytes, and nothing could end the thread."""
+"""A longer text is tokenized in a process: it takes seconds and 100 MB, and a thread cannot be stopped."""
 TRIM_TEXT = 2**14
-"""What a longer one took, some megabytes, is given back."""
+"""After a longer text, some megabytes of memory are returned to the system."""
 ENCODERS = 2
-"""Threads that do, and as many that make tensors; nothing ends the text that one is at, but no more than these go on
-after their clients left."""
+"""Threads for tokenizing, and as many for making tensors. A running text cannot be stopped, but no more than these
+continue after their clients disconnected."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The application's parts, on ``app.state.context``."""
+    """The parts of the application, at ``app.state.context``."""
 
     service: Service
     settings: ServerSettings
@@ -62,17 +62,17 @@ def request_id(request: Request) -> str:
 
 
 def require_admin(request: Request) -> None:
-    """ApiError 401 or 403 unless the request carries the admin key."""
+    """Raise ApiError 401 or 403 unless the request carries the admin key."""
     context_of(request).keys.check_admin(request.scope)
 
 
 def whole_of(request: Request) -> WholeRequest:
-    """What all parts of the request are submitted with, so that the same weights answer them."""
+    """Return the object for submitting all parts of the request, so that the same weights answer them."""
     return request.scope[WHOLE]
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; raises as :meth:`Bodies.read_json`, and as :func:`unless_left` for a large one."""
+    """Return the body as a JSON object. Raises as :meth:`Bodies.read_json`, and as :func:`unless_left` if large."""
     context = context_of(request)
     service, settings = context.service, context.settings
     limit = settings.max_body_bytes or default_limit(service)
@@ -84,12 +84,12 @@ async def json_body(request: Request) -> dict[str, Any]:
 
 
 async def parse(request: Request, kind: type[BodyT]) -> BodyT:
-    """The body as ``kind``; raises ApiError 400, 413 or 415, or ClientLeft."""
+    """Return the body as ``kind``. Raises ApiError 400, 413 or 415, or ClientLeft."""
     return kind.parse(await json_body(request))
 
 
 def check_model(service: Service, name: str | None) -> str | None:
-    """The adapter that ``name`` is; None for the served model itself. 404 for another name."""
+    """Return the adapter ``name``; None for the served model itself. Raises 404 for another name."""
     if name is None or name == service.model_name:
         return None
     adapters = [adapter.name for adapter in service.adapters()]
@@ -105,7 +105,7 @@ def check_model(service: Service, name: str | None) -> str | None:
 
 
 def require_task(service: Service, route: str, *tasks: str) -> None:
-    """400 when the loaded artifact is of a kind that this route cannot ask; 503 until it is known."""
+    """Raise 400 if the artifact's task does not match the route; 503 until the artifact is known."""
     service.require_ready()
     if service.task not in tasks:
         raise bad_request(
@@ -116,11 +116,11 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """The result of ``work``, which is cancelled when the client leaves or the request's time is over.
+    """Return the result of ``work``, which is cancelled if the client disconnects or the request's time is up.
 
-    ``timeout``: what is left of that time, in seconds; all of it by default.
+    ``timeout``: the remaining time in seconds; by default the full time of a request.
 
-    Raises ClientLeft, and what ``work`` raises; the request's body must have been read.
+    Raises ClientLeft, and whatever ``work`` raises; the request's body must have been read.
     """
     context = context_of(request)
     timeout = context.settings.request_timeout if timeout is None else timeout
@@ -139,8 +139,8 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T], timeout: f
 
 
 async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:
-    """Token ids of ``text``; raises RequestError naming ``field``, at once for a giant, PromptTooLongError for more
-    than the model takes."""
+    """Return the token ids of ``text``. Raises RequestError naming ``field``, at once for a huge text;
+    PromptTooLongError if there are more than the model takes."""
     service = context.service
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
@@ -154,7 +154,7 @@ async def encode_text(context: Context, text: str, field: str, *, special: bool 
 async def in_thread(
     context: Context, work: Callable[[], T], characters: int, cancel: Callable[[], None] | None = None
 ) -> T:
-    """``work``, which tokenises so many ``characters``; as ``ConcurrencyLimit.run``."""
+    """Run ``work``, which tokenizes ``characters`` characters; like ``ConcurrencyLimit.run``."""
     try:
         return await context.encoders.run(work, cancel)
     finally:
@@ -165,7 +165,7 @@ async def in_thread(
 async def encode_prompts(
     context: Context, prompts: list[str | list[int]], field: str, *, special: bool = True
 ) -> list[list[int]]:
-    """Token ids of prompts given as texts or as token ids already."""
+    """Return the token ids of prompts that are given as texts or token ids."""
     service = context.service
     several = len(prompts) > 1
     tokens = []
@@ -176,8 +176,8 @@ async def encode_prompts(
         else:
             ids = prompt
         if several:
-            await asyncio.sleep(0)  # others have their turn between two of them
-        if len(ids) > service.max_len:  # before every one is looked at
+            await asyncio.sleep(0)  # let other tasks run in between
+        if len(ids) > service.max_len:  # before each id is checked
             raise PromptTooLongError(len(ids), service.max_len, path)
         tokens.append(check_token_ids(ids, service.vocab_size, path))
     return tokens

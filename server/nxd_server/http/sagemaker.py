@@ -1,4 +1,4 @@
-"""``POST /invocations``: SageMaker's one route; what the body holds says which of ours it means."""
+"""``POST /invocations``: SageMaker's one route; the fields of the body select the route of ours."""
 
 from __future__ import annotations
 

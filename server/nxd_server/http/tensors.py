@@ -1,4 +1,4 @@
-"""Tensors in JSON, both ways, without a silent conversion: what does not fit a dtype is refused, not wrapped."""
+"""Convert tensors to and from JSON without silent changes: a value that does not fit its dtype is rejected."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip, missing
 MOST_DIMENSIONS = 64
 MOST_NUMBERS = 2**40
 MOST_HEADER = 2**16
-"""Bytes; no model has as many inputs as a longer one can name."""
+"""In bytes; no model has enough inputs to need a longer header."""
 BASE64_PIECE = 2**20
-"""Characters decoded at a time; whole groups of four."""
+"""Characters decoded at a time; a multiple of four."""
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -34,12 +34,12 @@ DTYPES = {
 
 
 def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> torch.Tensor:
-    """Nested lists (or a number), or ``{"data": ..., "dtype": ..., "shape": ...}`` as a tensor.
+    """Return nested lists (or a number), or ``{"data": ..., "dtype": ..., "shape": ...}``, as a tensor.
 
-    Without a ``dtype`` the graph's own (``default``) is taken, or int64, float32 or bool by what the lists hold.
+    Without a ``dtype`` the graph's (``default``) is used, or int64, float32 or bool, depending on the values.
 
     Raises:
-        ApiError: 400 naming ``field``: ragged lists, mixed kinds, a number the dtype cannot hold, a wrong shape.
+        ApiError: 400 naming ``field``: ragged lists, mixed types, a number the dtype cannot hold, a wrong shape.
     """
     shape: list[int] | None = None
     dtype = default
@@ -75,13 +75,13 @@ def _shape(value: Any, field: str) -> list[int]:
 
 
 def _check_shape(shape: Sequence[int], field: str) -> None:
-    """Of a tensor without elements too: libraries multiply its sizes all the same."""
+    """Also checked for a tensor without elements, because libraries multiply its sizes anyway."""
     if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > MOST_NUMBERS:
-        raise bad_request(f"`{field}` is of no tensor that a model takes", field)
+        raise bad_request(f"`{field}` is not the shape of a tensor that a model takes", field)
 
 
 def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
-    """The numbers in order, and the shape the nesting says."""
+    """Return the numbers in order, and the shape given by the nesting."""
     if not isinstance(value, list):
         return [value], []
     shape = [len(value)]
@@ -100,7 +100,7 @@ def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Te
     kinds = set(map(type, flat))
     if not kinds <= {int, float, bool} or (bool in kinds and len(kinds) > 1):
         if list in kinds:
-            raise bad_request(f"`{field}` is ragged: numbers and lists stand side by side", field)
+            raise bad_request(f"`{field}` is ragged: it mixes numbers and lists", field)
         raise bad_request(f"`{field}` must hold numbers only, or booleans only", field)
     if dtype is None:
         dtype = torch.bool if bool in kinds else torch.float32 if float in kinds or not kinds else torch.int64
@@ -133,7 +133,7 @@ def _floats(flat: list[Any], dtype: torch.dtype, name: str, field: str) -> torch
 
 
 def tensor_to_json(tensor: torch.Tensor) -> dict[str, Any]:
-    """``{"dtype", "shape", "data"}``; what JSON has no number for stands as "NaN", "Infinity" or "-Infinity"."""
+    """Return ``{"dtype", "shape", "data"}``; values without a JSON number become "NaN", "Infinity" or "-Infinity"."""
     data = tensor.tolist()
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         data = _spell(data)
@@ -149,9 +149,9 @@ def _spell(value: Any) -> Any:
 
 
 def tensors_from_safetensors(text: str, field: str, check: Callable[[Set[str]], object]) -> dict[str, torch.Tensor]:
-    """The tensors of a base64 safetensors file; 400 naming ``field`` when it is none.
+    """Return the tensors of a base64 safetensors file. Raises ApiError 400 naming ``field`` if it is not one.
 
-    ``check`` is called with their names first, and may raise: a file of a few megabytes can hold 100,000 of them.
+    ``check`` is called first with their names, and may raise: a file of a few megabytes can hold 100,000 tensors.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -168,10 +168,10 @@ def tensors_from_safetensors(text: str, field: str, check: Callable[[Set[str]], 
 
 
 def _decoded(text: str, field: str) -> bytes:
-    """The bytes that ``text`` is in base64; piece by piece, so that others have their turn."""
+    """Decode base64 piece by piece, so that other threads can run in between."""
     places = range(0, len(text), BASE64_PIECE)
     try:
-        if text.find("=", 0, max(0, len(text) - 2)) >= 0:  # the end of a file, and more behind it
+        if text.find("=", 0, max(0, len(text) - 2)) >= 0:  # padding, which ends the data, before the end
             raise ValueError
         return b"".join(base64.b64decode(text[place : place + BASE64_PIECE], validate=True) for place in places)
     except (binascii.Error, ValueError):
@@ -187,7 +187,7 @@ def _names(data: bytes, field: str) -> Set[str]:
     except (ValueError, RecursionError):
         raise _no_file(field, "its header is not valid JSON") from None
     if not isinstance(header, dict):
-        raise _no_file(field, "its header is no JSON object")
+        raise _no_file(field, "its header is not a JSON object")
     return header.keys() - {"__metadata__"}
 
 

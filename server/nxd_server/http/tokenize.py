@@ -18,7 +18,7 @@ INLINE_TOKENS = 4096
 
 
 class TokenizeBody(Body):
-    """``POST /tokenize``: a text, or a conversation through the chat template."""
+    """``POST /tokenize``: a text, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -35,7 +35,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
-    """Token ids of a text, or of a conversation as the model would see it."""
+    """Return the token ids of a text, or of a conversation as the model would see it."""
     context = context_of(request)
     context.service.require_loaded()
     check_model(context.service, body.model)
@@ -70,7 +70,7 @@ def _tokenized(context: Context, body: TokenizeBody, text: str) -> bytes:
 
 
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     service = context_of(request).service
     service.require_loaded()
     check_model(service, body.model)

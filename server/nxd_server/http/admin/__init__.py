@@ -1,1 +1,1 @@
-"""The routes that change what is served."""
+"""Admin routes, which change what is served."""

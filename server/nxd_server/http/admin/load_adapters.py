@@ -1,4 +1,4 @@
-"""``/v1/adapters``: load LoRA adapters into the slots of the model, list them, take them away again."""
+"""``/v1/adapters``: load LoRA adapters into the model's slots, list them, remove them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _card(adapter: Adapter) -> dict[str, Any]:
 
 
 async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
-    """Load a PEFT directory under ``weights_root``; from the answer on, requests may name it as their ``model``."""
+    """Load a PEFT directory under ``weights_root``; after the answer, requests may name it as their ``model``."""
     context = context_of(request)
     adapters = context.service.require_adapters()
 
@@ -38,13 +38,13 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
 
 
 async def list_adapters(request: Request) -> dict[str, Any]:
-    """Those that requests may name."""
+    """List the adapters that requests may name."""
     service = context_of(request).service
     service.require_loaded()
     return {"object": "list", "data": [_card(adapter) for adapter in service.adapters()]}
 
 
 async def remove_adapter(request: Request, name: str) -> dict[str, Any]:
-    """Take an adapter away from new requests; its slot is free when those that ``running`` counts have ended."""
+    """Withdraw an adapter from new requests; its slot is free when the requests in ``running`` have ended."""
     require_admin(request)
     return {**_card(context_of(request).service.require_adapters().remove(name)), "deleted": True}

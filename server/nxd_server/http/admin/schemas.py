@@ -1,4 +1,4 @@
-"""What the bodies of the admin's routes may hold."""
+"""Bodies of the admin routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_server.http.body_schema import Body
 class AdapterBody(Body):
     """``POST /v1/adapters``."""
 
-    name: str = Field(..., description="What requests give as `model`.")
+    name: str = Field(..., description="The name that requests give as `model`.")
     path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
 
 

@@ -1,4 +1,4 @@
-"""``POST /v1/weights``: swap the weights of the model that is served, while it is served."""
+"""``POST /v1/weights``: swap the weights of the served model while it is serving."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger("nxd_server.http")
 
 
 async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
-    """Answer later requests with the weights under ``path``; returns when they are served.
+    """Answer later requests with the weights under ``path``; returns once these are in use.
 
-    Requests that have begun are finished on the old weights, no request is refused, and no answer is of both. Weights
-    that do not fit (400), another swap, or requests that run for too long (409) leave everything as it was.
+    Requests that have begun finish on the old weights, none is rejected, and no answer mixes the two. Weights that do
+    not fit (400), another swap, or requests that run for too long (409) leave everything unchanged.
     """
     context = context_of(request)
     service, settings = context.service, context.settings
@@ -53,9 +53,9 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unchanged(what: str, code: str) -> Iterator[None]:
-    """The refusals of a change: 400 for what does not fit, 503 where files can be neither opened nor written.
+    """Map the errors of a change: 400 if it does not fit, 503 if files can be neither opened nor written.
 
-    ``what`` did not happen; ``code`` begins the refusals' codes. What the change took is given back, made or not.
+    ``what`` describes the unchanged state; ``code`` begins the error codes. Releases the change's memory in any case.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def unchanged(what: str, code: str) -> Iterator[None]:
         raise ApiError(503, f"{what}: {error}", code="no_space") from error
     except (ArtifactError, OSError) as error:
         if isinstance(error, NxdError) and not isinstance(error, ArtifactError):
-            raise  # a path that may not be named, ranks that are late
+            raise  # a forbidden path, ranks that are late
         raise ApiError(503, f"{what}: {error}", code=f"{code}_unchanged") from error
     finally:
         trim_soon()

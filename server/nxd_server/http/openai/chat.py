@@ -46,14 +46,14 @@ MESSAGE_UNSUPPORTED = frozenset(
 )
 
 NO_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
-"""What ``chat_template_kwargs`` may not hold."""
+"""Names not allowed in ``chat_template_kwargs``."""
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that the template may see; ``developer`` is OpenAI's newer word for ``system``.
+    """Return the messages for the template; ``developer`` is OpenAI's newer name for ``system``.
 
     Raises:
-        ApiError: 400 naming the message's field. (What is inside ``content`` is checked where it is rendered.)
+        ApiError: 400 naming the message's field. (``content`` is checked when it is rendered.)
     """
     if not messages:
         raise bad_request("`messages` must hold at least one message", param="messages")
@@ -83,7 +83,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The conversation as the model's own template writes it."""
+    """Return the conversation as rendered by the model's template."""
     template = service.chat_template
     if template is None:
         raise ApiError(
@@ -101,7 +101,7 @@ async def chat_text(service: Any, messages: list[dict[str, Any]], variables: dic
 
 
 async def chat_prompt(context: Context, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-    """The conversation's token ids."""
+    """Return the conversation's token ids."""
     text = await chat_text(context.service, messages, variables)
     tokens = await encode_text(context, text, "messages", special=False)
     if not tokens:
@@ -110,7 +110,7 @@ async def chat_prompt(context: Context, messages: list[dict[str, Any]], variable
 
 
 async def chat(request: Request, body: ChatBody) -> Any:
-    """Answer one chat request, whole or as a stream."""
+    """Answer a chat request, at once or as a stream."""
     context = context_of(request)
     service, settings = context.service, context.settings
     adapter = check_model(service, body.model)
@@ -128,7 +128,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
         raise bad_request(f"`{field}` must be at least 1, got {asked}", field)
     check_choices(1, body.n, settings.max_choices)
     defaults = service.sampling_defaults
-    body.sampling(asked, top, defaults)  # a wrong value is told before a long conversation is tokenised
+    body.sampling(asked, top, defaults)  # reports a wrong value before a long conversation is tokenized
     tokens = await unless_left(request, chat_prompt(context, body.messages, body.chat_template_kwargs))
     max_tokens = max_new_tokens(asked, len(tokens), service.max_len, field)
     generation = Generation(
@@ -153,7 +153,7 @@ async def chat(request: Request, body: ChatBody) -> Any:
 
 
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
-    """How many alternatives to ask the engine for; ``None`` without log-probabilities."""
+    """Return how many alternatives to request from the engine; ``None`` without log-probabilities."""
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise bad_request("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
@@ -185,7 +185,7 @@ async def _whole(generation: Generation, head: dict[str, Any], tokenizer: Tokeni
 
 
 class _Chunks:
-    """:class:`~.sse.ChunkWriter` of ``/v1/chat/completions``."""
+    """The ChunkWriter of ``/v1/chat/completions``."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: ChatBody, top: int | None, tails: Tails):
         self._fields = head

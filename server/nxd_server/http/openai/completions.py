@@ -41,7 +41,7 @@ def check_choices(prompts: int, n: int, limit: int) -> None:
 
 
 async def completions(request: Request, body: CompletionBody) -> Any:
-    """Answer one completion request, whole or as a stream."""
+    """Answer a completion request, at once or as a stream."""
     context = context_of(request)
     service, settings = context.service, context.settings
     adapter = check_model(service, body.model)
@@ -66,7 +66,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     prompts = token_lists(body.prompt, "prompt")
     check_choices(len(prompts), body.n, settings.max_choices)
     defaults = service.sampling_defaults
-    body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value is told before a long prompt is tokenised
+    body.sampling(body.max_tokens, body.logprobs, defaults)  # reports a wrong value before a long prompt is tokenized
     tokens = await unless_left(request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens))
     longest = max(len(ids) for ids in tokens)
     max_tokens = max_new_tokens(body.max_tokens, longest, service.max_len)
@@ -96,7 +96,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
 
 
 class _Shape:
-    """What the whole answer and the chunks share."""
+    """The parts that a full answer and chunks share."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, body: CompletionBody, echoes: list[str]):
         self.head = head
@@ -130,7 +130,7 @@ async def _whole(generation: Generation, shape: _Shape) -> Response:
 
 
 class _Chunks:
-    """:class:`~.sse.ChunkWriter` of ``/v1/completions``; the parts that never change are rendered once."""
+    """The ChunkWriter of ``/v1/completions``; constant parts are rendered once."""
 
     def __init__(self, shape: _Shape, tails: Tails):
         self._shape = shape

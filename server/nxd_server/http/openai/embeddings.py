@@ -41,7 +41,7 @@ RETRY_SECONDS = 0.05
 
 
 async def embeddings(request: Request, body: EmbeddingBody) -> Response:
-    """One vector a text, in the order they came."""
+    """Return one vector per text, in the order of the texts."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/embeddings", "embed")
@@ -63,7 +63,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
 
 
 async def classify(request: Request, body: ClassifyBody) -> Response:
-    """The likeliest label of each text, and the probabilities of all, or the bare scores where there are none."""
+    """Return each text's most likely label and all probabilities, or the raw scores if there are none."""
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/classify", "classify")
@@ -78,8 +78,8 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
-    """What is answered for one text's ``logits`` [labels]."""
-    from nxd_server.engine.classifier_scores import (  # torch, which a server that generates never loads
+    """Return the answer for one text's ``logits`` [labels]."""
+    from nxd_server.engine.classifier_scores import (  # imports torch, which a server that generates never loads
         likeliest,
         probabilities,
     )
@@ -90,7 +90,7 @@ def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict
 
 
 async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
-    """Every text's result. Long lists go in waves, so that they leave room for other requests."""
+    """Return every text's result. Long lists go in waves, so that they leave room for other requests."""
     context = context_of(request)
     encoder, settings = context.service.require_encoder(), context.settings
     texts = texts_or_pairs(value, "input") if encoder.task == "classify" else token_lists(value, "input")
@@ -114,7 +114,7 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
 
     while len(results) < len(texts):
         left = deadline - time.monotonic()
-        if left <= 0:  # a step that has begun is not stopped: each wave would get through, however late
+        if left <= 0:  # checked here, because a running step is not stopped at the deadline
             raise not_finished(settings.request_timeout)
         try:
             if not tokens:
@@ -130,8 +130,8 @@ async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]
         except QueueFullError:
             if not results or time.monotonic() >= deadline:
                 raise
-            await asyncio.sleep(RETRY_SECONDS)  # it is half done: wait for room rather than lose the work
-    whole.close()  # a slow reader of the answer holds up nobody
+            await asyncio.sleep(RETRY_SECONDS)  # partly done: wait for room instead of losing the work
+    whole.close()  # so that a slow reader of the answer delays no weight swap
     return results
 
 
@@ -144,9 +144,9 @@ async def tokens_of(
     prompt_name: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> list[Tokens]:
-    """The tokens of each: of few characters at once, of more in a thread, of a text that is long in a process.
+    """Tokenize each text: short ones inline, longer ones in a thread, very long ones in a process.
 
-    ``path_of`` names a text by its place in ``texts``. When this is cancelled, no other text is begun.
+    ``path_of`` names a text by its index in ``texts``. After a cancellation no further text is begun.
     """
     found: dict[int, Tokens] = {}
     sizes = [sum(map(len, _parts(text))) for text in texts]

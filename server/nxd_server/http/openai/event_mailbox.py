@@ -1,4 +1,4 @@
-"""Events from the engine's thread to coroutines: a loop is called once for all that a step gave."""
+"""Pass events from the engine's thread to coroutines, with one wake-up of the event loop per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Doorbell:
-    """Has a loop look into mailboxes: a step fills as many as it has rows, and mostly the loop is called once."""
+    """Makes an event loop check mailboxes: a step fills one per row, but mostly wakes the loop only once."""
 
     _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell] = weakref.WeakKeyDictionary()
 
@@ -23,9 +23,9 @@ class Doorbell:
         return cls._of_loops.setdefault(loop, cls(loop))
 
     def ring(self, mailbox: Mailbox) -> None:
-        """From any thread; never blocks, and is silent once the loop is gone."""
+        """Thread-safe; never blocks, and does nothing once the loop is closed."""
         loop = self._loop()
-        if loop is None or loop.is_closed():  # nobody is left to be told
+        if loop is None or loop.is_closed():  # nobody is left to notify
             self._rung.clear()
             return
         self._rung.append(mailbox)
@@ -34,32 +34,32 @@ class Doorbell:
         self._called = True
         try:
             loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:  # it was closed just now
+        except RuntimeError:  # it was closed meanwhile
             self._rung.clear()
-        except BaseException:  # the next one calls again
+        except BaseException:  # the next call tries again
             self._called = False
             raise
 
     def _answer(self) -> None:
-        self._called = False  # first: what is put from here on rings again
+        self._called = False  # first, so that items put from here on ring again
         for _ in range(len(self._rung)):
             self._rung.popleft().wake()
 
 
 class Mailbox:
-    """From the engine's thread to one coroutine, a wake-up for as many events as have come."""
+    """From the engine's thread to one coroutine, one wake-up for all events that have arrived."""
 
     def __init__(self) -> None:
         self._bell = Doorbell.of(asyncio.get_running_loop())
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[bool] | None = None
         self._due = 0.0
-        """When the present wait is over, on the loop's clock."""
+        """End of the current wait, on the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0  # not asked of the timer: uvloop's, when nearly due, is one that has no time
+        self._timer_due = 0.0  # stored, because a uvloop timer that is nearly due does not report its time
 
     def put(self, item: Any) -> None:
-        """From any thread; never blocks, and is silent once the loop is gone."""
+        """Thread-safe; never blocks, and does nothing once the loop is closed."""
         self._items.append(item)
         self._bell.ring(self)
 
@@ -67,11 +67,11 @@ class Mailbox:
         return self._items.popleft() if self._items else None
 
     async def get(self, wait: float) -> Any | None:
-        """The next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` would make a task a token.)"""
+        """Return the next item, or ``None`` after ``wait`` seconds. (``asyncio.wait_for`` needs a task per token.)"""
         if not self._items and wait > 0:
             loop = asyncio.get_running_loop()
             self._due = loop.time() + wait
-            if self._timer is None or self._timer_due > self._due:  # else it will find that there is time left
+            if self._timer is None or self._timer_due > self._due:  # an earlier timer will find that time is left
                 self.close()
                 self._look_again(loop)
             self._waiter = loop.create_future()
@@ -82,14 +82,14 @@ class Mailbox:
         return self.get_nowait()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Stop waiting."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def wake(self) -> None:
-        """In the loop: something was put."""
-        if self._items:  # a wake-up comes late when its item was taken together with an earlier one
+        """Called in the loop: an item was put."""
+        if self._items:  # empty if the item was already taken together with an earlier one
             self._end_wait()
 
     def _look(self) -> None:

@@ -1,8 +1,8 @@
-"""Server-sent events, written by hand: OpenAI's form of them is only ``data: ...`` and a blank line.
+"""Server-sent events, written by hand: OpenAI's format is only ``data: ...`` and a blank line.
 
-A stream ends in one of two ways. Complete: every choice's last chunk with its finish reason, the usage if asked for,
+A stream ends in one of two ways. Complete: every choice's last chunk with its finish reason, the usage if requested,
 ``data: [DONE]``. Failed: one ``data: {"error": ...}`` and the end, with neither a finish reason nor ``[DONE]``, so that
-no client can take half an answer for a whole one.
+no client can mistake half an answer for a complete one.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ logger = logging.getLogger("nxd_server.http")
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
+    (b"x-accel-buffering", b"no"),  # else nginx buffers the chunks
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 class ChunkWriter(Protocol):
-    """Turns one route's events into chunks."""
+    """Converts one route's events to chunks."""
 
     def begin(self, weight_version: int | None) -> bytes:
-        """What comes before the first event: by now it is known which weights answer."""
+        """Return what precedes the first event; the version of the weights is known by now."""
         ...
 
     def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
-        """The chunks of one event; empty when there is nothing to show."""
+        """Return the chunks of one event; empty if there is nothing to show."""
         ...
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk with the token counts, or empty when it was not asked for."""
+        """Return the chunk with the token counts, or empty if it was not requested."""
         ...
 
 
 class EventStream(Response):
     """An ASGI response that runs a generation and streams it.
 
-    Nothing is sent before the first event or ``keep_alive`` seconds, so that a refusal or an early failure still is
-    a status of its own.
+    Nothing is sent before the first event or ``keep_alive`` seconds, so that an error before that still gets its own
+    status.
     """
 
     def __init__(self, generation: Generation, writer: ChunkWriter, keep_alive: float, request_id: str):
-        # Nothing of the base is used but its name: it would render a body and its length.
+        # Only the base class's type is used: its constructor would render a body and its length.
         self.status_code = 200
         self.background = None
         self._generation = generation
@@ -86,7 +86,7 @@ class EventStream(Response):
             if item is None:
                 await _send(generation, send, KEEP_ALIVE)
             else:
-                # Everything that is here already goes out in one write: a slow connection does not slow the loop.
+                # Send all available events in one write, so that a slow connection does not slow the event loop.
                 chunks = [] if begun else [self._writer.begin(generation.weight_version)]
                 begun = True
                 chunks.append(self._writer.event(*item))
@@ -109,7 +109,7 @@ class EventStream(Response):
 
 
 async def _send(generation: Generation, send: Send, body: bytes, *, more: bool = True) -> None:
-    """Raises ClientLeft when the connection closed while this waited for the client to read."""
+    """Send ``body``. Raises ClientLeft if the connection closed while this waited for the client to read."""
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": more})
         generation.check_client()

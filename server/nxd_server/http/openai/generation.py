@@ -1,4 +1,4 @@
-"""One HTTP request's choices in the engine: submitted together, watched together, cancelled together."""
+"""One HTTP request's choices in the engine: submitted, watched and cancelled together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from nxd_server.http.ops.metrics import Metrics
 
 DEADLINE_GRACE = 0.5
-"""The engine ends an overdue request itself; only when its thread is stuck does this side do it, a moment later."""
+"""The engine ends an overdue request itself; after this grace, if its thread is stuck, this class does."""
 _LEFT: Any = object()
 
 
 class Generation:
-    """An asynchronous context: entering submits every prompt, leaving cancels what has not finished.
+    """An async context manager: entering submits every prompt, leaving cancels what has not finished.
 
     Choices are numbered ``prompt * n + index``, as OpenAI numbers them.
     """
@@ -65,12 +65,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; a prompt counts once, however many choices were asked of it."""
+        """Token counts so far; a prompt counts once, however many choices it has."""
         return Usage(sum(len(prompt) for prompt in self._prompts), self.completion_tokens)
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the weights that answer; None before the first of the prompts has begun."""
+        """The version of the weights that answer; None until the first prompt has begun."""
         return self._whole.version
 
     async def __aenter__(self) -> Generation:
@@ -88,7 +88,7 @@ class Generation:
                         whole=self._whole,
                     )
                 )
-        except BaseException:  # all or nothing: a queue that had room for half of the prompts answers none
+        except BaseException:  # all or nothing: if the queue has room for only half of the prompts, cancel them
             self._cancel()
             raise
         finally:
@@ -106,11 +106,11 @@ class Generation:
             self._cancel()
 
     async def next(self, wait: float | None = None) -> tuple[int, TokenEvent | FinishEvent] | None:
-        """The next event with its choice's number; ``None`` after ``wait`` seconds without one.
+        """Return the next event with its choice's index; ``None`` after ``wait`` seconds without one.
 
         Raises:
             ClientLeft: the connection closed.
-            NxdError: a choice failed, or the deadline passed; the request as a whole has failed then.
+            NxdError: a choice failed, or the deadline passed; then the whole request has failed.
         """
         left = self._deadline + DEADLINE_GRACE - time.monotonic()
         patience = left if wait is None else min(wait, left)
@@ -122,14 +122,14 @@ class Generation:
         return None
 
     def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
-        """An event that is already here, if any; raises as :meth:`next` does."""
+        """Return an event that has already arrived, if any. Raises as :meth:`next`."""
         item = self._box.get_nowait()
         return None if item is None else self._take(item)
 
     async def whole(self, token: Callable[[int, TokenEvent], None]) -> list[tuple[str, str]]:
-        """Text and finish reason of every choice once all have ended; raises as :meth:`next` does.
+        """Return text and finish reason of every choice once all have ended. Raises as :meth:`next`.
 
-        ``token(choice, event)`` sees every token of an answer, but not the one that stops it.
+        ``token(choice, event)`` is called for every token of an answer, except the one that stops it.
         """
         texts, reasons = [""] * self.choices, [""] * self.choices
         async with self:
@@ -166,13 +166,13 @@ class Generation:
         self._metrics.finished(event)
         if isinstance(event, ErrorEvent):
             raise event.error
-        if event.reason == "cancelled":  # not by this side: the server is going down
+        if event.reason == "cancelled":  # not by this class: the server is shutting down
             raise ended_early()
         self.completion_tokens += event.usage.completion_tokens
         return choice, event
 
     def check_client(self) -> None:
-        """Raises ClientLeft when the connection has closed, though all of the answer may be here already."""
+        """Raise ClientLeft if the connection has closed, even if the whole answer is here already."""
         if self._watcher is not None and self._watcher.done():
             raise self._gone()
 
@@ -191,5 +191,5 @@ class Generation:
 
 
 def _handover(mailbox: Mailbox, base: int) -> OnEvent:
-    """``on_event`` for the engine's thread."""
+    """Return an ``on_event`` for the engine's thread."""
     return lambda event: mailbox.put((base, event))

@@ -10,7 +10,7 @@ from nxd_server.engine.events import TokenEvent
 from nxd_server.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot hold; OpenAI's own value for it."""
+"""Replaces the logarithm of zero, which JSON cannot hold; OpenAI uses this value too."""
 
 
 def finite(logprob: float) -> float:
@@ -18,7 +18,7 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprob(tokenizer: Tokenizer, event: TokenEvent, top: int) -> dict[str, Any]:
-    """One entry of ``logprobs.content``."""
+    """Return one entry of ``logprobs.content``."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -31,7 +31,7 @@ def chat_logprob(tokenizer: Tokenizer, event: TokenEvent, top: int) -> dict[str,
 
 
 def legacy_name(data: bytes) -> str:
-    """A token as the completions format writes it: bytes that are no text as ``bytes:\\xe2\\x80``."""
+    """Return a token in the format of completions: bytes that are not text become ``bytes:\\xe2\\x80``."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -41,8 +41,8 @@ def legacy_name(data: bytes) -> str:
 class LegacyLogprobs:
     """The ``logprobs`` object of ``/v1/completions`` for one choice, built token by token.
 
-    ``text_offset`` counts characters of the whole text (an echoed prompt included); a token inside a character has the
-    offset of that character.
+    ``text_offset`` counts characters of the full text (including an echoed prompt); a token that starts inside a
+    character has the offset of that character.
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int, offset: int = 0):
@@ -63,12 +63,12 @@ class LegacyLogprobs:
         likeliest = {
             legacy_name(self._tokenizer.token_bytes(token)): finite(value) for token, value in event.top[: self._top]
         }
-        likeliest.setdefault(legacy_name(data), finite(event.logprob))  # "up to logprobs + 1", the chosen one always
+        likeliest.setdefault(legacy_name(data), finite(event.logprob))  # the chosen token is always included
         self._parts["top_logprobs"].append(likeliest)
         self._parts["text_offset"].append(self._offset)
         self._offset += len(self._decoder.decode(data))
 
     def take(self) -> dict[str, list]:
-        """What was added since the last call."""
+        """Return what was added since the last call."""
         parts, self._parts = self._parts, self._empty()
         return parts

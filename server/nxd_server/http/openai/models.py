@@ -35,13 +35,13 @@ def _adapter_card(request: Request, adapter: Any) -> dict[str, Any]:
 
 
 async def list_models(request: Request) -> dict[str, Any]:
-    """The model that was traced, and its adapters."""
+    """Return the served model and its adapters."""
     adapters = context_of(request).service.adapters()
     return {"object": "list", "data": [_card(request), *(_adapter_card(request, adapter) for adapter in adapters)]}
 
 
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """The model, or one of its adapters, by its name; 404 for another."""
+    """Return the model, or one of its adapters, by name; 404 for another."""
     card = _card(request)
     service = context_of(request).service
     name = check_model(service, model)
@@ -49,7 +49,7 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
 
 
 async def list_buckets(request: Request) -> dict[str, Any]:
-    """The compiled shapes, and how often each ran for a request."""
+    """Return the compiled shapes, and how often each ran for requests."""
     service = context_of(request).service
     service.require_loaded()
     stats = service.stats()

@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's routes may hold. A field's range is checked once, by the engine's SamplingParams."""
+"""Bodies of OpenAI's routes. A field's range is checked once, by the engine's SamplingParams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxd_server.http.error_responses import bad_request, clip
 from nxd_server.text.body_limits import MOST_BIASES
 
 MOST_STOP_TOKENS = 1024
-"""They are looked through at every token, in the one thread that serves everybody."""
+"""They are checked at every token, in the one thread that serves everyone."""
 MOST_VARIABLES = 64
 
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
@@ -29,7 +29,7 @@ OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
     **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
 }
-"""What clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that ask for nothing."""
+"""Fields that clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that have no effect."""
 
 
 class StreamOptions(BaseModel):
@@ -39,11 +39,11 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: the counts of a choice so far in each of its chunks."
     )
-    include_obfuscation: bool | None = Field(None, description="Pad every chunk, so that sizes tell little.")
+    include_obfuscation: bool | None = Field(None, description="Pad every chunk, so that sizes reveal little.")
 
 
 def _sampler_fields() -> dict[str, Any]:
-    """The sampler's numbers as fields of a body: their limits are the engine's to check."""
+    """Return the sampler's numbers as fields of a body; the engine checks their limits."""
     made: dict[str, Any] = {}
     for name, field in SAMPLER_FIELDS.items():
         if field.own:
@@ -55,9 +55,9 @@ def _sampler_fields() -> dict[str, Any]:
 
 
 class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields())):
-    """What completions and chat share."""
+    """Fields of both completions and chat."""
 
-    # Whether, and with whom, a prompt's cache may be shared: requests share none here.
+    # Whether, and with whom, a prompt's cache may be shared; this server shares none between requests.
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_prompt", "cache_salt"}
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **OTHER_SERVERS,
@@ -77,11 +77,11 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
     INSTEAD: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
-    stream: bool = Field(False, description="Answer as server-sent events, a chunk a piece of text.")
+    stream: bool = Field(False, description="Answer as server-sent events, one chunk per piece of text.")
     stream_options: StreamOptions | None = None
 
-    n: int = Field(1, description="Choices a prompt.")
-    max_tokens: int | None = Field(None, description="Tokens to generate at most.")
+    n: int = Field(1, description="Choices per prompt.")
+    max_tokens: int | None = Field(None, description="Most tokens to generate.")
     min_tokens: int = Field(0, description="No end before this many tokens.")
     seed: int | None = Field(None, description="The same seed gives the same answer.")
     stop: str | Listed[str] | None = Field(None, description="Up to 16 strings that end the text.")
@@ -100,8 +100,8 @@ class SamplingBody(create_model("SamplerBody", __base__=Body, **_sampler_fields(
             raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The engine's parameters, ``defaults`` where the body says nothing; raises its RequestError for a value out of
-        range."""
+        """Return the engine's parameters, with ``defaults`` for what the body omits. Raises RequestError for a value
+        out of range."""
         given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{**defaults, **given},
@@ -129,9 +129,9 @@ class CompletionBody(SamplingBody):
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "suffix": is_one_of("")}
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
-    best_of: int | None = Field(None, description="Only the value of n: the best of more is not chosen here.")
+    best_of: int | None = Field(None, description="Must equal n: choosing the best of more is not supported.")
     echo: bool = Field(False, description="Put the prompt before the text.")
-    logprobs: int | None = Field(None, description="Log-probabilities of the tokens and of this many likeliest ones.")
+    logprobs: int | None = Field(None, description="Log-probabilities of the tokens and of this many most likely ones.")
     add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
 
 
@@ -169,13 +169,13 @@ class ChatBody(SamplingBody):
     messages: Listed[dict[str, Any]] = Field(..., description="The conversation, oldest first.")
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
+    top_logprobs: int | None = Field(None, description="Most likely tokens per position; needs logprobs.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
 
 
-_TRUNCATE = "Cut a longer text to as many tokens; -1: to what the model takes."
+_TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit."
 
 
 class EmbeddingBody(Body):
@@ -188,7 +188,7 @@ class EmbeddingBody(Body):
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: int | None = Field(None, description=_TRUNCATE)
     prompt_name: str | None = Field(
-        None, description="Which of the model's prompts to put in front of a text; by default the model's default one."
+        None, description="The model's prompt to prepend to a text; by default the model's default one."
     )
     dimensions: int | None = Field(None, description="Only the model's own size.")
 
@@ -204,7 +204,7 @@ class ClassifyBody(Body):
 
 
 def token_lists(value: Any, field: str) -> list[str | list[int]]:
-    """A prompt in any of its four forms, as a list of texts and token-id lists.
+    """Return a prompt in any of its four forms as a list of texts and token-id lists.
 
     Raises:
         ApiError: 400 for another form, an empty list, or a negative id.
@@ -229,7 +229,7 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
 
 
 def texts_or_pairs(value: Any, field: str) -> list[str | tuple[str, str] | list[int]]:
-    """As :func:`token_lists`, or a list of pairs of texts, as tuples."""
+    """Like :func:`token_lists`, but also accepts a list of pairs of texts, returned as tuples."""
     if isinstance(value, list) and value and all(map(_is_pair, value)):
         return [(first, second) for first, second in value]
     return [*token_lists(value, field)]

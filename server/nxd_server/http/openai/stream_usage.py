@@ -1,4 +1,4 @@
-"""How the chunks of a stream end: with the token counts so far, and padded, where the request asks for either."""
+"""The end of each stream chunk: token counts so far, and padding, if the request asks for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_server.engine.events import Usage
 from nxd_server.http.openai.schemas import StreamOptions
 
 PADDED_TO = 64
-"""Padded chunks have a multiple of so many bytes: their sizes then tell little of the tokens in them."""
+"""Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
 
 
 def usage_object(usage: Usage) -> dict[str, int]:
@@ -22,7 +22,7 @@ def usage_object(usage: Usage) -> dict[str, int]:
 
 
 class Tails:
-    """Closes the chunks of one request, whose choice ``c`` is an answer to prompt ``c // n``.
+    """Completes the chunks of one request, whose choice ``c`` answers prompt ``c // n``.
 
     Without ``continuous_usage_stats`` the counts are null until the last chunk, without ``include_usage`` absent.
     """
@@ -35,12 +35,12 @@ class Tails:
         self._tokens: dict[int, int] = {}
 
     def count(self, choice: int) -> None:
-        """One more token of ``choice``."""
+        """Count one more token of ``choice``."""
         if self._counts:
             self._tokens[choice] = self._tokens.get(choice, 0) + 1
 
     def close(self, choice: int, chunk: bytes) -> bytes:
-        """``chunk``, which ends behind the only one of its choices, as a whole event."""
+        """Complete ``chunk``, which lacks the end after its only choice, to an event."""
         if self._counts:
             usage = Usage(self._prompts[choice // self._n], self._tokens.get(choice, 0))
             chunk += b'],"usage":' + json.dumps(usage_object(usage)).encode()

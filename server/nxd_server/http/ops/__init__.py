@@ -1,1 +1,1 @@
-"""The routes and lines that say how the server is."""
+"""Operations: health routes, metrics and logs."""

@@ -1,7 +1,7 @@
-"""The routes that say how the server is: ``/livez``, ``/readyz``, ``/health``, ``/ping``, ``/version``, ``/metrics``.
+"""The health routes: ``/livez``, ``/readyz``, ``/health``, ``/ping``, ``/version``, ``/metrics``.
 
-Live means that this process answers; ready, that a request sent now would be served; healthy, that a step of the model
-was just seen to work. They hold nothing secret and need no key.
+Live: this process answers. Ready: a request sent now would be served. Healthy: a step of the model completed
+recently. They reveal nothing secret and need no key.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def _verdict(context: Context, extra: dict[str, Any] | None = None) -> Response:
 
 
 async def livez(request: Request) -> Response:
-    """200 as long as the process answers, whatever the model does."""
+    """Return 200 as long as the process answers, whatever the state of the model."""
     return _answer(200, {"status": "alive"})
 
 
 async def readyz(request: Request) -> Response:
-    """200 when a request sent now would be served, else 503 with the reason."""
+    """Return 200 if a request sent now would be served, else 503 with the reason."""
     return _verdict(context_of(request))
 
 
 async def ping(request: Request) -> Response:
-    """SageMaker's health route; as ``/readyz``."""
+    """SageMaker's health route; same as ``/readyz``."""
     return _verdict(context_of(request))
 
 
 async def version(request: Request) -> dict[str, Any]:
-    """What is running."""
+    """Return the versions of what is running."""
     return {
         "version": VERSION,
         "torch": torch_version(),
@@ -61,15 +61,15 @@ async def version(request: Request) -> dict[str, Any]:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(context_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def health(request: Request) -> Response:
-    """Every part's state, and how long ago a step of the model was seen to work.
+    """Return every part's state, and the time since a step of the model last completed.
 
-    The engine runs a step of padding whenever it was idle for two seconds, so the age is small unless something is
-    wrong, and asking costs nothing.
+    The engine runs a step of padding after two idle seconds, so the age is small unless something is wrong, and
+    asking costs nothing.
     """
     context = context_of(request)
     service = context.service

@@ -1,7 +1,7 @@
-"""Log lines as text or JSON, and the access log: a request's id, route, status, time, and which error it was answered.
+"""Logs as text or JSON, and the access log: each request's id, route, status, time and error code.
 
-Never a key, a query, or a word of what was asked: an error's message may quote a request, so its code and the name of
-the field stand for it.
+Never logs a key, a query, or any part of a request's content: an error's message may quote the request, so only its
+code and the name of the field are logged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from nxd_server.http.error_responses import ApiError
 
 EXTRA = "nxd"
-"""Records carry their structured fields under this attribute."""
+"""Attribute of log records that holds their structured fields."""
 access = logging.getLogger("nxd_server.access")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
@@ -39,19 +39,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record: a path or header of a client cannot forge another line."""
+    """One line per record: a client's path or header cannot forge another line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        if record.name == access.name:  # what clients send; the messages of others may have several lines
+        if record.name == access.name:  # contains client data; other messages may span lines
             record.message = record.message.encode("unicode_escape").decode("ascii")
         return super().formatMessage(record)
 
 
 def configure(log_format: str, level: str) -> None:
-    """Log to standard error, once; uvicorn's own loggers speak through the same handler."""
+    """Log to standard error, once; uvicorn's own loggers use the same handler."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in ("nxd_server", "nxd_infer", "uvicorn"):
@@ -63,7 +63,7 @@ def configure(log_format: str, level: str) -> None:
 
 
 _FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,80}")
-"""What the name of a field looks like; clients choose some of them, and text is none."""
+"""Pattern of a field's name. Clients choose some of these names; this rejects free text."""
 
 
 def log_access(
@@ -76,7 +76,7 @@ def log_access(
     sent: int,
     refusal: ApiError | None = None,
 ) -> None:
-    """One line for one request; ``refusal`` is what it was answered with, or what its stream ended with."""
+    """Log one line for one request; ``refusal`` is the error of its response or at the end of its stream."""
     fields = {
         "method": method,
         "path": path,

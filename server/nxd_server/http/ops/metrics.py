@@ -1,7 +1,7 @@
-"""Prometheus metrics, in a registry of the application's own; the names are vLLM's with our prefix.
+"""Prometheus metrics, in the application's own registry; the names are vLLM's with our prefix.
 
-Gauges and the engine's counters are read from the engine at the moment of the scrape, so they are exact: an
-autoscaler that waits for zero running requests sees zero when there are zero.
+Gauges and the engine's counters are read from the engine at scrape time, so they are exact: an autoscaler
+that waits for zero running requests sees zero as soon as there are none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0
 
 
 class Metrics:
-    """What the HTTP half measures itself, and the registry that also holds the engine's figures."""
+    """The metrics that the HTTP layer records, and the registry that also holds the engine's."""
 
     def __init__(self, service: Service):
         self.registry = CollectorRegistry(auto_describe=False)
@@ -38,7 +38,7 @@ class Metrics:
             "nxd_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry
         )
         self._disconnects = Counter(
-            "nxd_client_disconnects", "Clients that left before their answer was complete.", registry=registry
+            "nxd_client_disconnects", "Clients that disconnected before their answer was complete.", registry=registry
         )
         self._http_seconds = histogram(
             "nxd_http_request_seconds", "Seconds to the end of the answer.", labels=("route",)
@@ -62,7 +62,7 @@ class Metrics:
         self._disconnects.inc()
 
     def finished(self, event: FinishEvent | ErrorEvent) -> None:
-        """Count a choice's end and when its stages were."""
+        """Count a choice's end and record the times of its stages."""
         times = event.timings
         if times.admitted is not None:
             self._queue.observe(times.admitted - times.arrived)
@@ -74,7 +74,7 @@ class Metrics:
         self._whole.observe(times.finished - times.arrived)
 
     def watch(self, connections: Connections) -> None:
-        """Show how many connections there are, and how many were ended by this side."""
+        """Export the number of connections, and of those that the server ended."""
         self.registry.register(_ConnectionsCollector(connections))
 
     def render(self) -> bytes:
@@ -82,42 +82,42 @@ class Metrics:
 
 
 class _ConnectionsCollector(Collector):
-    """The connections, counted when asked."""
+    """The connections, counted at scrape time."""
 
     def __init__(self, connections: Connections):
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
         connections = self._connections
-        yield GaugeMetricFamily("nxd_connections", "Connections that are open.", len(connections))
-        yield GaugeMetricFamily("nxd_connections_most", "Connections there is room for.", connections.most)
-        ended = CounterMetricFamily("nxd_connections_ended", "Connections this side ended.", labels=["reason"])
+        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
+        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
+        ended = CounterMetricFamily("nxd_connections_ended", "Connections ended by the server.", labels=["reason"])
         for reason, count in connections.closed.items():
             ended.add_metric([reason], count)
         yield ended
 
 
 class _ServiceCollector(Collector):
-    """The engine's gauges and counters, read when asked."""
+    """The engine's gauges and counters, read at scrape time."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def describe(self) -> Iterable[Metric]:
-        return []  # registering must not ask a service that is not built yet
+        return []  # registering must not query a service that is still starting
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
         yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
-        yield CounterMetricFamily("nxd_engine_restarts", "Times the ranks were started again.", service.restarts)
-        yield GaugeMetricFamily("nxd_weight_version", "Swaps of weights since the start.", service.weight_version)
+        yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", service.restarts)
+        yield GaugeMetricFamily("nxd_weight_version", "Weight swaps since the start.", service.weight_version)
         if service.load_seconds is not None:
             yield GaugeMetricFamily(
                 "nxd_graph_load_seconds", "Seconds to load and warm every graph.", service.load_seconds
             )
         texts = GaugeMetricFamily(
             "nxd_texts_aside",
-            "Conversations, texts and large bodies that are worked on beside the server, or wait.",
+            "Conversations, texts and large bodies processed outside the server, or waiting for it.",
             labels=["kind"],
         )
         for kind, count in service.texts_aside().items():
@@ -132,7 +132,7 @@ class _ServiceCollector(Collector):
 
     def _ranks(self) -> Iterator[Metric]:
         steps = CounterMetricFamily("nxd_rank_steps", "Steps a rank completed.", labels=["rank"])
-        age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a rank last moved.", labels=["rank"])
+        age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a heartbeat.", labels=["rank"])
         alive = GaugeMetricFamily("nxd_rank_alive", "1 while the rank's process lives.", labels=["rank"])
         for rank in self._service.ranks():
             label = [str(rank.rank)]
@@ -163,22 +163,22 @@ class _ServiceCollector(Collector):
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("nxd_num_requests_running", "Choices that hold a slot.", stats.running)
     yield GaugeMetricFamily("nxd_num_requests_waiting", "Choices that wait for a slot.", stats.waiting)
-    yield GaugeMetricFamily("nxd_queue_tokens", "Prompt tokens that wait.", stats.waiting_tokens)
+    yield GaugeMetricFamily("nxd_queue_tokens", "Prompt tokens that wait for a slot.", stats.waiting_tokens)
     yield GaugeMetricFamily("nxd_slots", "Slots of the cache.", stats.slots)
     yield GaugeMetricFamily("nxd_slots_free", "Slots that are free.", stats.slots_free)
     yield GaugeMetricFamily("nxd_kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", stats.kv_usage)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
-    yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
+    yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens)
     yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
     yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
-    yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Of these, right.", stats.accepted_tokens)
-    success = CounterMetricFamily("nxd_request_success", "Choices by how they ended.", labels=["finished_reason"])
+    yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
+    success = CounterMetricFamily("nxd_request_success", "Finished choices.", labels=["finished_reason"])
     for reason, count in stats.finished.items():
         success.add_metric([reason], count)
     yield success
-    rejections = CounterMetricFamily("nxd_admission_rejections", "Requests refused at the door.", labels=["reason"])
+    rejections = CounterMetricFamily("nxd_admission_rejections", "Requests rejected at admission.", labels=["reason"])
     for reason, count in stats.rejected.items():
         rejections.add_metric([reason], count)
     yield rejections
