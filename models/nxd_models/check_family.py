@@ -1,4 +1,4 @@
-"""Is what a ModelSpec says true of the modules that it makes? For the tests of whoever adds a family.
+"""Check a ModelSpec against the modules that it creates. For the tests of packages that add a family.
 
 from nxd_models.check_family import check_family
 
@@ -24,11 +24,11 @@ STEP_OPTIONS = {"generate": {"slots": 1, "max_len": 1}}
 
 
 def check_family(model_dir: str | os.PathLike[str], degree: int = 2) -> None:
-    """Check the family of a model directory, for every task that it can do, as rank 0 of ``degree``.
+    """Check the family of a model directory, for every task it supports, as rank 0 of ``degree``.
 
-    The serving step has the module's weights; the directory holds them all; they are cut as the tensor-parallel plan
-    says; the blocks that a pipeline may be cut between are there. Raises ModelConfigError or WeightMismatchError that
-    names what is not so. Computes nothing, and reads no weight.
+    The serving step must have the module's weights; the directory must hold them all; they must be sharded according to
+    the tensor-parallel plan; the blocks where a pipeline may be cut must exist. Raises ModelConfigError or
+    WeightMismatchError that names the difference. Computes nothing and reads no weight.
     """
     directory = registry.load_config(model_dir)
     for task in directory.tasks:

@@ -1,4 +1,4 @@
-"""What families share: RMS norm, activations, initialisation. Rotary positions are in :mod:`nxd_models.rope`."""
+"""Layers shared by the families: RMS norm, activations, initialization. Rotary positions: :mod:`nxd_models.rope`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Activation = Annotated[
     AfterValidator(_known),
     Problem(f"this activation is not supported; known are {', '.join(ACTIVATIONS)}"),
 ]
-"""The type of a configuration file's field that names one of ACTIVATIONS."""
+"""The type of a configuration field that names one of ACTIVATIONS."""
 
 
 class RMSNorm(SequenceParallelWeights):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean taken in at least float32.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, with the mean in at least float32.
 
     ``sequence_parallel``: the input is this rank's piece of the sequence.
     """
@@ -58,7 +58,7 @@ class RMSNorm(SequenceParallelWeights):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``weight`` replaces the module's own, for a caller that routes its gradient."""
+        """``weight`` replaces the module's own weight, for a caller that routes its gradient."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight if weight is None else weight) * wide.to(x.dtype)
@@ -69,7 +69,7 @@ def normal_init(std: float) -> Callable[[Tensor], object]:
 
 
 def zero_biases(module: nn.Module) -> None:
-    """Biases start at zero in these families; the layers' default is that of ``nn.Linear``."""
+    """Set biases to zero, as in these families; the default of the layers is that of ``nn.Linear``."""
     for name, param in module.named_parameters():
         if name.endswith("bias") and not param.is_meta:
             nn.init.zeros_(param)

@@ -1,12 +1,12 @@
-"""The model families, and from a model directory to a module.
+"""The registry of model families, and the way from a model directory to a module.
 
-A family is found by the ``model_type`` of ``config.json``. Ours are in :data:`BUILT_IN`; a package adds its own by an
-entry point for each model type, which is imported only when a directory of that type is read:
+A family is found by the ``model_type`` in ``config.json``. Ours are in :data:`BUILT_IN`; a package adds its own with an
+entry point per model type, which is imported only when a directory of that type is read:
 
     [project.entry-points."nxd_infer.models"]
     gpt2 = "my_package.gpt2:GPT2"        # a ModelSpec
 
-and a program its own by :func:`register`.
+and a program adds its own with :func:`register`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _registered: dict[str, ModelSpec] = {}
 
 
 def register(spec: ModelSpec) -> ModelSpec:
-    """Add a family to this process; returns it. Rank processes that trace need the call as well.
+    """Register a family in this process; returns it. Rank processes that trace must make the call too.
 
-    Raises ModelConfigError naming who has one of its model types already.
+    Raises ModelConfigError naming the owner if one of its model types is already registered.
     """
     for model_type in spec.model_types:
         owners = _owners(model_type)
@@ -67,15 +67,15 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def model_types() -> list[str]:
-    """Every model type that can be read. Imports no family."""
+    """Return every model type that can be read. Imports no family."""
     return list(dict.fromkeys([*BUILT_IN, *_registered, *(point.name for point in _points())]))
 
 
 def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
-    """The family of a model type.
+    """Return the family of a model type.
 
-    Raises ModelConfigError when it is not known (names those that are), when two packages claim it (names both), or
-    when the one that does cannot be imported (with the reason).
+    Raises ModelConfigError if it is unknown (lists the known ones), if two packages claim it (names both), or
+    if its package cannot be imported (with the reason).
     """
     owners = _owners(model_type)
     if not owners:
@@ -101,7 +101,7 @@ def _points() -> list[EntryPoint]:
 
 
 def _owners(model_type: Any) -> list[str]:
-    """Whoever has registered a model type, in words."""
+    """Describe everyone who has registered a model type."""
     if not isinstance(model_type, str):
         return []
     found = ["nxd_infer itself"] if model_type in BUILT_IN else []
@@ -131,7 +131,7 @@ def _imported(point: EntryPoint, origin: str) -> ModelSpec:
 
 
 def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> DecoderConfig | EncoderConfig:
-    """The configuration of a known family. Raises ModelConfigError naming the field otherwise."""
+    """Return the configuration of a known family. Raises ModelConfigError naming the field otherwise."""
     return _read(raw, origin)[1]
 
 
@@ -160,15 +160,15 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """The module for ``task``, with fresh weights, parallel over the current context. No weights are read.
+    """Build the module for ``task``, newly initialized, parallel over the current context. Reads no weights.
 
     Args:
-        model: a model directory, or what :func:`load_config` made of it.
-        task: "generate" gives a causal language model; "embed" an encoder with pooling; "classify" one with its head.
-        dtype: of the parameters; default: what the checkpoint says.
-        options: ``pooling`` and ``normalize`` for "embed"; the default is what the directory says.
+        model: a model directory, or the result of :func:`load_config`.
+        task: "generate": a causal language model; "embed": an encoder with pooling; "classify": one with its head.
+        dtype: of the parameters; default: that of the checkpoint.
+        options: ``pooling`` and ``normalize`` for "embed"; by default as specified in the directory.
     """
-    import torch  # slow, and registering needs none
+    import torch  # slow, and not needed for registering
 
     directory = load_config(model)
     task = directory.task(task)
@@ -180,7 +180,7 @@ def build(
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """The weights of a model directory, streamed by slices; see :mod:`nxd_models.hf.weights`."""
+    """Open the weights of a model directory; see :mod:`nxd_models.hf.weights`."""
     from nxd_models.hf import weights as hf  # imports torch
 
     return hf.weights(model_dir)
@@ -192,8 +192,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """:func:`build` with this rank's weights read into it, in evaluation mode."""
-    import torch  # slow, and registering needs none
+    """Call :func:`build`, load this rank's weights, and switch to evaluation mode."""
+    import torch  # slow, and not needed for registering
 
     from nxd_models.hf import weights as hf
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding and its scalings, as the Hugging Face documentation has them ("RoPE scaling").
+"""Rotary position embedding and its scalings, as in the Hugging Face documentation ("RoPE scaling").
 
 Both spellings in configuration files are read: ``rope_theta`` + ``rope_scaling`` (transformers 4) and
 ``rope_parameters`` (transformers 5).
@@ -23,7 +23,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """``type`` is one of :data:`ROPE_TYPES`; the other fields as documented there."""
+    """``type`` is one of :data:`ROPE_TYPES`; for the other fields see the documentation of Hugging Face."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -45,7 +45,7 @@ class _Scaling(ConfigFile):
 
 
 class RopeFile(ConfigFile):
-    """The fields of ``config.json`` that say how positions turn."""
+    """The fields of ``config.json`` for rotary positions."""
 
     rope_theta: Positive = 10000.0
     rope_scaling: Any = None
@@ -53,7 +53,7 @@ class RopeFile(ConfigFile):
     partial_rotary_factor: Any = None
 
     def rope(self, max_position: int) -> RopeConfig:
-        """Raises ModelConfigError for a scaling that is not known. ``max_position`` is the model's context."""
+        """Raises ModelConfigError for an unknown scaling. ``max_position`` is the model's context length."""
         name = "rope_parameters" if self.rope_parameters else "rope_scaling"
         raw = self.rope_parameters or self.rope_scaling or {}
         if not isinstance(raw, Mapping):
@@ -80,9 +80,9 @@ class RopeFile(ConfigFile):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding. Frequencies are a float32 buffer that no state dict holds.
+    """Rotary position embedding. The frequencies are a float32 buffer that is not in state dicts.
 
-    They are kept in float32 whatever the module is converted to, because bfloat16 frequencies lose the position after a
+    They stay in float32 whatever the module is converted to, because bfloat16 frequencies lose the position after a
     few hundred tokens.
     """
 
@@ -105,12 +105,12 @@ class Rotary(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        # Conversions of dtype and to_empty() must not reach the frequencies; a move to a device must.
+        # Conversions of dtype and to_empty() must not change the frequencies; a move to another device must move them.
         self._restore(None if self.inv_freq.is_meta else self.inv_freq.device)
         return self
 
     def forward(self, positions_BS: Tensor, dtype: torch.dtype, total_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [B, S, 1, head_dim / 2] of ``dtype``.
+        """Return cos and sin, each [B, S, 1, head_dim / 2] of ``dtype``.
 
         ``total`` is the length of each row's context after this step; only dynamic scaling reads it.
         """
@@ -121,7 +121,7 @@ class Rotary(nn.Module):
         return angle_BSF.cos().to(dtype).unsqueeze(2), angle_BSF.sin().to(dtype).unsqueeze(2)
 
     def _dynamic(self, total_B: Tensor) -> Tensor:
-        """NTK-aware frequencies [B, head_dim / 2]: the base grows once the context exceeds the trained one."""
+        """Return NTK-aware frequencies [B, head_dim / 2]: the base grows once the context exceeds the trained one."""
         c, d = self.config, self.head_dim
         length = total_B.clamp(min=c.original_max_position).float()
         growth = (c.factor * length / c.original_max_position - (c.factor - 1)).pow(d / (d - 2))
@@ -129,13 +129,13 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:
-    """float32 [head_dim / 2]."""
+    """Return the frequencies, float32 [head_dim / 2]."""
     inv_freq = 1.0 / (c.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if c.type == "linear":
         return inv_freq / c.factor
     if c.type != "llama3":
         return inv_freq
-    # Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between interpolated.
+    # Llama 3.1: long wavelengths are scaled by the factor, short ones kept, those in between interpolated.
     longest = c.original_max_position / c.low_freq_factor
     shortest = c.original_max_position / c.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
@@ -146,6 +146,6 @@ def inverse_frequencies(head_dim: int, c: RopeConfig) -> Tensor:
 
 
 def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs ``(x[i], x[i + D/2])`` of each head, the pairing of Hugging Face checkpoints."""
+    """Rotate the pairs ``(x[i], x[i + D/2])`` of each head, as paired in Hugging Face checkpoints."""
     first, second = x_BSHD.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,4 +1,4 @@
-"""What a model family tells us: how its directory is read, what it is built of, where it may be cut, what it can do.
+"""The description of a model family: how to read its directory, its modules, where it may be split, its tasks.
 
     GPT2 = ModelSpec(
         model_types=("gpt2",),
@@ -6,7 +6,7 @@
         tasks={"generate": Task(GPT2Model, GPT2Step, blocks="transformer.h")},
     )
 
-Nothing here imports torch or a family: a package can register its family without waiting for either.
+Nothing here imports torch or a family, so a package can register its family without waiting for either.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from nxd_infer.layout import AxisPlan
 
 TASKS = ("generate", "embed", "classify")
-"""What a server can serve."""
+"""The tasks that a server supports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What serving reads of a causal language model's configuration. A family adds its own fields in a subclass."""
+    """The parts of a causal language model's configuration that serving reads. Families subclass it to add fields."""
 
     model_type: str
     vocab_size: int
@@ -40,19 +40,19 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int
-    """Tokens of the longest context the model was made for."""
+    """Longest context in tokens that the model was made for."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
-    """Of the checkpoint's weights, by torch's name."""
+    """dtype of the checkpoint's weights, by torch's name."""
 
     @property
     def max_length(self) -> int:
-        """The longest context in tokens that is computed exactly as the model was made."""
+        """The longest context in tokens that is computed exactly as in the original model."""
         return self.max_position
 
     def check_length(self, length: int) -> None:
-        """Raise ModelConfigError naming what limits the context when ``length`` is beyond it."""
+        """Raise ModelConfigError naming the limit if ``length`` exceeds it."""
         if length > self.max_length:
             raise ModelConfigError(
                 f"a context of {length} tokens is beyond the {self.max_length} of this {self.model_type} model; "
@@ -60,20 +60,20 @@ class DecoderConfig:
             )
 
     def check_drafts(self, max_len: int) -> None:
-        """Raise ModelConfigError when drafts cannot be verified exactly in contexts of up to ``max_len`` tokens.
+        """Raise ModelConfigError if drafts cannot be verified exactly in contexts of up to ``max_len`` tokens.
 
-        They can where what a token gives depends on the tokens before it alone.
+        They can be if the output for a token depends only on the tokens before it.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """What serving reads of an encoder's configuration. A family adds its own fields in a subclass."""
+    """The parts of an encoder's configuration that serving reads. Families subclass it to add fields."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    """Elements of a token's vector, and so of an embedding."""
+    """Size of a token's vector, and so of an embedding."""
     num_layers: int
     max_position: int
     """Rows of the position table."""
@@ -83,7 +83,7 @@ class EncoderConfig:
     pad_token_id: int = 0
     labels: tuple[str, ...] = ()
     scores: str = "softmax"
-    """What makes a classifier's logits its answer: "sigmoid", "softmax" or "none"."""
+    """Activation that turns a classifier's logits into its answer: "sigmoid", "softmax" or "none"."""
     dtype: str = "float32"
 
     @property
@@ -93,51 +93,51 @@ class EncoderConfig:
 
 
 class Cut(NamedTuple):
-    """How tensor parallelism cuts the weight of a layer."""
+    """How tensor parallelism shards the weight of a layer."""
 
     dimension: int
-    """Of the weight [outputs, inputs]: 0 is column parallel (and an embedding by its vocabulary), 1 row parallel."""
+    """Dimension of the weight [outputs, inputs]: 0 is column parallel (or vocabulary parallel), 1 row parallel."""
     axis: AxisPlan
-    """How that dimension is spread over the ranks."""
+    """How that dimension is distributed over the ranks."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """How a family does one task."""
+    """How a family performs one task."""
 
     module: Callable[..., nn.Module]
-    """``(config, dtype, **options)``: the plain module, parallel over the current context. "generate": from ids to
-    logits; "embed": takes the options ``pooling`` and ``normalize``."""
+    """``(config, dtype, **options)``: the plain module, parallel over the current context. "generate" maps ids to
+    logits; "embed" takes the options ``pooling`` and ``normalize``."""
     step: Callable[..., nn.Module]
-    """The module that is traced, with the same parameters: ``module`` under one of the mixins of ``serving``."""
+    """The module that is traced, with the same parameters: ``module`` with one of the mixins of ``serving``."""
     blocks: str
-    """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so that a pipeline may
-    be cut before any of them but the first."""
+    """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so a pipeline may be
+    split before any block except the first."""
     architecture: str = ""
-    """A directory can do the task only if one of its ``architectures`` ends so."""
+    """A directory supports the task only if one of its ``architectures`` has this suffix."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model family.
 
-    Layers and weights are named as in the modules of ``tasks``, where ``*`` stands for one part between dots.
-    Raises ModelConfigError for a task that no server knows, and for an ambiguous ``stored_weights``.
+    Layers and weights have their names in the modules of ``tasks``; ``*`` stands for one component between dots.
+    Raises ModelConfigError for a task that no server supports, and for ambiguous ``stored_weights``.
     """
 
     model_types: tuple[str, ...]
-    """The values of ``model_type`` in a ``config.json`` that mean this family."""
+    """The values of ``model_type`` in ``config.json`` that select this family."""
     read_config: Callable[[Mapping[str, Any], str], DecoderConfig | EncoderConfig]
-    """``(what config.json holds, its path)``. Raises ModelConfigError naming the field of anything that cannot be run
+    """``(content of config.json, its path)``. Raises ModelConfigError naming the field of anything that cannot be run
     exactly: see :class:`nxd_models.hf.config_file.ConfigFile`."""
     tasks: Mapping[str, Task]
-    """By name, the default first."""
+    """Tasks by name, the default first."""
     tensor_parallel_plan: Callable[[Any, int], Mapping[str, Cut]] | None = None
-    """``(config, degree)``: the layers that are cut, by name. Others are whole on every rank. None: not told."""
+    """``(config, degree)``: the sharded layers, by name. Others are replicated. None: unspecified."""
     stored_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
-    """Weights that checkpoints hold under another name, in a part of a larger tensor, or transposed."""
+    """Weights that checkpoints store under another name, as part of a larger tensor, or transposed."""
     adapter_targets: tuple[str, ...] = ()
-    """Last names of the linear layers that LoRA adapters may stand beside."""
+    """Last name components of the linear layers that LoRA adapters may change."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]
@@ -146,7 +146,7 @@ class ModelSpec:
         for name, stored in self.stored_weights.items():
             if name == stored.name:
                 raise ModelConfigError(
-                    f"{self}: stored_weights[{name!r}] has the checkpoint's own name, so that nobody could tell which "
+                    f"{self}: stored_weights[{name!r}] has the checkpoint's own name, so it is unclear which "
                     "of the two a file holds: name the layer otherwise in the module"
                 )
 
@@ -154,20 +154,20 @@ class ModelSpec:
         return f"ModelSpec({', '.join(self.model_types)})"
 
     def pipeline_cuts(self, task: str, config: Any) -> tuple[str, ...]:
-        """Names of the blocks that a pipeline may be cut before."""
+        """Return the names of the blocks before which a pipeline may be split."""
         return tuple(f"{self.tasks[task].blocks}.{i}" for i in range(1, config.num_layers))
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A model directory, read and understood."""
+    """A model directory whose configuration was read and checked."""
 
     path: Path
     spec: ModelSpec
     config: DecoderConfig | EncoderConfig
     architectures: tuple[str, ...]
     raw: Mapping[str, Any]
-    """``config.json`` as it stands."""
+    """The content of ``config.json``."""
 
     @property
     def model_type(self) -> str:
@@ -175,7 +175,7 @@ class ModelDirectory:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What this model can do, the default first."""
+        """The tasks that this model supports, the default first."""
         return tuple(
             name
             for name, task in self.spec.tasks.items()
@@ -183,7 +183,7 @@ class ModelDirectory:
         )
 
     def task(self, wanted: str | None) -> str:
-        """``wanted``, or the default. Raises ModelConfigError naming ``architectures`` when the model cannot do it."""
+        """Return ``wanted``, or the default. Raises ModelConfigError naming ``architectures`` if unsupported."""
         if wanted is not None and wanted not in TASKS:
             raise ModelConfigError(f"there is no task {wanted!r}; tasks are {', '.join(TASKS)}")
         if not self.tasks or wanted not in (None, *self.tasks):
@@ -194,8 +194,8 @@ class ModelDirectory:
         return wanted or self.tasks[0]
 
     def make(self, task: str, dtype: Any, *, step: bool = False, **options: Any) -> nn.Module:
-        """The family's module for ``task``, or its serving step, with fresh weights."""
+        """Create the family's module for ``task``, or its serving step, with newly initialized weights."""
         made = self.spec.tasks[task]
         module = (made.step if step else made.module)(self.config, dtype, **options)
-        object.__setattr__(module, "nxd_stored", dict(self.spec.stored_weights))  # no parameter, no module
+        object.__setattr__(module, "nxd_stored", dict(self.spec.stored_weights))  # neither a parameter nor a module
         return module

@@ -1,1 +1,1 @@
-"""What lies on disk: manifest, reader, writer, the weights of a rank. Knows no backend and starts no process."""
+"""The artifact on disk: manifest, reader, writer, rank weights. Knows no backend and starts no process."""

@@ -1,4 +1,4 @@
-"""How the weights of an artifact are made of logical tensors: what ``manifest.layout`` holds."""
+"""How the weights of an artifact are assembled from logical tensors: the content of ``manifest.layout``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nxd_infer.layout import ParamLayout
 
 
 def describe_layout(layouts: Mapping[str, ParamLayout], degree: int) -> dict[str, Any]:
-    """What ``manifest.layout`` holds, for layouts with absolute logical names (``layout.weight_layout``)."""
+    """Return ``manifest.layout`` for layouts with absolute logical names (``layout.weight_layout``)."""
     return {
         "weights": {
             name: {

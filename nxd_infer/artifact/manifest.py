@@ -1,7 +1,7 @@
-"""``manifest.json``: what an artifact is made of. Written last, read first, understood completely or refused.
+"""``manifest.json``: the contents of an artifact. Written last, read first, parsed completely or rejected.
 
-Format versions are ``major.minor``: a reader refuses another major and ignores unknown fields of a higher minor;
-``requires`` lists features it must know by name whatever the number says.
+Format versions are ``major.minor``: a reader rejects another major and ignores unknown fields of a higher minor;
+``requires`` lists features that a reader must know by name, whatever the version.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "1.1"
-"""1.1 stores each graph in its functional form beside what its backend made of it; 1.0 stored the latter alone."""
+"""1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
 PACKED_REQUIREMENT = "packed-weights"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", PACKED_REQUIREMENT})
 PACKED = "packed32"
 """Encoding of a weight that graphs read in blocks of 32 rows (``nxd_infer.ops.packed``)."""
 PACKED_INT8 = "packed32-int8"
-"""The same in whole numbers of eight bits with a scale a row (``nxd_infer.ops.packed_int8``): lossy."""
+"""The same with 8-bit integers and one scale per row (``nxd_infer.ops.packed_int8``): lossy."""
 LOSSY_ENCODINGS = frozenset({PACKED_INT8})
 KNOWN_ENCODINGS: frozenset[str] = frozenset({"", "packed16", PACKED, PACKED_INT8})
-"""With those of earlier versions: an artifact carries the operators that pack its weights and read them."""
+"""Includes those of earlier versions: an artifact carries the operators that pack and read its weights."""
 MANIFEST_NAME = "manifest.json"
 
 
 class _Model(BaseModel):
-    # JSON has no infinities, and pydantic would write null in their place: a mask is padded with -inf
+    # JSON has no infinities and pydantic would write null, but masks are padded with -inf
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
 
@@ -96,7 +96,7 @@ class TensorSpec(_Model):
 
 
 def _check_fits(value: float, spec: TensorSpec) -> None:
-    """ValueError unless the type of ``spec`` can hold ``value``."""
+    """Raise ValueError unless the dtype of ``spec`` can hold ``value``."""
     low, high = _limits(spec)
     fits = low <= value <= high
     if isinstance(high, float):  # a mask is padded with -inf
@@ -109,7 +109,7 @@ def _check_fits(value: float, spec: TensorSpec) -> None:
 
 
 def _limits(spec: TensorSpec) -> tuple[float, float]:
-    """The smallest and the largest number that the type of ``spec`` holds."""
+    """Return the smallest and the largest number that the dtype of ``spec`` can hold."""
     name = spec.dtype
     if name in LARGEST_FLOAT:
         return -LARGEST_FLOAT[name], LARGEST_FLOAT[name]
@@ -126,16 +126,16 @@ def _limits(spec: TensorSpec) -> tuple[float, float]:
 
 
 class InputSpec(TensorSpec):
-    """A graph input. ``pad`` maps a dimension to the value that fills it up to the bucket's size."""
+    """A graph input. ``pad`` maps a dimension to the value that pads it to the bucket's size."""
 
     role: str = ""
     default: float | None = None
-    """Value a caller may leave out; the runtime fills the whole tensor with it."""
+    """Value of the full tensor if a caller omits the input."""
     pad: dict[int, float] = Field(default_factory=dict)
     minimum: int | float | None = None
     maximum: int | float | None = None
-    """Smallest and largest value an element may have, where the model declares them: the caller's process looks,
-    because a graph takes an index outside its table for another row, or for none."""
+    """Smallest and largest allowed element, if the model declares them. The caller's process checks them, because a
+    graph would read the wrong row, or memory outside the table, for an index out of range."""
 
     @model_validator(mode="after")
     def _check_fills(self):
@@ -145,7 +145,7 @@ class InputSpec(TensorSpec):
         return self
 
     def nearest_to_zero(self) -> float:
-        """The value in the declared range that is nearest to zero: for runs on behalf of nobody."""
+        """The value in the declared range that is nearest to zero, for runs without a request."""
         value = 0 if self.minimum is None else max(0, self.minimum)
         return value if self.maximum is None else min(value, self.maximum)
 
@@ -162,7 +162,7 @@ class InputSpec(TensorSpec):
 
 
 class OutputSpec(TensorSpec):
-    """A graph output. ``cut`` maps a dimension to ``[input name, input dimension]``: cut back to that size."""
+    """A graph output. ``cut`` maps a dimension to ``[input name, input dimension]``, to whose size it is cut."""
 
     role: str = ""
     cut: dict[int, tuple[str, int]] = Field(default_factory=dict)
@@ -174,33 +174,33 @@ class OutputSpec(TensorSpec):
 
 
 class WeightSpec(TensorSpec):
-    """A tensor the graphs read and never write: ``parameter``, ``buffer`` or ``constant``; in rank r's file by name."""
+    """A tensor that graphs read and never write: ``parameter``, ``buffer`` or ``constant``; by name in rank files."""
 
     kind: str = "parameter"
     encoding: str = ""
-    """The form in which graphs read it, of KNOWN_ENCODINGS. Files hold the plain tensor; a rank encodes it at load."""
+    """One of KNOWN_ENCODINGS, in which graphs read it. Files hold the plain tensor; a rank encodes it at load."""
 
 
 class GraphSpec(_Model):
-    """One compiled graph under ``graphs/<digest>/`` and the names of what it takes, in order."""
+    """One compiled graph under ``graphs/<digest>/`` and the names of its arguments, in order."""
 
     digest: str
     states: list[str]
     weights: list[str]
     collectives: list[str] = Field(default_factory=list)
-    """The ordered collective calls, as text; equal on all ranks or the artifact is refused."""
+    """The collective calls in order, as text; an artifact is rejected unless they are equal on all ranks."""
 
 
 class BucketSpec(_Model):
-    """One traced shape. ``graphs[rank]`` is the digest rank ``rank`` runs."""
+    """One traced shape. ``graphs[rank]`` is the digest of the graph of rank ``rank``."""
 
     name: str
     inputs: list[InputSpec]
     outputs: list[OutputSpec]
     graphs: list[str]
     structure: Any = None
-    """What the model returns: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0", "output_1"]``
-    for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
+    """The model's return value: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0",
+    "output_1"]`` for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -219,28 +219,28 @@ class FileSpec(_Model):
 
 
 class Manifest(_Model):
-    """The whole of ``manifest.json``."""
+    """The content of ``manifest.json``."""
 
     format: str = FORMAT
     requires: list[str] = Field(default_factory=list)
     backend: str
     target: dict[str, Any] = Field(default_factory=dict)
-    """What the compiled code needs: ``arch``, ``march``, ``cpu_features``, ``threads``."""
+    """Requirements of the compiled code: ``arch``, ``march``, ``cpu_features``, ``threads``."""
     versions: dict[str, str] = Field(default_factory=dict)
     tp_degree: int
     buckets: list[BucketSpec]
     graphs: dict[str, GraphSpec]
     states: list[TensorSpec] = Field(default_factory=list)
-    """Per-rank shapes; equal on all ranks. Zero-filled unless the rank's weight file holds ``state:<name>``."""
+    """Per-rank shapes; equal on all ranks. Initially zero unless the rank's weight file holds ``state:<name>``."""
     weights: list[WeightSpec] = Field(default_factory=list)
     weight_schema: str = ""
-    """Hash over the names, dtypes, shapes and strides of ``weights``; guards ``update_weights``."""
+    """Hash of the names, dtypes, shapes and strides of ``weights``; checked by ``update_weights``."""
     layout: dict[str, Any] = Field(default_factory=dict)
-    """How each rank's weight is made of logical tensors, so that new logical weights can be cut to fit."""
+    """How each rank's weights are assembled from logical tensors, so that new logical weights can be sharded."""
     ops: list[str] = Field(default_factory=list)
     """Operator libraries under ``ops/`` that the graphs call, by content hash."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """What a server needs to know: ``task``, limits, model name. Nothing here changes a graph."""
+    """Metadata for a server: ``task``, limits, model name. It does not change any graph."""
     files: dict[str, FileSpec] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -261,6 +261,6 @@ class Manifest(_Model):
 
 
 def weight_schema_hash(weights: list[WeightSpec]) -> str:
-    """Hash of names, dtypes, shapes and strides, in order of name."""
+    """Return the hash of names, dtypes, shapes and strides, ordered by name."""
     rows = sorted((w.name, w.dtype, w.shape, w.stride) for w in weights)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A rank's weight file: written in one pass, mapped, and the initial values of states in it."""
+"""A rank's weight file: written in one pass and memory-mapped; it also holds initial values of states."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.layout.sources import DTYPES
 
 STATE_PREFIX = "state:"
-"""In a rank's weight file: the initial value of a state that does not start as zeros."""
+"""Prefix in a rank's weight file for the initial value of a state that does not start as zeros."""
 
 
 def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = False) -> dict[str, Tensor]:
-    """The weights of one rank, memory-mapped (copy on write): pages are read when a graph touches them.
+    """Return the weights of one rank, memory-mapped (copy on write): pages are read when a graph touches them.
 
-    A weight whose traced stride is not contiguous is copied into that stride, since graphs are compiled for it.
-    ``partial`` allows some to be absent.
+    A weight whose traced stride is not contiguous is copied into that stride, because graphs are compiled for it.
+    With ``partial`` some may be absent.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -49,7 +49,7 @@ def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = Fal
 
 
 def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int], Tensor]:
-    """The entries of tables of adapters that a file of new weights holds, memory-mapped, by table and slot."""
+    """Return the entries of adapter tables in a file of new weights, memory-mapped, by table and slot."""
     from safetensors import safe_open
 
     tables = {spec.name: spec for spec in specs}
@@ -70,7 +70,7 @@ def load_entries(file: Path, specs: Sequence[WeightSpec]) -> dict[tuple[str, int
 
 
 def load_initial_states(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The states that do not start as zeros, by name."""
+    """Return the states that do not start as zeros, by name."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as source:
@@ -98,19 +98,19 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 STORED_DTYPES = frozenset(_SAFETENSORS_NAMES)
-"""The types a weight file can hold."""
+"""The dtypes that a weight file can hold."""
 
 
 _ENTRY = re.compile(r"(.+)\[(\d+)\]")
 
 
 def entry_name(table: str, slot: int) -> str:
-    """What the entry ``table[slot]`` of a table of adapters is called in a rank's file of new weights."""
+    """Return the name of the entry ``table[slot]`` of an adapter table in a rank's file of new weights."""
     return f"{table}[{slot}]"
 
 
 def parse_entry(name: str) -> tuple[str, int] | None:
-    """The inverse of :func:`entry_name`; None for the name of a whole weight."""
+    """Invert :func:`entry_name`; None for the name of a full weight."""
     match = _ENTRY.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))
 
@@ -121,10 +121,10 @@ def write_safetensors(
     tensor: Callable[[WeightSpec], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write what ``tensor`` returns for each of ``specs`` as a safetensors file; no more than one is in memory.
+    """Write ``tensor(spec)`` for each of ``specs`` to a safetensors file; only one tensor is in memory at a time.
 
-    The widest types come first: the format has no gaps, and files are mapped, so that a float behind three booleans
-    would lie across the boundaries of its kind.
+    The widest dtypes come first: the format has no gaps, and files are mapped, so a float after three booleans would
+    be misaligned.
     """
     specs = sorted(specs, key=lambda spec: -spec.torch_dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -137,18 +137,18 @@ def write_safetensors(
         }
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # the data starts on a cache line; tensors whose size allows stay on one
+    text += b" " * (-(8 + len(text)) % 64)  # aligns the data to cache lines, as far as sizes allow
     file.write(len(text).to_bytes(8, "little") + text)
     for spec in specs:
         flat = tensor(spec).contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
-        del flat  # before the next one is made
+        del flat  # free it before the next one is created
     file.flush()
 
 
 def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a rank's weight file with ``tensors`` in place of those of the same names."""
+    """Copy a rank's weight file, replacing weights by the ``tensors`` of the same names."""
     from safetensors import safe_open
 
     with safe_open(source, framework="pt") as file, open(target, "wb") as out:

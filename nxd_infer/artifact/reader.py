@@ -1,7 +1,7 @@
-"""Reading an artifact: verify it, or refuse it by name.
+"""Read an artifact: verify it, or reject it by name.
 
-Reading needs neither the model's code nor a compiler, and nothing is unpickled. It does run native code, so the
-checksums are there to detect damage, not malice: load artifacts you trust, or pin one with ``expect_digest``.
+Reading needs neither the model's code nor a compiler, and nothing is unpickled. Native code is run, however, so
+checksums detect damage, not malice: load artifacts you trust, or pin one with ``expect_digest``.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ _MANIFEST_LIMIT = 256 << 20
 
 @dataclass(frozen=True)
 class LoadedArtifact:
-    """A verified artifact on disk. Nothing of it has been read into memory but the manifest."""
+    """A verified artifact on disk. Only its manifest has been read into memory."""
 
     manifest: Manifest
     path: Path
     digest: str
-    """sha256 of ``manifest.json``, which holds the sha256 of every other file: it names the whole artifact."""
+    """sha256 of ``manifest.json``, which holds the sha256 of every other file, so it identifies the whole artifact."""
     temporary: bool = False
-    """Whether the directory belongs to this process and goes away with it (a traced model that was not saved)."""
+    """Whether this process owns the directory and removes it at the end (a traced model that was not saved)."""
     stamps: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
-    """Of every file that was verified: by them :meth:`verify_again` knows it."""
+    """Stamps of all verified files, by which :meth:`verify_again` recognises them."""
     _found: dict[str, Stamp] = field(default_factory=dict, repr=False, compare=False)
-    """Of every file, before anything of it was read."""
+    """Stamps of all files before any was read."""
     _owner: list[weakref.finalize] = field(default_factory=list, repr=False, compare=False)
     _ignored: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def find(self, name: str) -> Path | None:
-        """A file of the artifact; None for one that its manifest does not list, and so does not cover by its digest.
+        """Return a file of the artifact; None if the manifest does not list it, so the digest does not cover it.
 
-        When such a file lies there all the same, a warning says once that it is ignored.
+        If such a file exists anyway, a warning says once that it is ignored.
         """
         if name in self.manifest.files:
             return self.path / name
@@ -77,7 +77,7 @@ class LoadedArtifact:
         return None
 
     def find_in(self, folder: str) -> list[Path]:
-        """The files directly in a folder, as :meth:`find` finds them."""
+        """Return the files directly in a folder, like :meth:`find`."""
         there = (
             {f"{folder}/{name}" for name in os.listdir(self.path / folder)} if (self.path / folder).is_dir() else set()
         )
@@ -85,15 +85,15 @@ class LoadedArtifact:
         return [path for name in sorted(there | listed) if (path := self.find(name)) is not None]
 
     def file(self, name: str) -> Path:
-        """As :meth:`find`, of a file that must be there. Raises ArtifactCorruptError."""
+        """Like :meth:`find`, for a file that must exist. Raises ArtifactCorruptError."""
         path = self.find(name)
         if path is None:
             raise ArtifactCorruptError(f"the manifest of {self.path} does not list the file {name}, which is needed")
         return path
 
     def graph_dir(self, digest: str) -> Path:
-        """The folder of a graph. Raises ArtifactCorruptError when something else lies in it: loaders take a whole
-        folder, and what in it is code goes by endings."""
+        """Return the folder of a graph. Raises ArtifactCorruptError if it holds an unlisted file, because loaders take
+        a whole folder and recognise code by its suffix."""
         folder = self.path / "graphs" / digest
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(self.path).as_posix()
@@ -108,7 +108,7 @@ class LoadedArtifact:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight files of all ranks; those that are missing are told when they are read."""
+        """Size of the weight files of all ranks; missing ones are reported when they are read."""
         files = [self.weight_file(rank) for rank in range(self.manifest.tp_degree)]
         return sum(file.stat().st_size for file in files if file.exists())
 
@@ -117,26 +117,26 @@ class LoadedArtifact:
 
     @property
     def bucket_kernel_file(self) -> Path | None:
-        """The user's bucket kernel, or None when the package routes."""
+        """The user's bucket kernel, or None if the package does the routing."""
         return self.file(BUCKET_KERNEL_NAME) if "bucket-kernel" in self.manifest.requires else None
 
     def check_kernel(self, allowed: bool) -> None:
-        """Raise ArtifactError for a bucket kernel unless one is ``allowed``."""
+        """Raise ArtifactError if there is a bucket kernel and it is not ``allowed``."""
         if self.bucket_kernel_file is not None and not allowed:
             why = "which is code, and allow_kernel=False (--no-kernel): allow it if you trust whoever made it"
             raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
 
     def verify(self) -> None:
-        """Hash every file. Raises ArtifactCorruptError naming one that is not as it was written, or is another one than
-        when the artifact was loaded: some may have been read since."""
+        """Hash every file. Raises ArtifactCorruptError naming one that differs from its record, or was replaced since
+        the artifact was loaded, because it may have been read since."""
         self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
         self._require(name for name, stamp in self._found.items() if self.stamps[name] != stamp)
 
     def verify_again(self, rank: int) -> None:
-        """Before rank ``rank`` reads anything: hash what it will read, where it may be other than what was verified;
-        nothing for what never was.
+        """Before rank ``rank`` reads anything, hash the files that it will read and that may have changed since they
+        were verified. Does nothing if they never were.
 
-        Raises ArtifactCorruptError as :meth:`verify` does, and when another artifact has taken this one's place.
+        Raises ArtifactCorruptError like :meth:`verify`, and if another artifact has replaced this one.
         """
         if artifact_digest(self.path) != self.digest:
             raise ArtifactCorruptError(f"the artifact {self.path} was replaced after it was loaded; load it again")
@@ -144,8 +144,8 @@ class LoadedArtifact:
         self.stamps.update(verify_files(self.path, self.manifest.files, changed))
 
     def require_unchanged(self, rank: int | None = None) -> None:
-        """After the files were read, or those of rank ``rank``: raise ArtifactCorruptError for one that was written to,
-        or replaced, since it was verified. To hash it again would not tell: it may be back in its place."""
+        """After the files (or those of rank ``rank``) were read, raise ArtifactCorruptError for one that was written to
+        or replaced since it was verified. Hashing it again would not tell: it may have been put back."""
         self._require(changed_files(self.path, self.stamps, self.stamps if rank is None else self._own(rank)))
 
     def _own(self, rank: int) -> list[str]:
@@ -159,13 +159,13 @@ class LoadedArtifact:
             )
 
     def discard(self) -> None:
-        """Remove a temporary artifact's directory; nothing for any other."""
+        """Remove a temporary artifact's directory; no effect on others."""
         for finalizer in self._owner:
             finalizer()
 
 
 def artifact_digest(path: str | os.PathLike[str]) -> str:
-    """The digest that ``expect_digest`` compares: sha256 of ``manifest.json``."""
+    """Return the digest for ``expect_digest``: the sha256 of ``manifest.json``."""
     return hashlib.sha256(_read_manifest(Path(path))).hexdigest()
 
 
@@ -180,15 +180,14 @@ def read_artifact(
 ) -> LoadedArtifact:
     """Check the artifact at ``path`` and return its manifest.
 
-    ``verify`` hashes every file (in parallel threads); sizes are checked in any case. ``expect_digest`` pins the
-    artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. Files the manifest
-    does not list are ignored. ``temporary`` hands the directory over: it is removed when the returned object goes away.
-    ``later`` leaves hashing to who starts the ranks: ``verify()``. ``check`` is called with the directory and the
-    manifest once its format is known and before its contents are believed: it may refuse an artifact of another
-    version.
+    ``verify`` hashes every file (in parallel threads); sizes are always checked. ``expect_digest`` pins the
+    artifact (see :func:`artifact_digest`; a ``sha256:`` prefix is allowed) and implies ``verify``. Unlisted files are
+    ignored. ``temporary`` transfers ownership: the directory is removed with the returned object. ``later`` leaves
+    hashing to the code that starts the ranks: ``verify()``. ``check`` is called with the directory and the manifest
+    once its format is known and before its contents are trusted: it may reject an artifact of another version.
 
-    Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, ArtifactCorruptError
-    (it names the file) for anything damaged.
+    Raises ArtifactError if ``path`` is not an artifact, ArtifactVersionError for another format, ArtifactCorruptError
+    naming the file for any damage.
     """
     root = Path(os.path.abspath(path))
     data = _read_manifest(root)
@@ -209,7 +208,7 @@ def read_artifact(
 
 
 def _remove(root: Path, owner: int) -> None:
-    """Remove a temporary artifact, in the process that made it: a forked child that ends leaves it alone."""
+    """Remove a temporary artifact, but only in the process that made it, not in a forked child that exits."""
     if os.getpid() == owner:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -240,14 +239,14 @@ def _read_manifest(root: Path) -> bytes:
 
 
 def _parse(root: Path, data: bytes, check: Callable[[Path, Manifest], None] | None) -> Manifest:
-    """Understand the manifest completely or refuse it: the format first, since all else depends on it."""
+    """Parse the manifest completely or reject it: the format first, because everything else depends on it."""
     path = root / MANIFEST_NAME
     try:
         fields = json.loads(data, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} is damaged: it is not JSON ({error})") from error
     require_flat(fields, path)
-    if rb"\ud" in data.lower():  # half a character, perhaps, which is no text and would be written as another
+    if rb"\ud" in data.lower():  # maybe a lone surrogate, which is not valid text and would be rewritten
         try:
             json.dumps(fields, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -287,7 +286,7 @@ def _parse(root: Path, data: bytes, check: Callable[[Path, Manifest], None] | No
 
 
 def _check_files(root: Path, manifest: Manifest) -> dict[str, Stamp]:
-    """Every listed file is a regular file inside ``root`` of the recorded size; their stamps."""
+    """Check that every listed file is a regular file inside ``root`` with its recorded size; return the stamps."""
     stamps = {}
     real_root = os.path.realpath(root)
     for name, spec in manifest.files.items():

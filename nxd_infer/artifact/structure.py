@@ -1,4 +1,4 @@
-"""Whether a manifest holds together: how deep it is, whether its references resolve, whether its files are listed."""
+"""Check a manifest's consistency: its depth, its references, and that the needed files are listed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.util.reading import MOST_LEVELS
 
 BUCKET_KERNEL_NAME = "bucket_kernel.pt"
-"""The user's bucket kernel as TorchScript; there when ``requires`` lists ``bucket-kernel``.
+"""The user's bucket kernel as TorchScript; it exists if ``requires`` lists ``bucket-kernel``.
 
-Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save`` to
-a path aborts the whole process.
+Write it with ``writer.write_bytes(BUCKET_KERNEL_NAME, kernel.save_to_buffer())``: on a full disk, ``torch.jit.save``
+to a path aborts the whole process.
 """
 
 
 def require_flat(value: Any, what: Path) -> None:
-    """Raise ArtifactCorruptError when the JSON of the file ``what`` is nested more deeply than anything of ours."""
+    """Raise ArtifactCorruptError if the JSON of the file ``what`` is nested deeper than anything we write."""
     level = [value]
     for _ in range(MOST_LEVELS):
         held = [item for item in level if isinstance(item, dict | list)]
@@ -33,7 +33,7 @@ def weight_name(rank: int) -> str:
 
 
 def check_structure(path: Path, manifest: Manifest) -> None:
-    """What the rest of the package relies on: every reference resolves, every file it needs is listed."""
+    """Check what the rest of the package relies on: every reference resolves, every needed file is listed."""
     problems: list[str] = []
     if manifest.tp_degree < 1:
         problems.append(f"tp degree {manifest.tp_degree}")
@@ -55,7 +55,7 @@ def check_structure(path: Path, manifest: Manifest) -> None:
         problems += [f"weight {name!r} of graph {key}" for name in graph.weights if name not in weights]
         if not any(name.startswith(f"graphs/{key}/") for name in manifest.files):
             problems.append(f"no file of graph {key}")
-    ranks = range(0 if problems else manifest.tp_degree)  # which is then the number of graphs
+    ranks = range(0 if problems else manifest.tp_degree)  # the degree may be trusted only without problems
     needed = [weight_name(rank) for rank in ranks] + [f"ops/{op}.so" for op in manifest.ops]
     if "bucket-kernel" in manifest.requires:
         needed.append(BUCKET_KERNEL_NAME)
@@ -65,7 +65,7 @@ def check_structure(path: Path, manifest: Manifest) -> None:
 
 
 def _names_in(structure: Any) -> list[str]:
-    """The output names in a bucket's structure, and as text what can be none."""
+    """Yield the output names in a bucket's structure, and invalid entries as text."""
     if not isinstance(structure, dict | list):
         return [str(structure)]
     return [n for entry in (structure.values() if isinstance(structure, dict) else structure) for n in _names_in(entry)]

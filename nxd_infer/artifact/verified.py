@@ -1,10 +1,9 @@
-"""Files that were verified, and the stamps by which a rank that starts later knows them for the same.
+"""Verify files, and recognise verified ones by their stamps when a rank starts later.
 
-To hash gigabytes again whenever a rank starts anew would double the time that it takes. A file whose inode, size and
-times are those that it had when it was hashed is not hashed again: every write sets a file's change time (ctime), which
-nobody but the machine's administrator can set back. A file with another stamp is hashed, and refused when it differs.
-What this does not see is a store into a writable mapping whose page has been dirty since before the hash: to wait for
-the disk at every start would be the price.
+Hashing gigabytes again at every start of a rank would double the start time. A file is not hashed again if its inode,
+size and times are unchanged: every write sets a file's change time (ctime), which only an administrator can set back.
+A file with another stamp is hashed, and rejected if it differs. This misses a store into a writable mapping whose page
+has been dirty since before the hash: detecting it would mean waiting for the disk at every start.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Stamp = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and change in nanoseconds."""
 
 _TICK = 0.02
-"""Seconds that are longer than the step in which any file system counts time."""
+"""Seconds; longer than the time resolution of any file system."""
 
 
 def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]) -> dict[str, Stamp]:
     """Hash ``names`` of ``files`` below ``root``, and return their stamps.
 
-    Raises ArtifactCorruptError naming one that is not as ``files`` records it.
+    Raises ArtifactCorruptError naming a file that differs from its record in ``files``.
     """
     names = list(names)
     stamps = on_every_core(lambda name: _verify_file(root, name, files[name]), names)
@@ -38,7 +37,7 @@ def verify_files(root: Path, files: Mapping[str, FileSpec], names: Iterable[str]
 
 
 def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that have a stamp and no longer have that one."""
+    """Return those of ``names`` that have a stamp and whose stamp has changed."""
     changed = []
     for name in names:
         if name in stamps:
@@ -53,7 +52,7 @@ def changed_files(root: Path, stamps: Mapping[str, Stamp], names: Iterable[str])
 
 @contextlib.contextmanager
 def stamps_file(stamps: Mapping[str, Stamp]) -> Iterator[int]:
-    """The descriptor of a file without a name that holds ``stamps``, for ranks to read."""
+    """Yield the descriptor of an unnamed file that holds ``stamps``, for ranks to read."""
     fd = os.memfd_create("nxd-stamps", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -64,8 +63,8 @@ def stamps_file(stamps: Mapping[str, Stamp]) -> Iterator[int]:
 
 
 def read_stamps(fd: int) -> dict[str, Stamp]:
-    """What :func:`stamps_file` has written. Several processes may read it at once: the position in it is theirs too."""
-    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    """Read what :func:`stamps_file` wrote. Several processes may do so at once: they share the file position, too."""
+    """Read what :func:`stamps_file` wrote. Several processes may do so at once: pread ignores the shared position."""
     return {name: tuple(stamp) for name, stamp in json.loads(data).items()}
 
 
@@ -74,7 +73,7 @@ def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
         with open(root / name, "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             if time.time() - before.st_ctime < _TICK:
-                time.sleep(_TICK)  # what is written from here on has another time
+                time.sleep(_TICK)  # so that any later write gets another time
             found = hash_open_file(file)
             after = os.fstat(file.fileno())
     except OSError as error:
@@ -89,5 +88,5 @@ def _verify_file(root: Path, name: str, spec: FileSpec) -> Stamp:
 
 
 def stamp_of(info: os.stat_result) -> Stamp:
-    """What tells that a file is the same, and was not written to or renamed."""
+    """Return the values that identify a file that was neither written to nor renamed."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

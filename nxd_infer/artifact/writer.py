@@ -1,9 +1,9 @@
-"""Writing an artifact so that a half of one is never loadable: a directory beside the target, renamed when whole.
+"""Write an artifact such that a partial one is never loadable: into a temporary directory, renamed when complete.
 
 The writer fills a hidden temporary directory next to the target. ``commit`` hashes and fsyncs every file, writes
 ``manifest.json`` last, and renames the directory into place; an existing artifact is exchanged in one system call
-where the file system can (``renameat2``). Any exception, an interrupt included, removes the temporary directory.
-What a killed writer leaves behind is removed by the next one: a live writer holds a lock on its directory.
+if the file system supports it (``renameat2``). Any exception, including an interrupt, removes the temporary directory.
+Directories of killed writers are removed by the next writer: a live writer holds a lock on its directory.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHECKSUM_KEY = "manifest_sha256"
-"""Checksum of the manifest's other fields, so that a damaged byte of the manifest itself is noticed."""
+"""Checksum of the manifest's other fields, which detects damage to the manifest itself."""
 
 _YOUNG = 5.0
-"""Seconds during which an unlocked temporary directory is taken to be in use."""
+"""Seconds during which an unlocked temporary directory is assumed to be in use."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXTS = ("no space left", "os error 28", "disk quota exceeded", "os error 122", "file too large", "os error 27")
 
 
 def hash_file(path: Path) -> FileSpec:
-    """Size and sha256 of one file; the hash runs without the GIL, so files hash in parallel threads."""
+    """Return size and sha256 of one file; hashing releases the GIL, so files hash in parallel threads."""
     with open(path, "rb", buffering=0) as file:
         return hash_open_file(file)
 
 
 def hash_open_file(file: io.FileIO) -> FileSpec:
-    """:func:`hash_file` of what is left to read of an open one."""
+    """Like :func:`hash_file`, for the rest of an open file."""
     sha256, nbytes = sha256_and_size(file)
     return FileSpec(size=nbytes, sha256=sha256)
 
@@ -66,40 +66,40 @@ def hash_files(paths: Mapping[str, Path]) -> dict[str, FileSpec]:
 
 
 def on_every_core(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """``read`` of each of ``items``, in one thread a core; for what leaves the interpreter to others."""
+    """Return ``read`` of each of ``items``, using one thread per core; for functions that release the GIL."""
     with ThreadPoolExecutor(max_workers=min(16, processors())) as pool:
         return list(pool.map(read, items))
 
 
 def manifest_checksum(fields: Mapping[str, Any]) -> str:
-    """sha256 of the manifest's fields in canonical JSON, without the checksum itself."""
+    """Return the sha256 of the manifest's fields in canonical JSON, without the checksum itself."""
     rest = {key: value for key, value in fields.items() if key != CHECKSUM_KEY}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def no_constant(name: str) -> Any:
-    """For ``NaN`` and ``Infinity``, which are no JSON and become null when they are written again: a ValueError."""
+    """Raise ValueError for ``NaN`` and ``Infinity``, which are not JSON and would become null when written again."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The contents of ``manifest.json``, checksum included."""
+    """Return the contents of ``manifest.json``, including the checksum."""
     fields = json.loads(manifest.model_dump_json())
     fields[CHECKSUM_KEY] = manifest_checksum(fields)
     return json.dumps(fields, indent=1, ensure_ascii=True).encode() + b"\n"
 
 
 def check_weight_file(path: Path, manifest: Manifest) -> None:
-    """The file is safetensors and holds the weights of the manifest with their dtypes and shapes.
+    """Check that the file is safetensors and holds the manifest's weights with their dtypes and shapes.
 
-    Only the header is read. Anything else in its place (a pickle, say) is refused without being interpreted.
+    Only the header is read. Any other kind of file (such as a pickle) is rejected without being interpreted.
     """
     from safetensors import SafetensorError, safe_open
 
     name = f"weights/{path.name}"
     try:
-        with safe_open(path, framework="np") as file:  # of either framework: no tensor is made
+        with safe_open(path, framework="np") as file:  # either framework would do: no tensor is created
             keys = set(file.keys())
             for weight in manifest.weights:
                 if weight.name not in keys:
@@ -115,7 +115,7 @@ def check_weight_file(path: Path, manifest: Manifest) -> None:
 
 
 def checked_name(name: str) -> str:
-    """``name`` when it is a plain relative path that stays inside its directory, else ArtifactCorruptError."""
+    """Return ``name`` if it is a plain relative path inside its directory, else raise ArtifactCorruptError."""
     parts = PurePosixPath(name).parts
     plain = name == "/".join(parts) and ".." not in parts and "." not in parts
     if not name or not plain or name.startswith("/") or "\\" in name or "\0" in name:
@@ -129,15 +129,15 @@ class ArtifactWriter:
     ::
 
         with ArtifactWriter("out") as writer:
-            (writer.path / "graphs" / digest).mkdir(parents=True)     # write below writer.path as you like,
+            (writer.path / "graphs" / digest).mkdir(parents=True)     # write anything below writer.path,
             writer.write_safetensors("weights/rank_00.safetensors", tensors)
             writer.add("config.json", source_file)
             writer.commit(manifest)                                   # manifest.files is filled in here
 
     Leaving the block without ``commit``, by an exception or not, removes everything that was written.
 
-    Raises ArtifactError when ``target`` exists and is neither an artifact nor an empty directory (nothing else is
-    ever replaced), or exists at all with ``replace=False``; ArtifactSpaceError when the disk or a quota is full.
+    Raises ArtifactError if ``target`` exists and is neither an artifact nor an empty directory (nothing else is
+    ever replaced), or exists at all with ``replace=False``; ArtifactSpaceError if the disk or a quota is full.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, replace: bool = True):
@@ -150,7 +150,7 @@ class ArtifactWriter:
 
     @property
     def path(self) -> Path:
-        """The temporary directory: write files and subdirectories here."""
+        """The temporary directory; write files and subdirectories here."""
         if self._path is None:
             raise ArtifactError("ArtifactWriter is used as a context manager: `with ArtifactWriter(target) as writer:`")
         return self._path
@@ -164,7 +164,7 @@ class ArtifactWriter:
             try:
                 self._path.mkdir()
                 self._lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # NFS has no locks on directories: nothing is tidied up there
+                with contextlib.suppress(OSError):  # NFS cannot lock directories, so nothing is cleaned up there
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BaseException:
                 self.abandon()
@@ -178,7 +178,7 @@ class ArtifactWriter:
             raise _space_error(self.target) from error
 
     def abandon(self) -> None:
-        """Remove what was written. Does nothing after ``commit``."""
+        """Remove what was written. No effect after ``commit``."""
         if self._path is not None:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path = None
@@ -187,7 +187,7 @@ class ArtifactWriter:
             self._lock = -1
 
     def file(self, name: str) -> Path:
-        """Where to write the file ``name`` (a relative path with ``/``); its directory is made."""
+        """Return the path for the file ``name`` (a relative path with ``/``); creates its directory."""
         path = self.path / checked_name(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -210,10 +210,10 @@ class ArtifactWriter:
         return path
 
     def add(self, name: str, source: str | os.PathLike[str], *, link: bool = False, known: FileSpec | None = None):
-        """Take a file in under ``name``: a copy, or with ``link`` a hard link where the file system allows one.
+        """Add a file as ``name``: a copy, or with ``link`` a hard link if the file system allows one.
 
-        ``known`` is the size and checksum the source had when it was written. A linked file keeps it without being
-        read again; a copy is hashed at ``commit`` and must still match it.
+        ``known`` is the size and checksum the source had when it was written. A linked file keeps them without being
+        read again; a copy is hashed at ``commit`` and must match them.
         """
         path = self.file(name)
         if link:
@@ -247,7 +247,7 @@ class ArtifactWriter:
             }
             new = hash_files({name: path for name, path in files.items() if name not in self._known})
             manifest.files = {name: new.get(name) or self._known[name] for name in files}
-            mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # as the caller's umask says
+            mode = stat.S_IMODE(self.path.stat().st_mode) & 0o666  # according to the caller's umask
             for path in files.values():
                 if stat.S_IMODE(path.stat().st_mode) != mode:
                     path.chmod(mode)  # safetensors writes files that only their owner can read
@@ -261,9 +261,9 @@ class ArtifactWriter:
         return self.target
 
     def _rename(self) -> None:
-        """Put the finished directory at the target. From here on an interrupt leaves the old or the new one, whole."""
+        """Move the finished directory to the target. From here on an interrupt leaves the old or the new one intact."""
         try:
-            os.rename(self.path, self.target)  # onto nothing, or onto an empty directory
+            os.rename(self.path, self.target)  # to a new path, or onto an empty directory
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -277,8 +277,8 @@ class ArtifactWriter:
         if _exchange(self.path, self.target):
             shutil.rmtree(self.path, ignore_errors=True)
             return
-        # Two steps, where a file system knows no better. The old artifact's name is not one of those that a later
-        # writer removes: a machine that stops between the two leaves it there.
+        # Two steps if the file system cannot exchange. Later writers do not remove a directory with this name, so a
+        # crash between the two steps leaves the old artifact there.
         old = self.target.parent / f".{self.target.name}.old-{secrets.token_hex(6)}"
         try:
             os.rename(self.target, old)
@@ -290,7 +290,7 @@ class ArtifactWriter:
         shutil.rmtree(old, ignore_errors=True)
 
     def check_target(self) -> None:
-        """Raise ArtifactError when what is at the target now must not be replaced."""
+        """Raise ArtifactError if what is now at the target must not be replaced."""
         if not os.path.lexists(self.target):
             return
         if not self.replace:
@@ -325,7 +325,7 @@ def _fsync(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories in one step (``renameat2`` with RENAME_EXCHANGE); False where that does not exist."""
+    """Swap two directories in one step (``renameat2`` with RENAME_EXCHANGE); False if that is not supported."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -334,7 +334,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove temporary directories of writers that were killed: nobody holds their lock."""
+    """Remove temporary directories of killed writers: their locks are free."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -346,13 +346,13 @@ def _remove_abandoned(target: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except OSError:
-            continue  # in use, or nobody can say whether it is
+            continue  # in use, or possibly so
         finally:
             os.close(fd)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether ``error`` or what caused it says that the disk is full; not every library keeps the error number."""
+    """Whether ``error`` or its cause reports a full disk; not every library keeps the error number."""
     seen = 0
     while error is not None and seen < 8:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -376,7 +376,7 @@ def _space_error(target: Path) -> ArtifactSpaceError:
 
 @contextlib.contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
-    """Turn what the operating system says about a full or unwritable disk into errors of ours."""
+    """Convert errors of the operating system about a full or unwritable disk to our errors."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""From a module to a stored graph: export, passes over it, its digest. Knows no backend."""
+"""From a module to a stored graph: export, passes, digest. Knows no backend."""

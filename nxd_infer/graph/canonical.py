@@ -1,7 +1,7 @@
-"""From a module to its canonical graph: exported, in functional form, with nothing of any backend in it.
+"""From a module to its canonical graph: exported, in functional form, independent of any backend.
 
-It calls PyTorch's operators and those of ``torch.ops.nxd``, and takes states, inputs and weights as placeholders. A
-backend makes of it what it compiles; it is also what an artifact stores, so that another backend can do the same later.
+It calls operators of PyTorch and ``torch.ops.nxd``, and takes states, inputs and weights as placeholders. A backend
+derives from it what it compiles; artifacts store it too, so that another backend can do the same later.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from nxd_infer.graph.ir import FUNCTIONAL, IN_PLACE, graph_to_ir, ir_to_graph
 from nxd_infer.graph.stored import GraphFile, Lowered, ir_text, read_graph, read_ir
 
 CODE = 4
-"""Counts up when graphs are compiled otherwise than before: code in a cache is that of an earlier count."""
+"""Incremented when graphs are compiled differently, which invalidates cached code of earlier values."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One bucket of one rank: a functional graph whose nodes carry fake tensors, and the specs of what it takes.
+    """One bucket of one rank: a functional graph whose nodes carry fake tensors, and the specs of its arguments.
 
-    It holds no value of a weight: a compiler never sees one, so it cannot bake one in.
+    It holds no weight values, so a compiler cannot bake one in.
     """
 
     module: fx.GraphModule
     file: GraphFile
-    """Without a digest: that depends on what a backend makes of the graph."""
+    """Without a digest, which depends on the backend's passes."""
     constants: dict[str, Tensor] = field(default_factory=dict)
     """Values of the weights that are neither parameters nor buffers of the module, by name."""
     structure: Any = None
-    """How the outputs go together: names in nested lists and dictionaries."""
+    """How to rebuild the outputs: names in nested lists and dictionaries."""
 
     def ir(self) -> dict[str, Any]:
-        """The graph as data; see :mod:`nxd_infer.graph.ir`."""
+        """Return the graph as data; see :mod:`nxd_infer.graph.ir`."""
         return graph_to_ir(self.module, FUNCTIONAL)
 
 
 def trace_graph(step: Step) -> Graph:
-    """Export ``step``. Raises TraceError when it cannot be."""
+    """Export ``step``. Raises TraceError if that fails."""
     exported = export(step)
     passes.simplify(exported.module)
     passes.eliminate_dead_code(exported.module)
@@ -95,15 +95,15 @@ def _specs(exported: Exported, step: Step) -> GraphFile:
 
 
 def stored_graph(directory: Path) -> Graph:
-    """The canonical graph of a graph's directory, for a backend's passes. Raises ArtifactCorruptError when it is none:
-    artifacts of format 1.0 hold what the CPU's passes had made of it."""
+    """Return the canonical graph in a graph's directory, for a backend's passes. Raises ArtifactCorruptError if there
+    is none: artifacts of format 1.0 hold only the result of the CPU's passes."""
     file, ir = read_graph(directory), read_ir(directory)
     if ir.get("ir") == IN_PLACE:
         raise ArtifactCorruptError(f"{directory} holds no canonical graph: it was traced by an earlier version")
     module = ir_to_graph(ir)
     propagate(module, [*file.states, *file.inputs, *file.weights])
     weights = [
-        # What rounds is part of what the model computes, and stays; other forms are the backend's choice.
+        # A lossy encoding is part of what the model computes, so it stays; other encodings are the backend's choice.
         weight if weight.encoding in LOSSY_ENCODINGS else weight.model_copy(update={"encoding": ""})
         for weight in file.weights
     ]
@@ -112,7 +112,7 @@ def stored_graph(directory: Path) -> Graph:
 
 
 def weight_nodes(module: fx.GraphModule, file: GraphFile) -> dict[str, fx.Node]:
-    """The placeholder of each weight, by the name that the graph gives it."""
+    """Return the placeholder of each weight, by the weight's name in the graph."""
     names = [weight.name for weight in file.weights]
     return dict(zip(names, placeholders(module.graph)[len(file.states) + len(file.inputs) :], strict=True))
 
@@ -121,20 +121,20 @@ def weight_nodes(module: fx.GraphModule, file: GraphFile) -> dict[str, fx.Node]:
 
 
 def configuration(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What compiled code depends on beside its graph; part of every digest."""
+    """Return what compiled code depends on besides its graph; part of every digest."""
     return {"backend": backend, "options": dict(options), "inputs": "states, inputs, weights"}
 
 
 def name_lowered(lowered: Lowered, ir: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
-    """Take the digest of what a backend made of the canonical graph ``ir``."""
+    """Set the digest of what a backend made of the canonical graph ``ir``."""
     lowered.text = canonical_text(ir, lowered.graph, configuration)
     lowered.graph.digest = digest_of(lowered.text)
 
 
 def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mapping[str, Any]) -> str:
-    """What a digest covers: configuration, the specs of every placeholder and output, operators, the graph.
+    """Return the text for a digest: configuration, the specs of every placeholder and output, operators, the graph.
 
-    No value of a weight or constant is in it, and no rank.
+    It contains no weight or constant values, and no rank.
     """
     rows = [json.dumps({"torch": torch.__version__, "code": CODE, **configuration}, sort_keys=True, default=str)]
     for kind, specs in (
@@ -149,5 +149,5 @@ def canonical_text(ir: Mapping[str, Any], graph: GraphFile, configuration: Mappi
 
 
 def digest_of(text: str) -> str:
-    """40 hexadecimal digits."""
+    """Return 40 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:40]

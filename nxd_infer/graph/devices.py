@@ -1,6 +1,6 @@
 """Passes for backends whose graphs run on a device: rank as an input, constants on the device, plain operators only.
 
-Each takes a graph in functional form and returns another one; see also :mod:`nxd_infer.graph.split`.
+Each takes a graph in functional form and returns a new one; see also :mod:`nxd_infer.graph.split`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _RANK = (nxd.axis_rank.default, nxd.shard.default)
 
 
 def rank_as_input(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
-    """A graph in which a rank is data: it takes, before all else, the rank on each of the returned axes as an int64
-    tensor of shape [1]. So the program of every rank is the same, whatever a compiler makes of constants.
+    """Return a graph that takes the rank on each of the returned axes as an int64 tensor of shape [1], before all other
+    inputs. So all ranks have the same program, whatever a compiler does with constants.
 
-    Raises TraceError for a branch of ``torch.cond`` that asks for the rank: a branch takes what the model hands it.
+    Raises TraceError if a branch of ``torch.cond`` reads the rank: branches can only use what the model passes in.
     """
     module = copied(module)
     graph = module.graph
@@ -55,7 +55,7 @@ def rank_as_input(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
 
 
 def _piece(graph: fx.Graph, ranks: dict[str, fx.Node], x: Any, axis: Any, dim: Any, degree: Any) -> fx.Node:
-    """This rank's equal piece of ``x``: its rows are picked by their numbers, which follow from the rank."""
+    """Return this rank's equal piece of ``x``: its rows are selected by indices computed from the rank."""
     value = x.meta["val"]
     size = value.shape[dim] // degree
     steps = call(graph, aten.arange.default, size, like=x, device=value.device, pin_memory=False)
@@ -68,8 +68,8 @@ def _fake_mode(node: fx.Node) -> Any:
 
 
 def constants_on(module: fx.GraphModule, device: str) -> fx.GraphModule:
-    """A graph that makes its constants (ranges, zeros) on ``device``, a type without an index: each replica's thread
-    has a device of its own, and an index would name that of the first one."""
+    """Return a graph that creates its constants (ranges, zeros) on ``device``, a device type without an index: each
+    replica's thread has its own device, and an index would name that of the first one."""
     target = torch.device(device)
     if target.index is not None:
         raise TraceError(f"constants go to a type of device, got {device!r}: leave its index out")
@@ -98,8 +98,8 @@ def _nested(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def plain_operators(module: fx.GraphModule, keep: Iterable[Any] = ()) -> fx.GraphModule:
-    """A graph of PyTorch's operators and collectives only: composite ones are their references, but for those of
-    ``keep``. Raises TraceError for a native operator, or a packed one: such a graph was a CPU's."""
+    """Return a graph of PyTorch's operators and collectives only: composite ones are replaced by their references,
+    except those in ``keep``. Raises TraceError for a native or packed operator, which means a graph lowered for a CPU."""
     module = copied(module)
     kept = frozenset(keep)
     insert_operators(module, None, {target: body for target, body in COMPOSITE.items() if target not in kept})

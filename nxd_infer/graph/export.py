@@ -1,8 +1,8 @@
 """Export one rank's module for one bucket: ``(states, inputs, weights) -> outputs``, states changed in place.
 
-Every state is lifted to an input under its qualified name; each aliased output is copied into its state and dropped.
-Whatever else the module changes while it runs is found in the graph: a registered buffer or parameter becomes a state,
-a plain tensor attribute is refused by name.
+Every state becomes an input under its qualified name; each aliased output is copied into its state and dropped.
+Anything else that the module changes while it runs is found in the graph: a registered buffer or parameter becomes a
+state, a plain tensor attribute is rejected by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = "module."
 
 @dataclass
 class Step:
-    """What to export: a module, named example inputs in order, and what stays with the rank."""
+    """What to export: a module, named example inputs in order, and the states that stay with the rank."""
 
     module: nn.Module
     inputs: dict[str, Tensor]
@@ -34,18 +34,18 @@ class Step:
     states: list[str] = field(default_factory=list)
     """Qualified names of buffers and parameters that are changed in place."""
     aliases: dict[int, str] = field(default_factory=dict)
-    """Number of an output (flattened) -> the state it becomes."""
+    """Index of an output (flattened) -> the state it becomes."""
     views: Any = None
-    """``views(list of state tensors) -> list of tensors the module sees``; None where it sees the states."""
+    """``views(list of state tensors) -> list of tensors the module sees``; None if it sees the states themselves."""
     shared: dict[str, Tensor] = field(default_factory=dict)
-    """States whose tensor is not the module's own (a shared state buffer), by name."""
+    """States whose tensor does not belong to the module (a shared state buffer), by name."""
     overlaps: dict[str, str] | None = None
-    """``names.shared_memory`` of the module as ``func`` returned it; None: found when it is needed."""
+    """``names.shared_memory`` of the module as returned by ``func``; None: computed when needed."""
 
 
 @dataclass
 class Exported:
-    """A flat graph, and where its placeholders come from."""
+    """A flat graph, and the origin of its placeholders."""
 
     module: fx.GraphModule
     states: list[str]
@@ -55,7 +55,7 @@ class Exported:
     """Values of weights that are neither parameters nor buffers, by name."""
     outputs: list[str]
     structure: Any
-    """How the outputs are put together again: names in nested lists (tuples) and dictionaries."""
+    """How to rebuild the outputs: names in nested lists (tuples) and dictionaries."""
 
 
 # --- the wrapper that is exported ---------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Exported:
 
 @dataclass
 class _Seen:
-    """What the wrapper learns while it runs. An object of its own: export undoes assignments to the module."""
+    """What the wrapper records while it runs. A separate object, because export undoes assignments to the module."""
 
     outputs: list[str] = field(default_factory=list)
     structure: Any = None
@@ -103,10 +103,10 @@ class _Traced(nn.Module):
     def _outputs(
         self, result: Any, states: dict[str, Tensor], stores: list[tuple[Tensor, Any, str]]
     ) -> tuple[Tensor, ...]:
-        """The outputs that are kept, after ``stores`` (state, its next value, text) and the aliased outputs are done.
+        """Return the remaining outputs, after ``stores`` (state, its next value, text) and the aliased outputs.
 
-        The model saw the states' old values throughout. So what shares memory with a state that is about to be
-        overwritten is copied first: an output that is the old value, two states that change places.
+        The model has seen the states' old values throughout. So what shares memory with a state that is about to be
+        overwritten is copied first: an output that is the old value, or two states that are swapped.
         """
         leaves, _ = pytree.tree_flatten(result)
         aliases = self.step.aliases
@@ -152,12 +152,12 @@ class _Traced(nn.Module):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Equal for tensors that are views of one memory, fake ones too."""
+    """Return a key that is equal for views of the same memory, also for fake tensors."""
     return tensor.untyped_storage()._cdata
 
 
 def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """The flat named values as forward's arguments, nested ones put together again."""
+    """Rebuild forward's arguments, including nested ones, from the flat named values."""
     tree: dict[str, Any] = {}
     for name, value in zip(step.inputs, values, strict=True):
         *path, last = name.split(".")
@@ -177,7 +177,7 @@ def _call_arguments(step: Step, values: Sequence[Tensor]) -> tuple[list[Any], di
 
 
 def _leaf_names(result: Any) -> list[str]:
-    """A name for each leaf that is reached through keys only; "" for the others."""
+    """Return a name for each leaf that is reached only through keys; "" for the others."""
     names = []
     for path, _ in pytree.tree_flatten_with_path(result)[0]:
         keyed = bool(path) and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey))
@@ -186,7 +186,7 @@ def _leaf_names(result: Any) -> list[str]:
 
 
 def _structure(result: Any, names: Iterator[str | None]) -> Any:
-    """``result`` with names in place of tensors, without what was dropped (None when that is all of it)."""
+    """Return ``result`` with names instead of tensors, without dropped outputs (None if all were dropped)."""
     if pytree.tree_is_leaf(result):
         return next(names)
     if isinstance(result, Mapping):
@@ -206,9 +206,9 @@ def _structure(result: Any, names: Iterator[str | None]) -> Any:
 
 
 def export(step: Step) -> Exported:
-    """Export ``step``; fills ``step.states`` up with the buffers and parameters that the graph turns out to change.
+    """Export ``step``; adds to ``step.states`` the buffers and parameters that the graph changes.
 
-    Raises TraceError when the module cannot be exported, with torch's own reason.
+    Raises TraceError with torch's reason if the module cannot be exported.
     """
     clone_inputs: set[str] = set()
     for name in step.aliases.values():
@@ -231,7 +231,7 @@ def export(step: Step) -> Exported:
 def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     own = named_tensors(step.module)
     _refuse_overlap(step, own)
-    # Untouched memory of the right form: export never reads a value, and a view would bring its base along.
+    # Uninitialised memory of the right form: export never reads a value, and a view would bring its base along.
     states = [
         torch.empty_like(step.shared.get(name, own[name]), memory_format=torch.contiguous_format, requires_grad=False)
         for name in step.states
@@ -247,7 +247,7 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
 
 
 def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
-    """A state is memory of its own: what another tensor shows of it would not follow once it is lifted."""
+    """Reject states that share memory: once a state is lifted, a view of it would no longer follow."""
     tensors: dict[int, str] = {}
     for name in step.states:
         if id(own[name]) in tensors:
@@ -264,7 +264,7 @@ def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
 
 
 def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: Step) -> Exported:
-    """Reorder the placeholders to states, inputs, then the weights in use; flatten nested graphs; simplify."""
+    """Reorder the placeholders to states, inputs, then the used weights; flatten nested graphs; simplify."""
     from torch.export.graph_signature import InputKind
 
     module = program.graph_module
@@ -282,7 +282,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             if node.users:
                 name = (spec.target or "").removeprefix(_PREFIX)
-                name = own.get(name, name)  # a tied tensor goes by its first name
+                name = own.get(name, name)  # use a tied tensor's first name
                 known = next((other for other_name, other in weights if other_name == name), None)
                 if known is None:
                     weights.append((name, node))
@@ -320,7 +320,7 @@ def _flat_graph(program: torch.export.ExportedProgram, wrapper: _Traced, step: S
 
 
 def _undeclared(found: Exported) -> tuple[list[str], set[str]]:
-    """Buffers and parameters that are written without being states, and inputs that are written."""
+    """Return buffers and parameters that are written without being states, and inputs that are written."""
     placeholders = [node for node in found.module.graph.nodes if node.op == "placeholder"]
     names = [*found.states, *found.inputs, *found.weights]
     written = passes.mutated_placeholders(found.module.graph)

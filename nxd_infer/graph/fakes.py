@@ -1,4 +1,4 @@
-"""Fake tensors for a graph that was read from a file: what every pass reads shapes and dtypes from."""
+"""Fake tensors for a graph that was read from a file, from which passes get shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_infer.errors import ArtifactCorruptError
 
 
 def propagate(module: fx.GraphModule, specs: Sequence[TensorSpec]) -> None:
-    """Give every node its fake value in ``meta["val"]``, from the ``specs`` of the placeholders on.
+    """Set ``meta["val"]`` of every node to its fake value, starting from the ``specs`` of the placeholders.
 
     Raises ArtifactCorruptError for a graph that cannot run on tensors of these specs.
     """
@@ -23,7 +23,7 @@ def propagate(module: fx.GraphModule, specs: Sequence[TensorSpec]) -> None:
         values = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype) for spec in specs]
         try:
             _run(module, values)
-        except Exception as error:  # whatever its operators say to arguments that no graph of ours has
+        except Exception as error:  # operators may raise anything for arguments that we never write
             raise ArtifactCorruptError(f"a stored graph does not fit its tensors: {error}") from error
 
 

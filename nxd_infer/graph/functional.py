@@ -1,9 +1,8 @@
-"""The functional form of a graph, ``(states, inputs, weights) -> (outputs, new states)``, and the way back in place.
+"""The functional form of a graph, ``(states, inputs, weights) -> (outputs, new states)``, and its inverse.
 
-In the functional form a state that changes is copied first, and what the model writes goes into the copy: a graph
-writes only into what it has made itself, so whoever runs it gives the states and gets the next ones. The way back
-takes these copies out again, and the graph is the one that was exported, node for node: a backend whose states stay
-where they are pays nothing.
+In functional form a state that changes is copied first, and the model's writes go to the copy. So a graph writes only
+to tensors that it created itself; its caller passes the states and gets the next ones. The inverse removes these copies
+and restores the exported graph, node for node, so a backend that changes states in place pays nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _COPY = aten.clone.default
 
 
 def functional(module: fx.GraphModule, states: int) -> fx.GraphModule:
-    """A graph whose first ``states`` placeholders are never written: behind the outputs it returns one new value for
-    each, the placeholder itself where nothing writes it."""
+    """Return a graph whose first ``states`` placeholders are never written: after the outputs it returns the new value
+    of each, which is the placeholder itself if nothing writes it."""
     module = copied(module)
     graph = module.graph
     places = placeholders(graph)[:states]
@@ -39,7 +38,7 @@ def functional(module: fx.GraphModule, states: int) -> fx.GraphModule:
 
 
 def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
-    """The inverse of :func:`functional`: the states are changed where they are, and only the outputs returned."""
+    """Invert :func:`functional`: the states are changed in place, and only the outputs are returned."""
     module = copied(module)
     graph = module.graph
     output = output_of(graph)
@@ -53,7 +52,7 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
             graph.erase_node(value)
         elif value is not place:
             computed.append((place, value))
-    with graph.inserting_before(output):  # by a pass, in another way: all are there before the first is overwritten
+    with graph.inserting_before(output):  # a pass may compute a state otherwise: insert all copies at the end
         for place, value in [(place, call(graph, _COPY, value)) for place, value in computed]:
             call(graph, aten.copy_.default, place, value)
     return module

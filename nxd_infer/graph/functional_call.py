@@ -1,4 +1,4 @@
-"""Run a module on tensors that are not its own, and see what it assigned to itself meanwhile."""
+"""Run a module on substituted tensors, and record what it assigned to itself meanwhile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module keeps of its own: tables of parameters, buffers and hooks."""
+"""Attributes of every module: tables of parameters, buffers and hooks."""
 
 
 @contextlib.contextmanager
 def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Put ``tensors`` in place of the module's own (under every name they have) inside the block.
+    """Replace the module's own tensors (under every name they have) by ``tensors`` inside the block.
 
-    Yields a dictionary that holds, afterwards, what the module assigned to a buffer or parameter by itself. A tensor
-    that it keeps anywhere else (an attribute, a list) would be lost between calls: an error that names it. A Python
-    number that it changes is warned of, since a graph keeps the one it was traced with.
+    Yields a dictionary that holds, afterwards, what the module assigned to its buffers and parameters. A tensor that
+    it keeps anywhere else (an attribute, a list) would be lost between calls and is an error that names it. A Python
+    number that it changes causes a warning, because a graph keeps the value it was traced with.
     """
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     slots: dict[int, list[tuple[nn.Module, str, str]]] = {}
@@ -53,7 +53,7 @@ def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[s
     for key, places in slots.items():
         for child, name, qualified in places:
             if key in replaced:
-                # As a buffer: a module refuses a plain tensor under the name of a parameter.
+                # As a buffer, because a module rejects a plain tensor under the name of a parameter.
                 child._parameters.pop(name, None)
                 child._buffers[name] = replaced[key][1]
                 expected.append((child, name, *replaced[key]))
@@ -85,7 +85,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _refuse_untied(slots: Mapping[int, list[tuple[nn.Module, str, str]]]) -> None:
-    """One tensor under two names is one state; a model that gives one of the names another tensor unties them."""
+    """Raise for an assignment to one of several names of a tensor: one tensor is one state, and this would untie it."""
     for places in slots.values():
         now = {id(getattr(child, name, None)) for child, name, _ in places}
         if len(now) > 1:
@@ -96,7 +96,7 @@ def _refuse_untied(slots: Mapping[int, list[tuple[nn.Module, str, str]]]) -> Non
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[nn.Module, str, Any, list[Tensor]]]:
-    """What modules hold besides parameters and buffers: by qualified name, with the tensors in it."""
+    """Return what modules hold besides parameters and buffers: by qualified name, with the tensors in it."""
     return {
         _join(path, name): (child, name, value, _tensors_in(value))
         for path, child in module.named_modules()
@@ -114,7 +114,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse a tensor that was kept in an attribute, and warn of a number that was changed."""
+    """Reject a tensor that was stored in an attribute, and warn about a changed number."""
     for qualified, (child, name, value, held) in after.items():
         old = before.get(qualified, (child, name, None, []))
         known = {id(tensor) for tensor in old[3]}

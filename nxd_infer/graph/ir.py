@@ -1,12 +1,12 @@
 """The weightless intermediate representation: an operator graph as plain JSON, and the program that runs it.
 
 A graph is a list of nodes in order; each names an operator (``aten.linear.default``) and its arguments. Placeholders
-come first (states, inputs, weights), the flat outputs last. It holds no tensor, no code and no pickle; names of values
-are their numbers, so that the text of equal graphs is equal whoever traced them.
+come first (states, inputs, weights), the flat outputs last. It holds no tensor, no code and no pickle. Values are named
+by their numbers, so that equal graphs have equal text, whoever traced them.
 
-There are two forms, told by the number ``ir``: the functional one, which artifacts store since format 1.1 (it returns
-the states' new values behind the outputs), and the one that changes its states in place, which artifacts of format 1.0
-stored.
+There are two forms, distinguished by the number ``ir``: the functional one, stored by artifacts since format 1.1 (it
+returns the states' new values after the outputs), and the one that changes its states in place, stored by artifacts of
+format 1.0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import fx
 from nxd_infer.errors import ArtifactCorruptError, TraceError
 
 IN_PLACE = 1
-"""``(states, inputs, weights) -> outputs``; the states are changed."""
+"""``(states, inputs, weights) -> outputs``; the states are changed in place."""
 FUNCTIONAL = 2
-"""``(states, inputs, weights) -> (outputs, new states)``; nothing that is given is changed."""
+"""``(states, inputs, weights) -> (outputs, new states)``; the arguments are not changed."""
 MOST_INPUTS = 2**20
-"""Of one graph: states, inputs and weights together are some thousands."""
+"""Limit per graph; in practice states, inputs and weights together are some thousands."""
 GETITEM = "getitem"
 COND = "higher_order.cond"
 _HIGHER_ORDER = {COND}
@@ -42,7 +42,7 @@ _ENUMS: dict[str, type] = {
 
 
 def graph_to_ir(module: fx.GraphModule, form: int = IN_PLACE) -> dict[str, Any]:
-    """The graph of ``module`` (call_function nodes on tensors only) as JSON data. Raises TraceError by operator."""
+    """Return the graph of ``module`` (only call_function nodes on tensors) as JSON. Raises TraceError by operator."""
     numbers: dict[fx.Node, int] = {}
     graphs: dict[fx.Node, dict[str, Any]] = {}
     nodes: list[list[Any]] = []
@@ -129,7 +129,7 @@ def _encode_constant(value: Any, encode: Callable[[Any], Any]) -> Any:
 
 
 def resolve_operator(name: str) -> Any:
-    """The operator called ``name``. Raises ArtifactCorruptError when this process has none of that name."""
+    """Return the operator called ``name``. Raises ArtifactCorruptError if this process has no such operator."""
     if name == GETITEM:
         return operator.getitem
     if name == COND:
@@ -138,7 +138,7 @@ def resolve_operator(name: str) -> Any:
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
     namespace, operation, overload = parts
-    if namespace == "nxd":  # this package's own: they are there once these are imported
+    if namespace == "nxd":  # our own operators, which these imports register
         import nxd_infer.comm.ops
         import nxd_infer.ops  # noqa: F401
     try:
@@ -148,14 +148,14 @@ def resolve_operator(name: str) -> Any:
             f"the graph calls {name}, which is not registered in this process: its operator library is missing, or "
             "the graph was traced with another version of torch"
         ) from error
-    if not isinstance(found, torch._ops.OpOverload):  # `aten.add.__class__` is no operator, but a way out of them
+    if not isinstance(found, torch._ops.OpOverload):  # such as `aten.add.__class__`, which could reach other code
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator")
     return found
 
 
 def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], list[Any]]:
-    """How many inputs a graph has, its nodes as (name, arguments, named arguments), and its outputs. Raises
-    ArtifactCorruptError for what is no graph."""
+    """Return the number of inputs of a graph, its nodes as (name, arguments, named arguments), and its outputs. Raises
+    ArtifactCorruptError if it is not a graph."""
     if not isinstance(ir, dict) or ir.get("ir") not in (IN_PLACE, FUNCTIONAL):
         found = ir.get("ir") if isinstance(ir, dict) else ir
         raise ArtifactCorruptError(
@@ -176,14 +176,14 @@ def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], l
             raise ArtifactCorruptError(f"node {number} of a graph is not an operator with its arguments")
         if not all(
             key.isidentifier() and not keyword.iskeyword(key) for key in kwargs
-        ):  # they become text of a program
+        ):  # they become program text
             raise ArtifactCorruptError(f"node {number} of a graph: {name} has no such arguments as {list(kwargs)}")
         found.append((name, args, kwargs))
     return inputs, found, outputs
 
 
 def _value_number(value: Any, known: int) -> int:
-    """What ``{"$": value}`` refers to, of so many values that are there by then."""
+    """Return the number that ``{"$": value}`` refers to; ``known`` values exist at that point."""
     if type(value) is not int or not 0 <= value < known:
         raise ArtifactCorruptError(f"a graph refers to value {str(value)[:40]}, and has {known} by then")
     return value
@@ -194,7 +194,7 @@ def _damaged(error: Exception) -> ArtifactCorruptError:
 
 
 _DAMAGES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What Python and torch say of values that no graph of ours holds; nesting that is too deep is a RuntimeError."""
+"""Errors of Python and torch for values that we never write; too deep nesting is a RuntimeError."""
 
 
 def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
@@ -219,7 +219,7 @@ def _decode_constant(value: Any, decode: Callable[[Any], Any]) -> Any:
 
 
 def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
-    """Rebuild an ``fx.GraphModule`` from the data of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
+    """Rebuild an ``fx.GraphModule`` from the result of :func:`graph_to_ir`, for a compiler (placeholders ``v0``...)"""
     inputs, nodes, outputs = _parts(ir)
     root = torch.nn.Module()
     graph = fx.Graph()
@@ -247,7 +247,7 @@ def ir_to_graph(ir: dict[str, Any]) -> fx.GraphModule:
 
 
 class _Value:
-    """Place of a value in a program's table."""
+    """Index of a value in a program's table."""
 
     __slots__ = ("index",)
 
@@ -259,7 +259,7 @@ class Program:
     """Runs a graph node by node, without generated code; a value is dropped after its last use."""
 
     def __init__(self, ir: dict[str, Any]):
-        """Raises ArtifactCorruptError for what is no graph."""
+        """Raises ArtifactCorruptError if ``ir`` is not a graph."""
         try:
             self._build(ir)
         except ArtifactCorruptError:
@@ -302,7 +302,7 @@ class Program:
         self._steps = [(t, a, k, tuple(dead.get(n, ()))) for n, (t, a, k, _) in enumerate(self._steps)]
 
     def __call__(self, *values: Any) -> list[Any]:
-        """Run on the placeholders' values in order; returns the flat outputs."""
+        """Run on the placeholders' values in order; return the flat outputs."""
         table: list[Any] = list(values)
         for target, args, kwargs, dead in self._steps:
             table.append(target(*[_fill(a, table) for a in args], **{k: _fill(v, table) for k, v in kwargs.items()}))

@@ -1,4 +1,4 @@
-"""Names: of example inputs by forward's signature, of tensors by where a module keeps them, of states by either."""
+"""Names of example inputs (from forward's signature), of tensors (where a module keeps them) and of states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nxd_infer.errors import TraceConfigError
 
 
 def named_inputs(module: nn.Module, example: Any, where: str = "example_inputs") -> tuple[dict[str, Tensor], bool]:
-    """``example`` as named contiguous tensors in order, and whether they go by keyword.
+    """Return ``example`` as named contiguous tensors in order, and whether they are passed by keyword.
 
     A tensor, a tuple or list of tensors (positional), or a dictionary (by name). Nested lists are flattened, their
-    entries named ``past.0``. Raises TraceConfigError naming what is no tensor or has no such parameter.
+    entries named like ``past.0``. Raises TraceConfigError naming a value that is not a tensor or has no parameter.
     """
     parameters = inspect.signature(module.forward).parameters
     kinds = inspect.Parameter
@@ -64,16 +64,16 @@ def key_text(part: Any) -> str:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by every qualified name they have."""
+    """Return parameters and buffers by all their qualified names."""
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     return found
 
 
 def shared_memory(module: nn.Module) -> dict[str, str]:
-    """For each parameter, buffer or tensor attribute that overlaps another tensor of the module: that one's name.
+    """Map each parameter, buffer or tensor attribute that overlaps another tensor of the module to that one's name.
 
-    Two names of one tensor are no overlap.
+    Two names of one tensor are not an overlap.
     """
     tensors = {**{id(t): (name, t) for name, t in reversed(named_tensors(module).items())}}
     for path, child in module.named_modules():
@@ -89,7 +89,7 @@ def shared_memory(module: nn.Module) -> dict[str, str]:
             places.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, name))
     found: dict[str, str] = {}
     for group in places.values():
-        widest = None  # of those that begin earlier, the one that reaches farthest
+        widest = None  # of the tensors that begin earlier, the one with the highest end
         for start, end, name in sorted(group):
             if widest is not None and start < widest[0]:
                 found.setdefault(name, widest[1])
@@ -100,7 +100,7 @@ def shared_memory(module: nn.Module) -> dict[str, str]:
 
 
 def state_name(module: nn.Module, key: Any) -> str:
-    """The qualified name of a state given by name or as the tensor itself. Raises TraceConfigError when it has none."""
+    """Return the qualified name of a state given by name or as the tensor. Raises TraceConfigError if it has none."""
     tensors = named_tensors(module)
     if isinstance(key, str):
         if key in tensors:

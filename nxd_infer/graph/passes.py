@@ -1,4 +1,4 @@
-"""Steps of passes over a graph, which change the module that they are given: a pass is given a copy (:func:`copied`).
+"""Building blocks of passes; they change the given module, so a pass works on a copy (:func:`copied`).
 
 They work on a plain ``fx`` graph whose placeholders are states, inputs and weights, and whose nodes carry a fake
 tensor in ``meta["val"]``. Order matters: nested graphs are flattened first, so that every later pass sees all nodes.
@@ -18,18 +18,18 @@ from nxd_infer.errors import TraceError
 aten = torch.ops.aten
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""Operators in which ranks wait for one another; their order must be equal on all ranks."""
+"""Operators in which ranks wait for one another; their order must be the same on all ranks."""
 
 
 class Nodes(fx.GraphModule):
-    """A graph that passes look at and nobody calls: no Python is written for it, which takes longer than a pass."""
+    """A graph that is never called: skips generating its Python code, which takes longer than a pass."""
 
     def recompile(self) -> Any:
-        """Nothing."""
+        """Do nothing."""
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph again, nested ones too, for a pass to change: what a pass is given stays as it is."""
+    """Copy a graph, including nested ones, for a pass to change, so that the original stays as it is."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     root = torch.nn.Module()
@@ -41,7 +41,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def tensors_of(value: Any) -> list[fx.Node]:
-    """The nodes in an argument, however nested."""
+    """Return the nodes in an argument, at any depth."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
@@ -90,7 +90,7 @@ def _move_attribute(node: fx.Node, body: fx.GraphModule, inner: fx.Node) -> fx.N
 
 
 def retrace(function: Callable[..., Any], args: Iterable[Any], *, pre_dispatch: bool = True) -> fx.GraphModule:
-    """The graph of ``function`` on the fake values of ``args`` (nodes or constants; only nodes become placeholders)."""
+    """Trace ``function`` on the fake values of ``args`` (nodes or constants; only nodes become placeholders)."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -123,7 +123,7 @@ def flatten_nested(module: fx.GraphModule) -> None:
         if name == "wrap_with_set_grad_enabled":
             flatten_nested(body)
         else:
-            # Regions inside this one run as they are met, with their own settings.
+            # Nested regions run during the retrace, with their own settings.
             body = retrace(_under_autocast(body, *node.args[:3]), args, pre_dispatch=False)
             args = tensors_of(args)
         inline(node, body, args)
@@ -141,13 +141,13 @@ def _under_autocast(body: fx.GraphModule, device: Any, dtype: Any, enabled: Any)
 
 
 def branches(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The nested graphs that stay nested: the branches of ``torch.cond``."""
+    """Return the nested graphs that remain nested: the branches of ``torch.cond``."""
     found = [getattr(module, str(node.target), None) for node in module.graph.nodes if node.op == "get_attr"]
     return [graph for graph in found if isinstance(graph, fx.GraphModule)]
 
 
 def native_operator(library: Any, name: str) -> Any | None:
-    """``library``'s operator called ``name``, or None."""
+    """Return ``library``'s operator called ``name``, or None."""
     if library is None or name not in library.ops:
         return None
     found = library.op(name)
@@ -155,7 +155,7 @@ def native_operator(library: Any, name: str) -> Any | None:
 
 
 def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[Any, Callable[..., Any]]) -> bool:
-    """Replace ``nxd::`` operators by the native ones; inline the composites that have none. True if any is native."""
+    """Replace ``nxd::`` operators by native ones; inline composites without one. Return whether any is native."""
     native = False
     changed = True
     while changed:
@@ -172,12 +172,12 @@ def insert_operators(module: fx.GraphModule, library: Any, composite: Mapping[An
                 args = _positional(node)
                 inline(node, retrace(composite[target], args), tensors_of(args))
                 changed = True
-    # Not a generator: every branch is to be visited.
+    # Not a generator, because every branch must be visited.
     return any([insert_operators(branch, library, composite) for branch in branches(module)]) or native  # noqa: C419
 
 
 def _positional(node: fx.Node) -> list[Any]:
-    """All arguments of an operator call in the order of its schema, defaults filled in."""
+    """Return all arguments of an operator call in the order of its schema, including defaults."""
     out = []
     target: Any = node.target
     for i, argument in enumerate(target._schema.arguments):
@@ -192,8 +192,8 @@ def _positional(node: fx.Node) -> list[Any]:
 
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each node, the nodes that made the memory that its value may share, by the operators' schemas: placeholders,
-    and nodes that make a tensor of their own."""
+    """Return, for each node, the nodes that created the memory its value may share, by the operators' schemas:
+    placeholders, and nodes that create a tensor."""
     shared: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         shared[node] = set()
@@ -211,7 +211,7 @@ def memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def aliases(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each node, the placeholders whose memory its value may share."""
+    """Return, for each node, the placeholders whose memory its value may share."""
     return {node: {maker for maker in makers if maker.op == "placeholder"} for node, makers in memory(graph).items()}
 
 
@@ -225,7 +225,7 @@ def _arguments(node: fx.Node) -> Iterable[tuple[Any, Any]]:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory ``node`` writes."""
+    """Return the nodes whose memory ``node`` writes."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     return [
@@ -237,7 +237,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:
-    """The placeholders that a run of the graph changes."""
+    """Return the placeholders that a run of the graph changes."""
     shared = aliases(graph)
     return {base for node in graph.nodes for target in written(node) for base in shared[target]}
 
@@ -249,7 +249,7 @@ _NOTHING = {"_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_ran
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop what means nothing in inference: detach, dropout in evaluation mode, metadata assertions, self copies."""
+    """Remove what has no effect in inference: detach, dropout in evaluation mode, metadata assertions, self copies."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -265,18 +265,18 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-    """A call with its fake value computed, in the fake mode of its arguments (or of ``like``)."""
+    """Insert a call and compute its fake value, in the fake mode of its arguments (or of ``like``)."""
     node = graph.call_function(target, args, kwargs)
     source = like or tensors_of(args)[0]
     with torch.no_grad(), source.meta["val"].fake_mode:
         fill = lambda value: fx.map_arg(value, lambda n: n.meta["val"])  # noqa: E731
-        # Written arguments are fake too: an in-place call on them changes nothing that matters.
+        # Written arguments are fake too, so an in-place call on them changes nothing real.
         node.meta["val"] = target(*fill(args), **fill(kwargs))
     return node
 
 
 def clone_aliased_outputs(module: fx.GraphModule) -> None:
-    """Give every output memory of its own: one that is (a view of) a state or input would change after the call."""
+    """Give every output its own memory: an output that is (a view of) a state or input would change after the call."""
     graph = module.graph
     shared = aliases(graph)
     output = next(n for n in graph.nodes if n.op == "output")
@@ -293,7 +293,7 @@ def clone_aliased_outputs(module: fx.GraphModule) -> None:
 
 
 def eliminate_dead_code(module: fx.GraphModule) -> None:
-    """Remove unused pure operators, unused collectives included: a compiler would, so it is done before recording."""
+    """Remove unused pure operators, including unused collectives, as a compiler would, before they are recorded."""
 
     def keep(node: fx.Node) -> bool:
         if node.op in ("placeholder", "output"):
@@ -306,7 +306,7 @@ def eliminate_dead_code(module: fx.GraphModule) -> None:
 
 
 def collective_sequence(module: fx.GraphModule) -> list[str]:
-    """The collective calls in order, as text: operator, axis and arguments, dtype and shape."""
+    """Return the collective calls in order, as text: operator, axis and arguments, dtype and shape."""
     calls: list[str] = []
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

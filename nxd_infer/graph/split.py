@@ -1,11 +1,11 @@
-"""Split a graph between the host and a device at operators that are named: what they need and what follows is found
-from the flow of data.
+"""Split a graph between the host and a device at named operators: what these need and what follows is derived from the
+data flow.
 
-Three parts run one after the other. The *head*, on the host, makes what the device needs of the host's states (the ids
-of a step's tokens, of which some are the last that were drawn). The *body*, on the device, holds whatever reads a
-weight or a state of its own. The *tail*, on the host again, is the named operators and what depends on them: penalties,
-the sampler, the memory of tokens. Nodes that read inputs alone are computed wherever they are needed. A state belongs
-wholly to the host or wholly to the device. A graph without a named operator is all body.
+Three parts run one after the other. The *head*, on the host, computes the device's inputs that depend on the host's
+states (the ids of a step's tokens, some of which are the last sampled ones). The *body*, on the device, holds
+everything that reads a weight or a state of the device. The *tail*, on the host again, is the named operators and what
+depends on them: penalties, the sampler, the token memory. Nodes that read only inputs are computed wherever they are
+needed. A state belongs entirely to the host or to the device. A graph without a named operator is all body.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """The parts in the order in which they run. ``given`` names the whole graph's placeholders, in order: what is not
-    among them is made by a part. ``results`` names the whole graph's outputs and new states."""
+    """The parts in execution order. ``given`` names the full graph's placeholders, in order; a part computes any other
+    value. ``results`` names the full graph's outputs and new states."""
 
     head: Part
     body: Part
@@ -42,10 +42,10 @@ class Split:
     given: list[str]
     results: list[str]
     host_states: list[int]
-    """Which states live on the host, by place."""
+    """Indices of the states that live on the host."""
 
     def run(self, values: Sequence[Any], run: Callable[[Part, list[Any]], Sequence[Any]]) -> list[Any]:
-        """The whole graph's results for these placeholders; ``run(part, arguments)`` runs one part."""
+        """Return the full graph's results for these placeholders; ``run(part, arguments)`` runs one part."""
         known = dict(zip(self.given, values, strict=True))
         for part in (self.head, self.body, self.tail):
             known.update(zip(part.gives, run(part, [known[name] for name in part.takes]), strict=True))
@@ -53,9 +53,9 @@ class Split:
 
 
 def split_at(module: fx.GraphModule, states: int, inputs: int, host: Collection[Any]) -> Split:
-    """Split a functional graph of so many states and inputs at the operators of ``host``.
+    """Split a functional graph with ``states`` states and ``inputs`` inputs at the operators in ``host``.
 
-    Raises TraceError where a state, or what goes from one side to the other, would have to be in both places.
+    Raises TraceError if a state, or a value passed between the sides, would have to be in both places.
     """
     return _Splitter(module, states, inputs, frozenset(host)).split()
 
@@ -75,7 +75,7 @@ class _Splitter:
         self.owner = self._owners()
 
     def _dependencies(self) -> dict[fx.Node, set[fx.Node]]:
-        """What each node needs to have run: its arguments, and what has written to their memory before."""
+        """Return what must run before each node: its arguments, and earlier writes to their memory."""
         writers: dict[fx.Node, list[fx.Node]] = {}
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
@@ -89,7 +89,7 @@ class _Splitter:
         return found
 
     def _owners(self) -> dict[fx.Node, fx.Node]:
-        """The state of each node that is one, or shares memory with its copy."""
+        """Return the state of each node that is one, or shares memory with its copy."""
         copies: dict[fx.Node, fx.Node] = {state: state for state in self.states}
         for state in self.states:
             copies.update((user, state) for user in state.users if user.target is torch.ops.aten.clone.default)
@@ -99,7 +99,7 @@ class _Splitter:
         return owner
 
     def _reached(self, start: Callable[[fx.Node], bool], among: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        """The nodes for which ``start`` holds, and those that depend on one; of ``among`` only."""
+        """Return the nodes in ``among`` for which ``start`` holds, or that depend on such a node."""
         found: set[fx.Node] = set()
         for node in self.nodes:
             if among(node) and (start(node) or not found.isdisjoint(self.needs[node])):
@@ -107,7 +107,7 @@ class _Splitter:
         return found
 
     def _closed(self, seeds: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        """``seeds`` and all that they need, but for the nodes where it ends."""
+        """Return ``seeds`` and everything they need, up to the nodes where ``stop`` holds."""
         found: set[fx.Node] = set()
         pending = list(seeds)
         while pending:
@@ -163,7 +163,7 @@ class _Splitter:
         return sorted(nodes, key=self.order.__getitem__)
 
     def _check(self, crossing: Sequence[fx.Node], allowed: set[fx.Node]) -> None:
-        """What goes from one side to the other is as it was when it went: nobody writes to it afterwards, but those
+        """Check that values passed between the sides are final: nothing writes to them afterwards, except the nodes
         ``allowed``."""
         for node in crossing:
             for maker in self.memory[node]:

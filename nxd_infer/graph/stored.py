@@ -1,6 +1,6 @@
 """A stored graph: ``graph.json`` (the specs of its tensors, in order) and ``ir.json`` (its operators).
 
-Each weight's spec is that of the plain tensor, whatever ``encoding`` a backend reads it in.
+Each weight's spec describes the plain tensor, whatever ``encoding`` a backend reads it in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IR_FILE = "ir.json"
 
 
 class GraphFile(BaseModel):
-    """``graph.json``: every tensor of one graph, in the order the graph takes them."""
+    """``graph.json``: every tensor of one graph, in the graph's order."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -36,7 +36,7 @@ class GraphFile(BaseModel):
     """Content hashes of the operator libraries that the graph calls."""
 
     def spec(self) -> GraphSpec:
-        """The entry of ``manifest.graphs``."""
+        """Return the entry of ``manifest.graphs``."""
         return GraphSpec(
             digest=self.digest,
             states=[s.name for s in self.states],
@@ -47,14 +47,14 @@ class GraphFile(BaseModel):
 
 @dataclass
 class Lowered:
-    """What a backend's passes made of one bucket's canonical graph."""
+    """The result of a backend's passes on one bucket's canonical graph."""
 
     graph: GraphFile
-    """The specs, with the encodings in which the graph reads its weights and the libraries it calls."""
+    """The specs, with the weight encodings that the graph reads and the libraries that it calls."""
     files: dict[str, str] = field(default_factory=dict)
-    """What the backend stores beside ``graph.json`` and ``ir.json``: text by file name."""
+    """Additional files of the backend, besides ``graph.json`` and ``ir.json``: text by file name."""
     text: str = ""
-    """The canonical text that the digest was taken of; equal for ranks whose graphs are equal."""
+    """The canonical text that was hashed for the digest; equal for ranks with equal graphs."""
 
     @property
     def digest(self) -> str:
@@ -62,7 +62,7 @@ class Lowered:
 
 
 def ir_text(ir: dict[str, Any]) -> str:
-    """The canonical text: equal for equal graphs, one node a line."""
+    """Return the canonical text: equal for equal graphs, one node per line."""
     compact: dict[str, Any] = {"sort_keys": True, "separators": (",", ":"), "allow_nan": False}
     lines = ",\n".join(json.dumps(node, **compact) for node in ir["nodes"])
     rest = {key: value for key, value in ir.items() if key != "nodes"}
@@ -81,7 +81,7 @@ def write_graph(ir: Mapping[str, Any], lowered: Lowered, graph_dir: str | os.Pat
 
 
 def read_graph(graph_dir: str | os.PathLike[str], digest: str | None = None) -> GraphFile:
-    """Read ``graph.json``. Raises ArtifactCorruptError when it is not there, not one, or of another digest."""
+    """Read ``graph.json``. Raises ArtifactCorruptError if it is missing, invalid, or has another digest."""
     path = Path(graph_dir) / GRAPH_FILE
     try:
         graph = GraphFile.model_validate_json(path.read_bytes())
@@ -93,7 +93,7 @@ def read_graph(graph_dir: str | os.PathLike[str], digest: str | None = None) -> 
 
 
 def read_ir(graph_dir: str | os.PathLike[str], name: str = IR_FILE) -> dict[str, Any]:
-    """Read ``ir.json``, or another graph. Raises ArtifactCorruptError when it is not there or not one."""
+    """Read ``ir.json``, or another graph. Raises ArtifactCorruptError if it is missing or not a graph."""
     path = Path(graph_dir) / name
     try:
         ir = json.loads(path.read_bytes())

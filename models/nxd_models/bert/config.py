@@ -28,7 +28,7 @@ _PROBLEMS = ("regression", "single_label_classification", "multi_label_classific
 
 
 class BertFile(ModelFile):
-    """The fields of ``config.json``. Dropout rates are ignored: these models train without."""
+    """The fields of ``config.json``. Dropout rates are ignored: these models are trained without dropout."""
 
     vocab_size: Count
     hidden_size: Count
@@ -91,14 +91,14 @@ class BertFile(ModelFile):
         return tuple(ordered[i] for i in range(len(ordered)))
 
     def _scores(self, labels: int) -> str:
-        """As sentence-transformers, where it wrote an activation into the file, else as transformers' pipeline does."""
+        """Return the activation that sentence-transformers wrote into the file, else that of transformers' pipeline."""
         problem = self.problem_type
         if problem is not None and problem not in _PROBLEMS:
             raise self.error("problem_type", f"expected one of {', '.join(_PROBLEMS)}")
         theirs = self.sentence_transformers
         named = theirs.get("activation_fn") if isinstance(theirs, Mapping) else None
         name = named or self.sbert_ce_default_activation_function  # its older spelling
-        if isinstance(name, str) and name.startswith("torch."):  # code of the user's own is not run
+        if isinstance(name, str) and name.startswith("torch."):  # user-defined code is not run
             found = _TORCH_SCORES.get(name.rpartition(".")[2])
             if found is None:
                 raise ModelConfigError(

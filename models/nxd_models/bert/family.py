@@ -1,4 +1,4 @@
-"""The BERT family, as the registry knows it. RoBERTa counts its positions otherwise and has a classifier of its own."""
+"""The BERT family's entries in the registry. RoBERTa numbers its positions differently and has its own classifier."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ CLASSIFIES = "ForSequenceClassification"
 
 
 class SentenceStep(EmbedStep, SentenceEncoder):
-    """An encoder with pooling, as it is traced."""
+    """An encoder with pooling, as traced."""
 
 
 class BertClassifyStep(ClassifyStep, BertClassifier):
-    """BERT's classifier, as it is traced."""
+    """BERT's classifier, as traced."""
 
 
 class RobertaClassifyStep(ClassifyStep, RobertaClassifier):
-    """RoBERTa's classifier, as it is traced."""
+    """RoBERTa's classifier, as traced."""
 
 
 _EMBED = Task(SentenceEncoder, SentenceStep, blocks="encoder.layer")

@@ -1,4 +1,4 @@
-"""What stands on an encoder of the BERT family: pooling for embeddings, or a classifier.
+"""Heads on an encoder of the BERT family: pooling for embeddings, or a classifier.
 
 Shapes: B rows, S positions, E hidden size, C labels.
 """
@@ -16,7 +16,7 @@ from nxd_models.serving.pooling import pool, pooling_modes
 
 
 class SentenceEncoder(Encoder):
-    """One vector a text: an encoder, pooling over its tokens, and scaling to length 1 where ``normalize``.
+    """An encoder that returns one vector per text: pools over its tokens, scales to length 1 if ``normalize``.
 
     ``pooling``: one of :data:`nxd_models.serving.pooling.POOLINGS`, or several joined by ``+``.
     """
@@ -34,7 +34,7 @@ class SentenceEncoder(Encoder):
         self.pooling, self.normalize = pooling, normalize
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Ids and mask [B, S] -> float32 [B, E times modes of pooling]."""
+        """Map ids and mask [B, S] to float32 [B, E times modes of pooling]."""
         pooled = pool(super().forward(input_ids, attention_mask, token_type_ids), attention_mask, self.pooling)
         return F.normalize(pooled, dim=-1) if self.normalize else pooled
 
@@ -51,7 +51,7 @@ class Pooler(nn.Module):
 
 
 class PooledEncoder(Encoder):
-    """An encoder with BERT's pooler; gives [B, E]."""
+    """An encoder with BERT's pooler; returns [B, E]."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype):
         super().__init__(config, dtype)
@@ -72,7 +72,7 @@ class BertClassifier(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, len(config.labels), dtype=dtype)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Ids and mask [B, S] -> float32 logits [B, C]."""
+        """Map ids and mask [B, S] to float32 logits [B, C]."""
         return self.classifier(self.bert(input_ids, attention_mask, token_type_ids)).float()
 
 
@@ -89,7 +89,7 @@ class RobertaHead(nn.Module):
 
 
 class RobertaClassifier(nn.Module):
-    """RoBERTa's sequence classification: a head of two layers over the first token."""
+    """RoBERTa's sequence classification: a two-layer head on the first token."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -98,5 +98,5 @@ class RobertaClassifier(nn.Module):
         self.classifier = RobertaHead(config, dtype)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Ids and mask [B, S] -> float32 logits [B, C]."""
+        """Map ids and mask [B, S] to float32 logits [B, C]."""
         return self.classifier(self.roberta(input_ids, attention_mask, token_type_ids)).float()

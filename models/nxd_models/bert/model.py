@@ -1,6 +1,6 @@
-"""The BERT family: BERT, MiniLM and RoBERTa encoders. What stands on top of them is in :mod:`nxd_models.bert.heads`.
+"""The BERT family: BERT, MiniLM and RoBERTa encoders. For their heads see :mod:`nxd_models.bert.heads`.
 
-Parameters have their Hugging Face names. Parallel over the context of construction at any degree, as the decoders.
+Parameters have their Hugging Face names. Parallel over the context they are built in, at any degree.
 
 Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimension.
 """
@@ -21,7 +21,7 @@ from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
 
 
 def _cut(layer: str, config: BertConfig) -> AxisPlan:
-    """How this layer of a block is cut at the degree of the context."""
+    """Return how this layer of a block is sharded at the degree of the context."""
     return tensor_parallel_plan(config, current_context().tp.degree)[f"encoder.layer.*.{layer}"].axis
 
 
@@ -49,13 +49,13 @@ class Embeddings(nn.Module):
     def _positions(self, ids_BS: Tensor) -> Tensor:
         if self.config.model_type != "roberta":
             return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
-        # RoBERTa counts the tokens that are not padding, from the row after the padding token's own.
+        # RoBERTa numbers only non-padding tokens, starting after the padding token's own row.
         token = (ids_BS != self.config.pad_token_id).long()
         return token.cumsum(1) * token + self.config.pad_token_id
 
 
 class SelfAttention(nn.Module):
-    """Projections and bidirectional attention; heads are whole on a rank."""
+    """Projections and bidirectional attention; heads are not split."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype):
         super().__init__()
@@ -175,9 +175,9 @@ class Encoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Hidden states [B, S, E]. ``attention_mask`` [B, S] is 1 for tokens, 0 for padding; all three are int64.
+        """Return hidden states [B, S, E]. ``attention_mask`` [B, S] is 1 for tokens, 0 for padding. Inputs are int64.
 
-        Raises ModelConfigError when S exceeds the position table.
+        Raises ModelConfigError if S exceeds the position table.
         """
         limit = self.config.max_length
         if input_ids.shape[1] > limit:
@@ -188,6 +188,6 @@ class Encoder(nn.Module):
         allowed = None
         if attention_mask is not None:
             seen = attention_mask.bool()
-            # A row without a token sees all of its padding: an empty row of scores would be NaN.
+            # A row without tokens attends to all of its padding, because an empty row of scores would be NaN.
             allowed = (seen | ~seen.any(-1, keepdim=True))[:, None, None, :]
         return self.encoder(self.embeddings(input_ids, token_type_ids), allowed)

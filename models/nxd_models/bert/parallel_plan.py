@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts an encoder of the BERT family."""
+"""How tensor parallelism shards an encoder of the BERT family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nxd_models.spec import Cut
 
 
 def tensor_parallel_plan(config: BertConfig, degree: int) -> dict[str, Cut]:
-    """Heads are whole on a rank; what does not divide over ``degree`` ranks is padded."""
+    """Heads are not split; dimensions not divisible by ``degree`` are padded."""
     head_dim = config.hidden_size // config.num_heads
     heads = gqa_plan(config.num_heads, config.num_heads, degree).q_axis(head_dim)
     inner = AxisPlan.padded(config.intermediate_size)

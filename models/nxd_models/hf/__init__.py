@@ -1,1 +1,1 @@
-"""Hugging Face model directories: their configuration files, and their weights by slices."""
+"""Hugging Face model directories: configuration files, and weights that are read by slices."""

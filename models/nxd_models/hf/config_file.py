@@ -1,6 +1,6 @@
-"""The JSON files of a model directory, read without transformers.
+"""Read the JSON files of a model directory, without transformers.
 
-:class:`ConfigFile` is a pydantic model whose errors name the file, the field, what it held and what is possible:
+:class:`ConfigFile` is a pydantic model whose errors name the file, the field, its value and the allowed values:
 
     class GPT2File(ConfigFile):
         n_embd: Count
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """What an error says of a value that the field's type refuses."""
+    """The error text for a value that the field's type rejects."""
 
     text: str
 
@@ -37,7 +37,7 @@ TokenIds = Annotated[int | list[int], Problem("expected a token id or a list of 
 
 
 class ConfigFile(BaseModel):
-    """A JSON object by its own field names. null is an absent field; fields that are not declared are ignored."""
+    """A JSON object by its field names. null means absent; undeclared fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
@@ -46,7 +46,7 @@ class ConfigFile(BaseModel):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], origin: str = "config.json") -> Self:
-        """Raises ModelConfigError naming the first field that does not hold what its type says."""
+        """Read the fields. Raises ModelConfigError naming the first field with an invalid value."""
         try:
             found = cls.model_validate({name: value for name, value in raw.items() if value is not None})
         except ValidationError as error:
@@ -65,11 +65,11 @@ class ConfigFile(BaseModel):
         return _refusal(origin, name, raw, problem or first["msg"])
 
     def error(self, name: str, problem: str) -> ModelConfigError:
-        """What to raise where the value of a field cannot be run exactly."""
+        """Return the error for a field whose value cannot be run exactly."""
         return _refusal(self._origin, name, self._raw, problem)
 
     def refuse(self, name: str, why: str) -> None:
-        """Raise when the field holds anything but null, false, 0 or an empty list."""
+        """Raise if the field holds anything but null, false, 0 or an empty list."""
         if self._raw.get(name):
             raise self.error(name, why)
 
@@ -79,7 +79,7 @@ def _refusal(origin: str, name: str, raw: Mapping[str, Any], problem: str) -> Mo
 
 
 def _problem(parts: Any) -> str | None:
-    """The text of the Problem among the parts of a type."""
+    """Return the text of the Problem among the parts of a type."""
     for part in parts:
         if isinstance(part, Problem):
             return part.text
@@ -89,7 +89,7 @@ def _problem(parts: Any) -> str | None:
 
 
 class ModelFile(ConfigFile):
-    """What the families' ``config.json`` have in common."""
+    """The common fields of the families' ``config.json``."""
 
     model_type: str
     architectures: Texts = ()
@@ -99,7 +99,7 @@ class ModelFile(ConfigFile):
 
     @property
     def weight_dtype(self) -> str:
-        """Of the checkpoint's weights, by torch's name; "float32" where the file does not say."""
+        """dtype of the checkpoint's weights, by torch's name; "float32" if the file does not say."""
         value = str(self.dtype or self.torch_dtype).removeprefix("torch.")
         return value if value in ("float32", "bfloat16", "float16", "float64") else "float32"
 
@@ -121,7 +121,7 @@ class SpecialTokens(ConfigFile):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelConfigError when it is missing, not JSON or not an object."""
+    """Read a JSON object from a file. Raises ModelConfigError if it is missing, not JSON or not an object."""
     value = parse_json(path)
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(path: Path) -> Any:
-    """What a JSON file of a model directory holds. Raises ModelConfigError when it is missing or not JSON."""
+    """Read a JSON file of a model directory. Raises ModelConfigError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

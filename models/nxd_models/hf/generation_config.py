@@ -1,4 +1,4 @@
-"""What ``generation_config.json`` says of a decoder: the tokens that begin and end a text, and how to draw others."""
+"""Read ``generation_config.json``: the tokens that begin and end a text, and the sampling defaults."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class GenerationConfig(create_model("SamplerDefaults", __base__=SpecialTokens, *
 
     @classmethod
     def of(cls, model_dir: Path) -> GenerationConfig:
-        """The directory's file, or an empty one. Raises ModelConfigError naming a field that no request could have."""
+        """Read the directory's file, or return an empty one. Raises ModelConfigError naming a field out of range."""
         file = model_dir / "generation_config.json"
         return cls.read(read_json(file) if file.is_file() else {}, str(file))
 
     def special_tokens(self, config: DecoderConfig) -> tuple[int | None, list[int]]:
-        """Begin and ends of a sequence; this file comes before ``config.json``, as in transformers."""
+        """Return the begin and end tokens; this file overrides ``config.json``, as in transformers."""
         bos = self.bos if "bos_token_id" in self._raw else config.bos_token_id
         return bos, list(self.eos or config.eos_token_ids)
 

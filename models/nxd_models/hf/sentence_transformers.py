@@ -1,6 +1,6 @@
-"""What sentence-transformers wrote beside a model: how tokens become one vector, the longest text, and the prompts.
+"""Read the files that sentence-transformers wrote beside a model: pooling, the longest text, and the prompts.
 
-``modules.json`` names the steps behind the encoder and where their settings are, ``sentence_bert_config.json`` has the
+``modules.json`` names the steps after the encoder and where their settings are, ``sentence_bert_config.json`` has the
 longest text, ``config_sentence_transformers.json`` the prompts.
 """
 
@@ -13,9 +13,9 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models.hf.config_file import ConfigFile, Count, parse_json, read_json
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""How the vectors of a text's tokens become one."""
+"""How the vectors of a text's tokens are combined into one."""
 _OLD_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
-"""``POOLINGS`` in the order in which their vectors are put together."""
+"""``POOLINGS`` in the order in which their vectors are concatenated."""
 _SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
 _PROMPTS_FILE = "config_sentence_transformers.json"
 
@@ -25,9 +25,9 @@ class _Settings(ConfigFile):
 
 
 def pooling_options(model_dir: Path) -> dict[str, Any]:
-    """``pooling`` and ``normalize`` as ``modules.json`` says; {} without one.
+    """Return ``pooling`` and ``normalize`` from ``modules.json``; {} if there is none.
 
-    Raises ModelConfigError naming a step that is not supported: without it the vectors would be others.
+    Raises ModelConfigError naming an unsupported step: without it the vectors would differ.
     """
     file = model_dir / "modules.json"
     if not file.is_file():
@@ -38,7 +38,7 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
             options["normalize"] = True
         elif kind == "Pooling":
             options["pooling"] = _pooling(model_dir, folder)
-        elif kind not in ("Transformer", "Dropout"):  # what drops out does so in training only
+        elif kind not in ("Transformer", "Dropout"):  # dropout only acts in training
             raise ModelConfigError(
                 f"{file}: a module of the type {kind!r} is not supported; supported are Transformer, Pooling, Normalize"
             )
@@ -46,7 +46,7 @@ def pooling_options(model_dir: Path) -> dict[str, Any]:
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of every step; the kind of what is not the library's own is its whole type."""
+    """Return (kind, folder) of every step; the kind of a step from outside the library is its full type name."""
     entries = parse_json(file)
     if not isinstance(entries, list) or not all(
         isinstance(m, dict) and isinstance(m.get("path", ""), str) for m in entries
@@ -76,13 +76,13 @@ def _pooling(model_dir: Path, folder: str) -> str:
 
 
 def longest_text(model_dir: Path) -> int | None:
-    """Tokens of the longest text, special ones included, as the directory's files say; None where they do not."""
+    """Return the tokens of the longest text, special ones included, from the directory's files; None if unspecified."""
     file = next((model_dir / name for name in _SETTINGS_FILES if (model_dir / name).is_file()), None)
     if file is None:
         return None
     if (longest := _Settings.read(read_json(file), str(file)).max_seq_length) is not None:
         return longest
-    tokenizer = model_dir / "tokenizer_config.json"  # where newer versions keep it
+    tokenizer = model_dir / "tokenizer_config.json"  # newer versions store it here
     if not tokenizer.is_file():
         return None
     found = read_json(tokenizer).get("model_max_length")
@@ -90,8 +90,8 @@ def longest_text(model_dir: Path) -> int | None:
 
 
 def prompts(model_dir: Path) -> dict[str, Any]:
-    """``prompts``, texts by name that a request may have put in front of its own, and ``default_prompt``, the name of
-    the one that is put there where a request names none; None for none."""
+    """Return ``prompts``, the texts by name that requests may prepend to theirs, and ``default_prompt``, the name of
+    the prompt that is prepended if a request names none, or None."""
     file = model_dir / _PROMPTS_FILE
     fields = read_json(file) if file.is_file() else {}
     given = fields.get("prompts") or {}
@@ -100,12 +100,12 @@ def prompts(model_dir: Path) -> dict[str, Any]:
     found = {"query": "", "document": ""} | {name: text or "" for name, text in given.items()}
     default = fields.get("default_prompt_name")
     if default is not None and default not in list(found):
-        raise ModelConfigError(f"{file}: default_prompt_name = {default!r} is none of {', '.join(found)}")
+        raise ModelConfigError(f"{file}: default_prompt_name = {default!r} is not one of {', '.join(found)}")
     return {"prompts": found, "default_prompt": default}
 
 
 def files(model_dir: Path) -> list[str]:
-    """The library's files that say all this, by their names in the directory."""
+    """Return the names of the library's files that this module reads from the directory."""
     names = [*_SETTINGS_FILES, _PROMPTS_FILE]
     if (modules := model_dir / "modules.json").is_file():
         names.append("modules.json")

@@ -1,4 +1,4 @@
-"""Where checkpoints keep a weight that our modules name or lay out otherwise."""
+"""Weights that checkpoints store under another name or layout than our modules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight is one of ``parts`` equal parts of a checkpoint's tensor, along the weight's first dimension.
+    """A weight that is one of ``parts`` equal parts of a checkpoint's tensor, along the weight's first dimension.
 
     "h.*.attn.query.weight": StoredWeight("h.*.attn.c_attn.weight", part=0, parts=3, transposed=True)
     """
 
     name: str
-    """The checkpoint's name; each ``*`` is what the same one stands for in ours."""
+    """The checkpoint's name; each ``*`` matches the same component as in our name."""
     part: int = 0
     parts: int = 1
     transposed: bool = False
@@ -33,7 +33,7 @@ class StoredWeight:
         return (rows // self.parts, *others)
 
     def read(self, source: WeightSource, name: str, slices: Sequence[slice] | None) -> Tensor:
-        """``slices`` of the part; only what they name is read of the file."""
+        """Read ``slices`` of the part; reads only these from the file."""
         if self.parts == 1 and not self.transposed:
             return source.read(name, slices)
         shape = self.shape(source, name)
@@ -46,13 +46,13 @@ class StoredWeight:
 
 
 def matched(pattern: str, name: str, *, any_prefix: bool = False) -> tuple[str, ...] | None:
-    """What each ``*`` of the pattern is in ``name``: one part between dots; None where they differ."""
+    """Return what each ``*`` of the pattern matches in ``name``: one component between dots; None without a match."""
     found = re.fullmatch(("(?:.*\\.)?" if any_prefix else "") + re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     return found.groups() if found else None
 
 
 def stored_as(name: str, table: Mapping[str, StoredWeight]) -> tuple[str, StoredWeight] | None:
-    """The checkpoint's name of our ``name``, and which part of it that is; None where the table has no such pattern."""
+    """Return the checkpoint's name of our ``name``, and how it is stored; None if no pattern of the table matches."""
     for pattern, stored in table.items():
         if (parts := matched(pattern, name)) is not None:
             return stored.name.replace("*", "{}").format(*parts), stored

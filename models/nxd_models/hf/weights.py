@@ -1,8 +1,8 @@
-"""Hugging Face weights as our logical weights: names resolved, nothing renamed on disk, nothing unpickled.
+"""Read Hugging Face weights under our logical names: names are resolved, no file is changed, nothing is unpickled.
 
 Checkpoints of one architecture differ in their prefix (``model.layers.0...`` or ``layers.0...``; ``bert.encoder...`` or
-``encoder...``), in old names (``LayerNorm.gamma``), and in what they carry beside the weights (``position_ids``,
-``inv_freq``, heads of other tasks). :class:`HuggingFaceSource` resolves the names a model asks for against all that.
+``encoder...``), in old names (``LayerNorm.gamma``), and in additional tensors (``position_ids``, ``inv_freq``, heads of
+other tasks). :class:`HuggingFaceSource` resolves the names that a model asks for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nxd_infer.layout.sources import SafetensorsSource, Slices, Weights, WeightS
 from nxd_models.hf.stored import StoredWeight, stored_as
 
 PREFIXES = ("model.", "bert.", "roberta.", "transformer.", "0.auto_model.")
-"""Prefixes that a checkpoint may have and a model not, or the other way round."""
+"""Prefixes that a checkpoint may have and a model not, or vice versa."""
 
 WHOLE = StoredWeight("")
-"""A tensor as it stands."""
+"""An unchanged tensor of the checkpoint."""
 _OLD_NAMES = {".weight": ".gamma", ".bias": ".beta"}
 
 CONVERSION_HINT = (
@@ -35,9 +35,9 @@ CONVERSION_HINT = (
 
 
 class HuggingFaceSource:
-    """A source whose names are those of our models, over a checkpoint whose names may differ as described above.
+    """A weight source with our models' names, over a checkpoint whose names may differ as described above.
 
-    ``keys()`` are the checkpoint's own names; any spelling that resolves can be read.
+    ``keys()`` returns the checkpoint's own names; any spelling that resolves can be read.
     """
 
     def __init__(self, source: WeightSource):
@@ -49,7 +49,7 @@ class HuggingFaceSource:
         return self._names
 
     def resolve(self, name: str) -> str | None:
-        """The checkpoint's name of our ``name``, or None when it has no such tensor."""
+        """Return the checkpoint's name of our ``name``, or None if it has no such tensor."""
         found = self._resolved.get(name)
         if found is None:
             found = next((c for c in _spellings(name) if c in self._names), None)
@@ -58,7 +58,7 @@ class HuggingFaceSource:
         return found
 
     def _find(self, name: str) -> str:
-        # An unknown name goes to the source as it is, whose error lists what there is.
+        # Pass an unknown name on to the source, whose error lists the names that exist.
         return self.resolve(name) or name
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ class HuggingFaceSource:
         return self._source.read(self._find(name), slices)
 
     def view(self, names: Iterable[str], stored: Mapping[str, StoredWeight] | None = None) -> NamedSource:
-        """The same weights with exactly ``names`` as keys; names that do not resolve are left out.
+        """Return the same weights with exactly ``names`` as keys; names that do not resolve are omitted.
 
-        ``stored``: what a checkpoint may hold otherwise than under these names.
+        ``stored``: weights that the checkpoint may store differently.
         """
         found = {}
         for name in names:
@@ -161,9 +161,9 @@ def _spellings(name: str) -> Iterable[str]:
 
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
-    """The weights of a model directory (one file, or several with or without an index), streamed by slices.
+    """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
-    Raises CheckpointError naming the file when there are none, when one is damaged, or when there are only pickles.
+    Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles.
     """
     path = Path(model_dir)
     if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -174,12 +174,12 @@ def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:
-    """The logical weights that ``module`` reads, under its names, all checked for presence and shape.
+    """Return the logical weights that ``module`` reads, under its names, all checked for presence and shape.
 
-    A module of :mod:`nxd_models.registry` knows by ``nxd_stored`` what its family's checkpoints hold otherwise.
+    The attribute ``nxd_stored``, set by :mod:`nxd_models.registry`, says what checkpoints store differently.
 
     Other tensors of the checkpoint (heads of other tasks, constants) are ignored. Raises WeightMismatchError listing
-    what is missing or of another shape.
+    missing weights and different shapes.
     """
     found = source if isinstance(source, HuggingFaceSource) else HuggingFaceSource(as_source(source))
     layouts = weight_layout(module)
@@ -190,10 +190,10 @@ def named_weights(module: nn.Module, source: Weights) -> NamedSource:
 
 
 def load(module: nn.Module, source: Weights) -> nn.Module:
-    """Give ``module`` this rank's part of the weights, one tensor at a time; returns it.
+    """Load this rank's shard of the weights into ``module``, one tensor at a time; returns the module.
 
     Parameters on the meta device are replaced by real ones, so a model built under ``torch.device("meta")`` never
-    holds more than its own part. dtypes are those of the module.
+    holds more than its own shard. dtypes are those of the module.
     """
     here = current_context().tp
     named = named_weights(module, source)

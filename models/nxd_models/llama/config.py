@@ -30,19 +30,19 @@ class LlamaConfig(DecoderConfig):
     tied: bool = False
     """The output head is the transposed embedding."""
     sliding_window: int | None = None
-    """Up to this length full attention computes the same; longer contexts are refused (see ``max_length``)."""
+    """Up to this length full attention computes the same; longer contexts are rejected (see ``max_length``)."""
     initializer_range: float = 0.02
 
     @property
     def max_length(self) -> int:
-        """The longest context in tokens that is computed exactly as the model was made."""
+        """The longest context in tokens that is computed exactly as in the original model."""
         longest = self.max_position
         if self.rope.type == "dynamic":
             longest = int(longest * self.rope.factor)
         return min(longest, self.sliding_window or longest)
 
     def check_length(self, length: int) -> None:
-        """Raise ModelConfigError naming the field that limits the context when ``length`` is beyond it."""
+        """Raise ModelConfigError naming the field that limits the context if ``length`` exceeds it."""
         if length <= self.max_length:
             return
         if self.sliding_window and self.sliding_window < length:
@@ -58,13 +58,13 @@ class LlamaConfig(DecoderConfig):
     def check_drafts(self, max_len: int) -> None:
         if self.rope.type == "dynamic" and max_len > self.rope.original_max_position:
             raise ModelConfigError(
-                "dynamic rotary positions turn with the length of the context, guesses included, so they cannot be "
-                f"speculated with: trace with max_len = {self.rope.original_max_position} at most, or without"
+                "dynamic rotary positions depend on the length of the context, guesses included, so drafts cannot be "
+                f"verified: trace with max_len = {self.rope.original_max_position} at most, or without speculation"
             )
 
 
 class LlamaFile(ModelFile, RopeFile, SpecialTokens):
-    """The fields of ``config.json``. Dropout rates are ignored: these models train without."""
+    """The fields of ``config.json``. Dropout rates are ignored: these models are trained without dropout."""
 
     vocab_size: Count
     hidden_size: Count
@@ -130,7 +130,7 @@ class LlamaFile(ModelFile, RopeFile, SpecialTokens):
         if self.model_type.startswith("qwen"):
             return (self.sliding_window or 4096) if self.use_sliding_window else None
         if self.model_type == "mistral" and "sliding_window" not in self._raw:
-            return 4096  # what the reference assumes when the field is absent; null switches it off
+            return 4096  # the reference's default for an absent field; null disables the window
         return self.sliding_window
 
 

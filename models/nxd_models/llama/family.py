@@ -1,4 +1,4 @@
-"""The Llama family, as the registry knows it."""
+"""The Llama family's entry in the registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_models.spec import ModelSpec, Task
 
 
 class LlamaStep(DecoderStep, CausalLM):
-    """One step of generation with a decoder of the Llama family."""
+    """One generation step of a decoder of the Llama family."""
 
 
 LLAMA = ModelSpec(

@@ -1,9 +1,9 @@
-"""The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys).
+"""The Llama family as one decoder: Llama 2 and 3, Mistral, Qwen2 (biases), Qwen3 (query and key norms).
 
 The same module trains (``model(input_ids, labels=...)``) and serves (``model.hidden_states(ids, positions, caches)``,
 then ``model.logits(hidden)``). Its parameters have their Hugging Face names. It is parallel over the context it is
-built in, at any degree, as ``parallel_plan.py`` says. Built sequence parallel (for training), hidden states between the
-parallel blocks are this rank's S / degree positions.
+built in, at any degree, according to ``parallel_plan.py``. If built sequence parallel (for training), hidden states
+between the parallel blocks are this rank's S / degree positions.
 
 Shapes: B rows, S positions, E hidden size, H query heads of this rank, K key/value heads of this rank, D head
 dimension, V vocabulary.
@@ -36,7 +36,7 @@ SEQUENCE = 1
 
 
 class ParallelBlock(nn.Module):
-    """A block whose first layers share one input and whose last sums over the ranks."""
+    """A block whose first layers share one input and whose last layer sums over the ranks."""
 
     def __init__(self, sequence_parallel: bool):
         super().__init__()
@@ -44,7 +44,7 @@ class ParallelBlock(nn.Module):
         self.sequence_parallel_enabled = sequence_parallel
 
     def enter(self, x_BSE: Tensor) -> Tensor:
-        """Into the parallel region, once for all layers that read ``x``: one collective each way."""
+        """Enter the parallel region once for all layers that read ``x``: one collective in each direction."""
         if self.sequence_parallel_enabled:
             return mappings.gather_from_sequence_parallel_region(
                 x_BSE, SEQUENCE, context=self.context, reduce_dtype=torch.float32
@@ -53,7 +53,7 @@ class ParallelBlock(nn.Module):
 
 
 class Attention(ParallelBlock):
-    """Causal attention with grouped key/value heads and rotary positions."""
+    """Causal attention with grouped key/value heads and rotary position embedding."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__(sequence_parallel)
@@ -117,11 +117,11 @@ class Attention(ParallelBlock):
         return self.o_proj(attended.reshape(B, S, self.heads * self.head_dim))
 
     def _normalised(self, norm: RMSNorm, heads_BSHD: Tensor) -> Tensor:
-        # The weight is whole on every rank but sees only this rank's heads, so its gradients are summed.
+        # The weight is replicated but sees only this rank's heads, so its gradients are summed over the ranks.
         return norm(heads_BSHD, mappings.copy_to_tensor_model_parallel_region(norm.weight, context=self.context))
 
     def _attend(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BS: Tensor | None) -> Tensor:
-        """Attention over the positions of this call alone."""
+        """Attend over the positions of this call only."""
         group = self.heads // self.kv_heads
         q = q_BSHD.transpose(1, 2)
         k = k_BSKD.repeat_interleave(group, 2).transpose(1, 2)
@@ -130,7 +130,7 @@ class Attention(ParallelBlock):
         if mask_BS is not None:
             S = q.shape[2]
             causal = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
-            # A padding query sees itself, so that no row of scores is empty.
+            # A padding query attends to itself, so that no row of scores is empty.
             itself = torch.eye(S, dtype=torch.bool, device=q.device)
             allowed = (causal & mask_BS.bool()[:, None, None, :]) | itself
         out = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=allowed is None, scale=self.scale)
@@ -180,7 +180,7 @@ class FeedForward(ParallelBlock):
 
 
 class DecoderLayer(nn.Module):
-    """One block: a hidden state in, a hidden state out; everything else is optional."""
+    """One transformer block; all arguments except the hidden state are optional."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__()
@@ -196,7 +196,7 @@ class DecoderLayer(nn.Module):
         mask_BS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 where a key may be seen (only without a cache).
+        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 1 for visible keys (only without a cache).
 
         A sequence-parallel layer takes the positions and the mask of the whole sequence, and needs the positions.
         """
@@ -207,7 +207,7 @@ class DecoderLayer(nn.Module):
 
 
 def sequence_positions(x_BS: Tensor) -> Tensor:
-    """0, 1, 2, ... for every row: int64 [B, S]."""
+    """Return 0, 1, 2, ... for every row: int64 [B, S]."""
     return torch.arange(x_BS.shape[1], device=x_BS.device).expand(x_BS.shape[0], -1)
 
 
@@ -235,7 +235,7 @@ class Decoder(nn.Module):
         mask_BS: Tensor | None = None,
         caches: Sequence[LayerCache] | None = None,
     ) -> Tensor:
-        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry a layer."""
+        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry per layer."""
         hidden = self.embed_tokens(input_ids_BS)
         if positions_BS is None:
             positions_BS = sequence_positions(input_ids_BS)
@@ -245,9 +245,9 @@ class Decoder(nn.Module):
 
 
 class CausalLM(ParallelBlock):
-    """A decoder with its output head. ``config`` and ``context`` are what it was built from.
+    """A decoder with its output head. ``config`` and ``context`` are those it was built with.
 
-    ``sequence_parallel`` None is what ``nxd_config["sequence_parallel"]`` says, inside ``initialize_parallel_model``.
+    ``sequence_parallel=None`` uses ``nxd_config["sequence_parallel"]`` inside ``initialize_parallel_model``.
     """
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, sequence_parallel: bool | None = None):
@@ -255,7 +255,7 @@ class CausalLM(ParallelBlock):
         self.config = config
         self.dtype = dtype
         self.model = Decoder(config, dtype, self.sequence_parallel_enabled)
-        # A tied head is the embedding itself: it has no parameter of its own, as in the checkpoints.
+        # A tied head is the embedding itself: it has no parameter, as in the checkpoints.
         self.lm_head = None
         if not config.tied:
             self.lm_head = ColumnParallelLinear(
@@ -271,18 +271,18 @@ class CausalLM(ParallelBlock):
         zero_biases(self)
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        """Ids at these positions of the cached sequences -> final hidden states [B, S, E]."""
+        """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
         return self.model(ids_BS, positions_BS, None, caches)
 
     def parallel_logits(self, hidden_BSE: Tensor) -> Tensor:
-        """Final hidden states [..., E] -> this rank's logits [..., V / degree], the vocabulary padded at its end."""
+        """Map final hidden states [..., E] to this rank's logits [..., V / degree]; V is padded at its end."""
         hidden = self.enter(hidden_BSE)
         if self.lm_head is not None:
             return self.lm_head(hidden)
         return F.linear(hidden, cast(Tensor, self.model.embed_tokens.weight))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [..., E] -> logits [..., V], whole on every rank, in the model's dtype."""
+        """Map final hidden states [..., E] to logits [..., V], complete on every rank, in the model's dtype."""
         whole = mappings.gather_from_tensor_model_parallel_region(self.parallel_logits(hidden), context=self.context)
         vocabulary = self.config.vocab_size
         return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
@@ -290,10 +290,10 @@ class CausalLM(ParallelBlock):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
+        """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
 
-        ``attention_mask`` [B, S] is 1 for tokens and 0 for padding; positions count from the row's first column either
-        way. ``labels`` [B, S] are the ids themselves, shifted here; -100 is left out of the mean.
+        ``attention_mask`` [B, S] is 1 for tokens and 0 for padding; positions count from the first column in any case.
+        ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean.
         """
         self.config.check_length(input_ids.shape[1])
         hidden = self.model(input_ids, None, attention_mask)

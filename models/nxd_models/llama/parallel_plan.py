@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a decoder of the Llama family."""
+"""How tensor parallelism shards a decoder of the Llama family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nxd_models.spec import Cut
 
 
 def tensor_parallel_plan(config: LlamaConfig, degree: int) -> dict[str, Cut]:
-    """Heads are whole on a rank; what does not divide over ``degree`` ranks is padded."""
+    """Heads are not split; dimensions not divisible by ``degree`` are padded."""
     heads = gqa_plan(config.num_heads, config.num_kv_heads, degree)
     queries, keys = heads.q_axis(config.head_dim), heads.kv_axis(config.head_dim)
     inner, vocabulary = AxisPlan.padded(config.intermediate_size), AxisPlan.padded(config.vocab_size)

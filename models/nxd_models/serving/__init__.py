@@ -1,1 +1,1 @@
-"""What serves a model, whatever its family: tasks, the step of generation, the sampler, slots for adapters."""
+"""Serving code shared by all families: tasks, the generation step, the sampler, adapter slots."""

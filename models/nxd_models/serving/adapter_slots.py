@@ -1,4 +1,4 @@
-"""Slots for LoRA adapters in a decoder that is traced: how many, of what rank, beside which layers."""
+"""Slots for LoRA adapters in a traced decoder: how many, which rank, and at which layers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from nxd_infer.modules.lora import AdapterRows, add_adapter_slots
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """``slots`` adapters of rank up to ``rank`` beside the layers whose last name is one of ``targets``."""
+    """``slots`` adapters of rank up to ``rank`` for the layers whose last name component is one of ``targets``."""
 
     slots: int
     rank: int
     targets: tuple[str, ...]
 
     def add_to(self, model: nn.Module) -> AdapterRows:
-        """Put the tables into ``model``. Raises ModelConfigError for targets that it lacks and sizes below 1."""
+        """Add the tables to ``model``. Raises ModelConfigError for targets that it lacks and sizes below 1."""
         try:
             return add_adapter_slots(model, self.targets, self.slots, self.rank)
         except ParallelConfigError as error:
             raise ModelConfigError(str(error)) from error
 
     def input(self) -> dict[str, Any]:
-        """The entry of the step input ``adapter``: the slot of each row, 0 for none."""
+        """Return the spec of the step input ``adapter``: the slot of each row, 0 for none."""
         return {"role": "adapter", "default": 0, "minimum": 0, "maximum": self.slots}
 
     def metadata(self) -> dict[str, Any]:
-        """What a server needs to know of the slots."""
+        """Return the metadata that a server needs about the slots."""
         return {"slots": self.slots, "rank": self.rank, "targets": list(self.targets)}
 
     @staticmethod
     def of(slots: int, rank: int, targets: Sequence[str]) -> AdapterSlots | None:
-        """The slots that were asked for; None for 0 slots. Raises ModelConfigError when there are no targets."""
+        """Create the slots; None for 0 slots. Raises ModelConfigError if there are no targets."""
         if slots and not targets:
             raise ModelConfigError(
                 f"lora_slots = {slots}: this model's family names no layers that adapters may change; give lora_targets"

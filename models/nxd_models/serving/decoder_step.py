@@ -1,7 +1,7 @@
-"""One step of generation, with its cache and its sampler inside: what is traced.
+"""One generation step, including its cache and its sampler: the module that is traced.
 
-The same step shape serves decode (S = 1), prefill, chunked prefill and the verification of drafts: B rows of S tokens,
-each row at its own offset of its own slot. States stay with the step (with the ranks, once traced).
+The same step serves decode (S = 1), prefill, chunked prefill and the verification of drafts: B rows of S tokens,
+each row at its own offset in its own slot. The states stay with the step (with the ranks, once traced).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ def _input(role: str, default: float | None = None) -> dict[str, Any]:
 
 
 class DecoderStep(nn.Module):
-    """Mixin over a causal language model: ``slots`` caches of ``max_len`` positions, tokens in, the next token out.
+    """Mixin for a causal language model: ``slots`` caches of ``max_len`` positions; maps tokens to the next token.
 
         class LlamaStep(DecoderStep, CausalLM): ...
 
     The model is built as ``CausalLM(config, dtype)``. It has ``hidden_states(ids [B, S], positions [B, S], caches)``,
-    which gives the final hidden states [B, S, E] (``caches`` is one :class:`LayerCache` a layer, whose key and value
-    heads are placed on the ranks by ``nxd_infer.layout.gqa_plan``), and ``logits(hidden)``, which gives logits of the
-    whole vocabulary on every rank. What it gives for the padding behind a row's ``length`` is ignored, but must be
-    computable: there positions may lie beyond the context. The step's parameters are the model's, under their names.
+    which returns the final hidden states [B, S, E] (``caches`` is one :class:`LayerCache` per layer; its key and value
+    heads are placed on the ranks by ``nxd_infer.layout.gqa_plan``), and ``logits(hidden)``, which returns logits of the
+    full vocabulary on every rank. Its results for the padding after a row's ``length`` are ignored, but must be
+    computable: positions there may exceed the context. The step's parameters are the model's, under their names.
 
-    Row b works on the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for rows that
-    carry nothing): it feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the one that follows. A
-    step with ``start = 0`` begins a new sequence in its slot. Rows of one step have different slots; but in a step of
-    one token a row, several may feed tokens of one sequence at different positions, as if one step fed each in turn.
+    Row b uses the slot ``block_table[b, 0]`` (0 .. slots-1; ``slots`` itself is the scratch slot, for idle rows). It
+    feeds ``length[b]`` tokens at the positions ``start[b] ...`` and samples the next one. A step with ``start = 0``
+    begins a new sequence in its slot. Rows of one step have different slots; but in a step of one token per row,
+    several may feed tokens of one sequence at different positions, as if one step fed each in turn.
 
     A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
-    queued before this one's result has been looked at.
+    queued before this one's result is known.
 
     A step of exactly ``draft_tokens + 1`` tokens verifies drafts: a row feeds its last token and up to ``draft_tokens``
-    guesses of what follows, and gets the token that the model gives behind each of them, drawn as a step of its own
-    would draw it. The guesses that equal it, from the first on, are right; keys and values of the others are written
-    over by the next step before anything reads them. Their counts are not taken back, so a row that guesses must have
-    no penalties until its slot begins anew; ``prompt_length`` must be given.
+    guesses of what follows, and gets the model's next token after each of them, sampled as a separate step would
+    sample it. The leading guesses that equal it are right; the next step overwrites the keys and values of the others
+    before anything reads them. Their counts are not undone, so a row with guesses must have no penalties until its
+    slot begins anew; ``prompt_length`` must be given.
     """
 
-    # What the model has.
+    # Provided by the model.
     config: DecoderConfig
     hidden_states: Callable[[Tensor, Tensor, Sequence[LayerCache]], Tensor]
     logits: Callable[[Tensor], Tensor]
@@ -153,7 +153,7 @@ class DecoderStep(nn.Module):
         prompt_length: Tensor,
         adapter: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Feed ``length`` tokens a row, and sample the next.
+        """Feed ``length`` tokens per row, and sample the next.
 
         Args:
             tokens: int64 [B, S]; entries past ``length`` are ignored.
@@ -162,15 +162,14 @@ class DecoderStep(nn.Module):
             temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32 [B].
             top_k, seed: int64 [B].
             allowed: int32 [B, ceil(V/32)] bits; bias_ids, bias_values: int64 and float32 [B, bias_slots].
-            prompt_length: int64 [B]; positions before it are prompt, the others output, which is what the penalties
-                tell apart. Where it is -1, tokens fed one at a time after the first position count as output and all
-                others as prompt.
-            adapter: int64 [B], the slot of each row's adapter, 0 for none; only of a step with ``adapters``.
+            prompt_length: int64 [B]; positions before it are prompt, the others output, which penalties distinguish. If
+                it is -1, tokens fed one at a time after the first position count as output and all others as prompt.
+            adapter: int64 [B], the slot of each row's adapter, 0 for none; only in a step with ``adapters``.
 
         Returns:
             token [B, Q] int64, logprob [B, Q] float32, top_ids [B, Q, 20] int64, top_logprobs [B, Q, 20] float32, with
-            Q = S where drafts are verified (entries past ``length`` mean nothing) and Q = 1 otherwise (after a piece
-            of a prompt that is not its last they mean nothing).
+            Q = S if drafts are verified (entries past ``length`` are meaningless) and Q = 1 otherwise (meaningless
+            unless the row completes its prompt).
         """
         B, S = tokens.shape
         verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
@@ -194,7 +193,7 @@ class DecoderStep(nn.Module):
         remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
 
         def each(x_B: Tensor) -> Tensor:
-            """A row's setting, for every position that is sampled."""
+            """Repeat a row's setting for every sampled position."""
             return x_B.repeat_interleave(S, 0) if verifies else x_B
 
         token, logprob, top_ids, top_logprobs = sample(
@@ -217,7 +216,7 @@ class DecoderStep(nn.Module):
         )
         token_BQ = token.unflatten(0, (B, -1))
         last_B = slot_B
-        if S == 1:  # of the rows of one slot, the one that is furthest
+        if S == 1:  # of the rows of one slot, the one with the highest position
             behind_BB = (slot_B[:, None] == slot_B) & (start[:, None] < start)
             last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
         torch.ops.aten.index_put_(self.last_token, [last_B], self._last(token_BQ, ids, length) if verifies else token)
@@ -229,7 +228,7 @@ class DecoderStep(nn.Module):
         }
 
     def _last(self, token_BS: Tensor, ids_BS: Tensor, length_B: Tensor) -> Tensor:
-        """The token [B] behind the last right guess of each row."""
+        """Return the token [B] after the last right guess of each row."""
         place = torch.arange(self.draft_tokens, device=ids_BS.device)
         right = (token_BS[:, :-1] == ids_BS[:, 1:]) & (place + 1 < length_B[:, None])
         count_B1 = torch.where(right, self.draft_tokens, place).amin(1, keepdim=True)
@@ -239,9 +238,9 @@ class DecoderStep(nn.Module):
 def step_inputs(
     vocab_size: int, batch: int, length: int, slots: int, bias_slots: int = BIAS_SLOTS, *, adapter: bool = False
 ) -> dict[str, Tensor]:
-    """The inputs of a :class:`DecoderStep` for ``batch`` rows of ``length`` tokens, by name, at their defaults.
+    """Return the inputs of a :class:`DecoderStep` for ``batch`` rows of ``length`` tokens, by name, with defaults.
 
-    Every row is idle: its slot is the scratch slot and its length 0. ``adapter``: of a step with slots for adapters.
+    Every row is idle: its slot is the scratch slot and its length 0. ``adapter``: include the input of adapter slots.
     """
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tokens": ((batch, length), torch.int64),

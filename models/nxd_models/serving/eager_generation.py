@@ -1,4 +1,4 @@
-"""Generation by calling a decoder's step in plain PyTorch: the reference of the engine."""
+"""Generate by calling a decoder's step in plain PyTorch: the reference for the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nxd_models.serving.decoder_step import DecoderStep, step_inputs
 
 @dataclass
 class Generated:
-    """What :func:`generate_eager` made of one prompt."""
+    """The result of :func:`generate_eager` for one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
-    """The most probable tokens of each position with their log probabilities."""
+    """The most likely tokens of each position with their log probabilities."""
 
 
 Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -37,15 +37,15 @@ def generate_eager(
     run: Run | None = None,
     **sampling: Any,
 ) -> list[Generated]:
-    """Generate for all prompts at once, one slot each: the plain reference of the engine.
+    """Generate for all prompts at once, one slot each: the plain reference for the engine.
 
     Args:
-        step: gives the sizes, and runs when ``run`` is None.
+        step: defines the sizes, and runs if ``run`` is None.
         prompts: at most ``step.slots`` lists of at least one token id.
         eos_token_ids: a sequence ends after one of these, which is its last token.
-        piece: prefill at most so many tokens at a time; None is the whole prompt.
-        run: another way to run a step (a traced model's bucket, say), from named inputs to named outputs.
-        sampling: inputs of the step by name, a value for all or a list with one a prompt.
+        piece: prefill at most this many tokens at a time; None: the whole prompt.
+        run: another way to run a step (such as a traced bucket), from named inputs to named outputs.
+        sampling: inputs of the step by name, one value for all, or a list with one per prompt.
     """
     if len(prompts) > step.slots:
         raise ModelConfigError(f"{len(prompts)} prompts do not fit the {step.slots} slots of this step")

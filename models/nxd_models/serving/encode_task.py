@@ -1,4 +1,4 @@
-"""The plan of the tasks "embed" and "classify": a graph for every batch size and length."""
+"""The plan of the tasks "embed" and "classify": one graph per batch size and length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> T
     """One call of an encoder, for every batch size and length; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, EncoderConfig):
-        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is no encoder")
+        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not an encoder")
     limit, why = config.max_length, f"max_position_embeddings = {config.max_position} of this {config.model_type} model"
     text = sentence.longest_text(directory.path)
     if text is not None and text < limit:

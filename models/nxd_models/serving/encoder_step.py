@@ -1,4 +1,4 @@
-"""What is traced of an encoder: one call, from ids to embeddings or logits.
+"""The traced module of an encoder: one call, from ids to embeddings or logits.
 
 class SentenceStep(EmbedStep, SentenceEncoder): ...
 """
@@ -13,11 +13,11 @@ from nxd_models.spec import EncoderConfig
 
 
 class EncoderStep(nn.Module):
-    """Mixin over a module that takes ids, mask and types, and has the ``config`` it was built from as
-    ``Module(config, dtype, **options)``: names its output, and says how a call may be padded.
+    """Mixin for a module that takes ids, mask and types, and has the ``config`` it was built from as
+    ``Module(config, dtype, **options)``. Names its output, and declares how a call may be padded.
 
-    Rows and positions are padded: ids with the padding token, mask and types with 0. No row of another call, and no
-    padding, has an influence on a row, because the mask hides it.
+    Rows and positions are padded: ids with the padding token, mask and types with 0. Other rows and padding do not
+    influence a row, because the mask hides them.
     """
 
     nxd_output = ""
@@ -48,12 +48,12 @@ class EncoderStep(nn.Module):
 
 
 class EmbedStep(EncoderStep):
-    """Over a module that gives float32 [B, E]."""
+    """For a module that returns float32 [B, E]."""
 
     nxd_output = "embedding"
 
 
 class ClassifyStep(EncoderStep):
-    """Over a module that gives float32 [B, C]."""
+    """For a module that returns float32 [B, C]."""
 
     nxd_output = "logits"

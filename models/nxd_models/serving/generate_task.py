@@ -1,4 +1,4 @@
-"""The plan of the task "generate": graphs for decoding, prompts and drafts, and what the engine must know."""
+"""The plan of the task "generate": graphs for decoding, prompts and drafts, and the engine's metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nxd_models.serving.task_plan import TaskPlan, make_plan
 from nxd_models.spec import DecoderConfig, ModelDirectory
 
 PROMPT_ROWS = 16
-"""Tokens of prompts that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
+"""Prompt tokens that fit into a decode step beside all sequences; 32 rows cost little more than a piece of 32."""
 
 
 def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:

@@ -1,4 +1,4 @@
-"""The keys and values of earlier tokens: one cache a layer, with a part for every slot."""
+"""The keys and values of earlier tokens: one cache per layer, with a part for every slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LayerCache(NamedTuple):
-    """One layer's cache and where this step's rows lie in it; see ``nxd_infer.ops.cache_attention``."""
+    """One layer's cache and the places of this step's rows in it; see ``nxd_infer.ops.cache_attention``."""
 
     keys: Tensor
     """[N, K, L, D], changed in place."""
@@ -20,7 +20,7 @@ class LayerCache(NamedTuple):
 
 
 class StateList(nn.Module):
-    """One state a layer, as the buffers ``0``, ``1``, ...; no state dict holds them."""
+    """One state per layer, as the buffers ``0``, ``1``, ...; not in state dicts."""
 
     def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype):
         super().__init__()

@@ -1,4 +1,4 @@
-"""From the vectors of a text's tokens to one vector."""
+"""Combine the vectors of a text's tokens into one vector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_models.hf.sentence_transformers import POOLINGS
 
 
 def pooling_modes(pooling: str) -> list[str]:
-    """``"cls+mean"`` -> ``["cls", "mean"]``. Raises ModelConfigError for a mode that is not known."""
+    """``"cls+mean"`` -> ``["cls", "mean"]``. Raises ModelConfigError for an unknown mode."""
     modes = pooling.split("+")
     if unknown := [mode for mode in modes if mode not in POOLINGS]:
         raise ModelConfigError(
@@ -21,7 +21,7 @@ def pooling_modes(pooling: str) -> list[str]:
 
 
 def pool(hidden_BSE: Tensor, attention_mask_BS: Tensor, pooling: str) -> Tensor:
-    """float32 [B, E times modes]: one vector a row, of the positions whose mask is 1; padding is on the right."""
+    """float32 [B, E times modes]: one vector per row, from the positions whose mask is 1; padding is on the right."""
     hidden, seen = hidden_BSE.float(), attention_mask_BS[..., None].float()
     return torch.cat([_pool(hidden, seen, mode) for mode in pooling_modes(pooling)], -1)
 

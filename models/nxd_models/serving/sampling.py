@@ -1,4 +1,4 @@
-"""What a request may ask of the next token: penalties, bias, allowed tokens, sampling, and 20 log probabilities.
+"""Choose the next token as a request asks: penalties, bias, allowed tokens, sampling, and 20 log probabilities.
 
 Steps 1 to 4 are specified in :mod:`nxd_infer.ops.adjust` (repetition penalty, presence and frequency penalty, bias,
 allowed tokens, in this order), step 5 in :mod:`nxd_infer.ops.sampling` (temperature, top-k, top-p, min-p, the draw).
@@ -39,14 +39,14 @@ def sample(
     frequency_penalty: Tensor | None = None,
     repetition_penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next token of each row: ``(token [B], logprob [B], top_ids [B, 20], top_logprobs [B, 20])``.
+    """Return the next token of each row: ``(token [B], logprob [B], top_ids [B, 20], top_logprobs [B, 20])``.
 
     Args:
-        logits_BV: raw logits; float32 is computed in.
+        logits_BV: raw logits; the computation is in float32.
         temperature_B, top_p_B, min_p_B: float32; off at 0 (greedy), 1 and 0. top_k_B: int64, off at 0.
-        seed_B, position_B: int64; what the row's random numbers are a function of, besides the token id.
+        seed_B, position_B: int64; with the token id, they determine the row's random numbers.
         allowed, bias_ids, bias_values, counts, seen, slot, presence_penalty, frequency_penalty, repetition_penalty:
-            as :func:`nxd_infer.ops.adjust_logits` takes them.
+            as in :func:`nxd_infer.ops.adjust_logits`.
     """
     return ops.sample_adjusted(
         logits_BV.float(),
@@ -70,12 +70,12 @@ def sample(
 
 
 def allowed_words(vocab_size: int) -> int:
-    """int32 words of the bitmask of allowed tokens."""
+    """Return the number of int32 words of the bitmask of allowed tokens."""
     return -(-vocab_size // 32)
 
 
 def pack_allowed(allowed_BV: Tensor) -> Tensor:
-    """bool [B, V] -> the int32 bitmask [B, ceil(V/32)] that :func:`sample` takes."""
+    """Pack bool [B, V] into the int32 bitmask [B, ceil(V/32)] that :func:`sample` takes."""
     rows, vocabulary = allowed_BV.shape
     words = allowed_words(vocabulary)
     padded = torch.nn.functional.pad(allowed_BV.long(), (0, words * 32 - vocabulary))

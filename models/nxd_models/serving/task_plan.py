@@ -1,4 +1,4 @@
-"""What ``parallel_model_trace`` takes to trace a model directory for a task, and the functions that it calls."""
+"""The arguments of ``parallel_model_trace`` for tracing a model directory, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nxd_models.hf import weights as hf
 
 @dataclass
 class TaskPlan:
-    """Everything that tracing a model directory for one task takes, except degree and backend."""
+    """All arguments for tracing a model directory for one task, except degree and backend."""
 
     task: str
     func: Callable[..., nn.Module]
-    """Module-level, so that a spawned process can import it."""
+    """Defined at module level, so that a spawned process can import it."""
     func_kwargs: dict[str, Any]
     example_inputs: list[dict[str, Tensor]]
-    """One dictionary a bucket: input name -> example."""
+    """One dictionary per bucket: input name -> example."""
     bucket_names: list[str]
     checkpoint_loader_callable: Callable[[], Any]
     metadata: dict[str, Any]
@@ -33,7 +33,7 @@ class TaskPlan:
     """Name in the artifact -> file."""
 
     def trace_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``parallel_model_trace``."""
+        """Return the keyword arguments of ``parallel_model_trace``."""
         return {
             "func": self.func,
             "example_inputs": self.example_inputs,
@@ -46,12 +46,12 @@ class TaskPlan:
 
 
 def traced_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """The step that is traced for ``task``, parallel over the current context; no weights are read."""
+    """Return the step that is traced for ``task``, parallel over the current context; reads no weights."""
     return registry.load_config(model_dir).make(task, dtype, step=True, **options).eval()
 
 
 def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.NamedSource:
-    """``weights``, or those of ``kwargs["model_dir"]``, under the names that ``traced_step(**kwargs)`` reads."""
+    """Return ``weights``, or those of ``kwargs["model_dir"]``, under the names that ``traced_step(**kwargs)`` reads."""
     with torch.device("meta"):
         module = traced_step(**kwargs)
     return hf.named_weights(module, hf.weights(kwargs["model_dir"]) if weights is None else weights)
@@ -64,7 +64,7 @@ def make_plan(
     metadata: dict[str, Any],
     weights: Weights | None,
 ) -> TaskPlan:
-    """A plan for :func:`traced_step` with these arguments. ``buckets``: name -> example inputs."""
+    """Return a plan for :func:`traced_step` with these arguments. ``buckets``: name -> example inputs."""
     return TaskPlan(
         task=task,
         func=traced_step,

@@ -1,12 +1,12 @@
-"""What ``parallel_model_trace`` needs to trace a model directory for a task: buckets, example inputs, metadata, files.
+"""The arguments of ``parallel_model_trace`` for a model directory and a task: buckets, example inputs, files.
 
     plan = tasks.plan("model_dir", batch_sizes=[1, 4], prompt_buckets=[128, 512], max_len=1024)
     model = parallel_model_trace(**plan.trace_arguments(), tp_degree=2)
 
-Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size, ``verify_b<B>`` (B rows of a token and
-``speculate`` guesses) beside it where that is asked for, ``prefill_s<S>`` (one row of S tokens) for every prompt
-length, and ``mixed_b<B>`` (as ``decode``, with a row for every slot and PROMPT_ROWS for tokens of prompts). Buckets of
-an encoder: ``b<B>_s<S>`` for every pair.
+Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size; if speculating also ``verify_b<B>``
+(B rows of a token and ``speculate`` guesses); ``prefill_s<S>`` (one row of S tokens) for every prompt length; and
+``mixed_b<B>`` (like ``decode``, with a row for every slot and PROMPT_ROWS for prompt tokens). Buckets of an encoder:
+``b<B>_s<S>`` for every pair.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SERVING_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What a server needs beside the graphs; copied where present, with the files of sentence-transformers."""
+"""Files that a server needs besides the graphs; copied if present, with the files of sentence-transformers."""
 
 FURTHER_TEMPLATES = "additional_chat_templates"
-"""The folder of chat templates for other uses, copied too."""
+"""The folder of chat templates for other uses; it is copied too."""
 
 
 @takes(TaskOptions)
