@@ -63,8 +63,8 @@ def stamps_file(stamps: Mapping[str, Stamp]) -> Iterator[int]:
 
 
 def read_stamps(fd: int) -> dict[str, Stamp]:
-    """Read what :func:`stamps_file` wrote. Several processes may do so at once: they share the file position, too."""
     """Read what :func:`stamps_file` wrote. Several processes may do so at once: pread ignores the shared position."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
     return {name: tuple(stamp) for name, stamp in json.loads(data).items()}
 
 

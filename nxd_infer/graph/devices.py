@@ -99,7 +99,7 @@ def _nested(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 def plain_operators(module: fx.GraphModule, keep: Iterable[Any] = ()) -> fx.GraphModule:
     """Return a graph of PyTorch's operators and collectives only: composite ones are replaced by their references,
-    except those in ``keep``. Raises TraceError for a native or packed operator, which means a graph lowered for a CPU."""
+    except those in ``keep``. Raises TraceError for a native or packed operator: such a graph was lowered for a CPU."""
     module = copied(module)
     kept = frozenset(keep)
     insert_operators(module, None, {target: body for target, body in COMPOSITE.items() if target not in kept})

@@ -52,7 +52,7 @@ def in_place(module: fx.GraphModule, states: int) -> fx.GraphModule:
             graph.erase_node(value)
         elif value is not place:
             computed.append((place, value))
-    with graph.inserting_before(output):  # a pass may compute a state otherwise: insert all copies at the end
+    with graph.inserting_before(output):  # values that a pass changed: copy all before overwriting the first state
         for place, value in [(place, call(graph, _COPY, value)) for place, value in computed]:
             call(graph, aten.copy_.default, place, value)
     return module

@@ -174,9 +174,7 @@ def _parts(ir: Any) -> tuple[int, list[tuple[str, list[Any], dict[str, Any]]], l
         name, args, kwargs = [*entry, {}][:3] if type(entry) is list and 2 <= len(entry) <= 3 else ("", None, None)
         if type(name) is not str or type(args) is not list or type(kwargs) is not dict:
             raise ArtifactCorruptError(f"node {number} of a graph is not an operator with its arguments")
-        if not all(
-            key.isidentifier() and not keyword.iskeyword(key) for key in kwargs
-        ):  # they become program text
+        if not all(key.isidentifier() and not keyword.iskeyword(key) for key in kwargs):  # they become program text
             raise ArtifactCorruptError(f"node {number} of a graph: {name} has no such arguments as {list(kwargs)}")
         found.append((name, args, kwargs))
     return inputs, found, outputs

@@ -105,7 +105,11 @@ def test_a_plan_has_the_limit_and_the_files(tmp_path):
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length = 0"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts = "),
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts = "),
-        ("config_sentence_transformers.json", {"default_prompt_name": "no"}, "default_prompt_name = 'no' is not one of q"),
+        (
+            "config_sentence_transformers.json",
+            {"default_prompt_name": "no"},
+            "default_prompt_name = 'no' is not one of q",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(tmp_path, file, content, message):

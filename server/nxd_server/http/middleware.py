@@ -71,9 +71,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 headers = [*message.get("headers", []), (ID_HEADER, request_id.encode())]
-                if (
-                    body.body_left and (b"connection", b"close") not in headers
-                ):  # the rest of the request is not read
+                if body.body_left and (b"connection", b"close") not in headers:  # the rest of the request is not read
                     headers.append((b"connection", b"close"))
                 if whole.version is not None:
                     headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
