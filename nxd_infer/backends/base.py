@@ -1,12 +1,12 @@
-"""What a backend is: a few facts about it, as data, and the calls by which graphs are compiled, placed and run.
+"""The interface of a backend: its properties, as data, and the calls that compile, place and run graphs.
 
-A backend is one folder here and one line in :mod:`nxd_infer.backends.registry`, or a package of somebody else's that
-the registry finds. Nothing outside knows which backends there are. What is imported with a backend's module should be
-cheap: processes that hold no torch ask for its data and for :meth:`Backend.check_target`.
+A backend is one folder here and one line in :mod:`nxd_infer.backends.registry`, or a package of others that the
+registry finds. No code elsewhere knows which backends exist. Importing a backend's module should be cheap, because
+processes without torch read its data and call :meth:`Backend.check_target`.
 
-A compiled graph is a directory ``graphs/<digest>/`` that holds ``graph.json`` (:class:`GraphFile`: the specs of every
-tensor the graph takes, in order), ``ir.json`` (the graph itself, from which any backend can be compiled again) and
-whatever the backend adds.
+A compiled graph is a directory ``graphs/<digest>/`` with ``graph.json`` (:class:`GraphFile`: the specs of all the
+graph's tensors, in order), ``ir.json`` (the graph itself, from which any backend can compile it again) and the
+backend's own files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether something can run here, and if not, why: ``reason`` is the text a user sees."""
+    """Whether something can run here, and if not, the ``reason`` to show to the user."""
 
     ok: bool
     reason: str = ""
@@ -39,54 +39,54 @@ class Availability:
 
 
 class RankRuntime(Protocol):
-    """What a process of ranks offers the backend that runs them."""
+    """What a process of ranks provides to its backend."""
 
     @property
     def context(self) -> ParallelContext:
-        """The rank of this process (the first, where it runs all); its transport runs what is not in a graph."""
+        """The rank of this process (the first, if it runs all); its transport executes collectives outside graphs."""
         ...
 
     @property
     def threads(self) -> int:
-        """Threads each rank may use."""
+        """Threads per rank."""
         ...
 
     def library(self, content_hash: str) -> Any:
-        """The operator library of that hash, registered and connected. Raises ArtifactError when it cannot be."""
+        """Return the operator library of that hash, registered and connected. Raises ArtifactError if that fails."""
         ...
 
 
 class Placement(Protocol):
-    """Where the states and weights of one rank live, shared by the graphs of all its buckets."""
+    """The states and weights of one rank in memory, shared by the graphs of all its buckets."""
 
     states: dict[str, Any]
     weights: dict[str, Any]
 
     def reset_states(self) -> None:
-        """Put every state back to its traced value, where it lies."""
+        """Reset every state to its traced value, in place."""
         ...
 
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Any]:
-        """Put new weights in place of the old ones; ``read(name)`` gives each as the weight file holds it.
+        """Replace weights by new ones; ``read(name)`` returns each as stored in the weight file.
 
-        Returns those that executables must be told of (:meth:`Executable.update_weights`): the ones that are not where
-        the old ones were.
+        Returns the weights that moved to another address, which executables must be given
+        (:meth:`Executable.update_weights`).
         """
         ...
 
     def replace_entry(self, name: str, slot: int, entry: Tensor) -> None:
-        """Put ``entry`` into line ``slot`` of the table ``name``, where it lies."""
+        """Copy ``entry`` into row ``slot`` of the table ``name``, in place."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 
 @dataclass(frozen=True)
 class RankGraph:
-    """One rank's graph of one bucket, to be loaded: the directory, its entry in the manifest, and where its tensors
-    are. Other entries of ``states`` and ``weights`` are ignored."""
+    """One rank's graph of one bucket, to be loaded: its directory, its entry in the manifest, and the addresses of its
+    tensors. Other entries of ``states`` and ``weights`` are ignored."""
 
     directory: Path
     spec: GraphSpec
@@ -95,35 +95,35 @@ class RankGraph:
 
 
 class Executable(Protocol):
-    """A loaded graph, of the one rank or of all ranks that its process runs."""
+    """A loaded graph, of one rank or of all ranks of its process."""
 
     graph: GraphFile
-    """That of the first rank."""
+    """The graph of the first rank."""
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run once. ``inputs`` are host tensors in the order of ``graph.inputs``; returns the first rank's outputs, on
         the host, in the order of ``graph.outputs``.
 
-        States take their new values. Raises InputMismatchError when an input's count, dtype or shape is not the traced
-        one (a stride that differs is made contiguous first).
+        States take their new values. Raises InputMismatchError if an input's count, dtype or shape is not the traced
+        one (an input with another stride is made contiguous first).
         """
         ...
 
     def bind(self, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """A function that runs on what these very tensors hold then; they are checked now, as by a call."""
+        """Return a function that runs on these tensors' contents at that time; they are checked now, as by a call."""
         ...
 
     def update_weights(self, weights: Mapping[str, Any], rank: int = 0) -> None:
-        """Read these from the next call on (names of ``graph.weights``; others keep what they have). ``rank``: which
-        of the process's ranks, by its place.
+        """Use these weights from the next call on (names of ``graph.weights``; others stay). ``rank``: the index among
+        the process's ranks.
 
-        Raises WeightSchemaError when dtype, shape or stride differ. A change made *inside* a tensor is seen at once
-        and needs no call.
+        Raises WeightSchemaError if dtype, shape or stride differ. A change *inside* a tensor takes effect immediately,
+        without this call.
         """
         ...
 
     def close(self) -> None:
-        """Let go of code, states and weights. A call afterwards raises ModelClosedError."""
+        """Release code, states and weights. A later call raises ModelClosedError."""
         ...
 
 
@@ -134,64 +134,64 @@ class Backend(Protocol):
     native: bool
     """Whether its graphs call this package's native operators and read packed weights."""
     one_process: bool
-    """Whether one process runs all ranks, with collectives of the backend's own; else each rank has its own process."""
+    """Whether one process runs all ranks, with the backend's own collectives; else each rank has its own process."""
     compiles: bool
-    """Whether graphs are compiled, in processes of their own and with a cache; False when a stored graph is run."""
+    """Whether graphs are compiled, in separate processes and with a cache; False if stored graphs are run directly."""
     cross_compiles: bool
-    """Whether it compiles for machines that are not this one; what it made is not asked to run here then."""
+    """Whether it compiles for other machines; then its results need not be able to run here."""
 
     def probe(self) -> Availability:
-        """Whether it can run here. Imports what it needs; never raises."""
+        """Return whether it can run here. Imports what it needs; never raises."""
         ...
 
     def probe_compiler(self) -> Availability:
-        """Whether models can be traced for it here; loading may need less."""
+        """Return whether models can be traced for it here; loading may need less."""
         ...
 
     def has_option(self, name: str) -> bool:
-        """Whether :meth:`options` takes one of this name."""
+        """Whether :meth:`options` accepts an option of this name."""
         ...
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
-        """The user's options (``compiler_args``), checked and completed, as data for JSON; ``quantize`` is one of them.
+        """Return the user's options (``compiler_args``), checked and completed, as JSON data; includes ``quantize``.
         Compiled code depends on all of them. Raises TraceConfigError by name."""
         ...
 
     def prepare_trace(self, tp_degree: int) -> None:
-        """Before any rank is traced: build what tracing needs. Raises BackendUnavailableError."""
+        """Build what tracing needs, before any rank is traced. Raises BackendUnavailableError."""
         ...
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
-        """From the canonical graphs of one rank's buckets to what is compiled of them. A pure function: the same graphs
-        and options give the same, on every rank. Raises TraceError for what the backend cannot run."""
+        """Convert the canonical graphs of one rank's buckets to what is compiled. A pure function: equal graphs and
+        options give equal results on every rank. Raises TraceError for what the backend cannot run."""
         ...
 
     def environment(self, workdir: Path) -> Mapping[str, str]:
-        """Variables of a process that compiles; what the compiler writes goes below ``workdir``."""
+        """Return the environment variables of compile processes; the compiler's files go below ``workdir``."""
         ...
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        """Add the compiled code to a directory that :meth:`passes` has filled; needs no weight. This process is one
-        made for it. Raises TraceError with the compiler's own words."""
+        """Add the compiled code to a directory that :meth:`passes` has filled; needs no weights. Called in a process
+        created for it. Raises TraceError with the compiler's message."""
         ...
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``manifest.target``: what the compiled code needs of a machine."""
+        """Return ``manifest.target``: the machine that the compiled code needs."""
         ...
 
     def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        """Raise ArtifactVersionError when code compiled for ``target`` under ``versions`` cannot run here; its text
-        goes on from "the artifact ...". ArtifactCorruptError for a target that nobody wrote."""
+        """Raise ArtifactVersionError if code compiled for ``target`` under ``versions`` cannot run here; its text
+        continues "the artifact ...". ArtifactCorruptError for an invalid target."""
         ...
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
-        """Put one rank's weights, out of its file, and its states, as they begin, where graphs find them."""
+        """Load one rank's weights from its file, and its initial states, to where graphs read them."""
         ...
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        """Load one bucket's graph for the ranks of this process, the one or all: no model code, no compiler.
+        """Load one bucket's graph for the ranks of this process, one or all: no model code, no compiler.
 
-        Raises ArtifactCorruptError when a directory is not that graph, InputMismatchError or WeightSchemaError when a
+        Raises ArtifactCorruptError if a directory is not that graph, InputMismatchError or WeightSchemaError if a
         state's or weight's dtype, shape or stride is not the traced one.
         """
         ...

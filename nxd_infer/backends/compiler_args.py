@@ -1,4 +1,4 @@
-"""``compiler_args``: which words are options of the backend, and which are written for the Neuron compiler."""
+"""``compiler_args``: separates options of the backend from words written for the Neuron compiler."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from nxd_infer.errors import TraceConfigError
 _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 """Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
 _NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
-"""``--model-type=transformer``, ``--auto-cast``, ``-O1``. None of its names holds a dot or an underscore."""
+"""``--model-type=transformer``, ``--auto-cast``, ``-O1``. Its names never contain a dot or an underscore."""
 _VALUED = {
     *("-O", "-o", "--auto-cast", "--auto-cast-type", "--distribution-strategy", "--framework", "--lnc"),
     *("--logical-nc-config", "--model-type", "--optlevel", "--output", "--target", "--tensorizer-options", "--verbose"),
 }
-"""Those of its words that the next word may be the value of."""
+"""Its words that may be followed by a value as the next word."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
-    """Options of the backend by name, and the words that are the Neuron compiler's.
+    """Return the backend's options by name, and the words for the Neuron compiler.
 
-    A dictionary holds options of the backend only. In text and in lists, ``key=value`` is one, and ``--key=value``
-    where the backend ``has_option(key)`` (``--max-autotune=true`` is ``max_autotune``). Another word in the form of a
-    neuronx-cc argument is that compiler's, with the value after it (``-O 1``). Raises TraceConfigError for a word that
-    is neither.
+    A dictionary holds only options of the backend. In text and in lists, ``key=value`` is an option, and so is
+    ``--key=value`` if the backend ``has_option(key)`` (``--max-autotune=true`` is ``max_autotune``). Another word in
+    the form of a neuronx-cc argument belongs to that compiler, with its value (``-O 1``). Raises TraceConfigError for
+    any other word.
     """
     if compiler_args is None or isinstance(compiler_args, Mapping):
         return {str(key): value for key, value in (compiler_args or {}).items()}, []
@@ -45,7 +45,7 @@ def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tu
         elif takes_value and not equals and not word.startswith("-"):
             neuron.append(word)
         elif key and value and not key.startswith("-"):
-            options[key] = _value(value)  # for the backend to refuse
+            options[key] = _value(value)  # the backend rejects it
         else:
             raise TraceConfigError(
                 f"compiler_args: {word!r} is neither key=value, an option of the backend such as cpp.threads=2, nor "

@@ -1,7 +1,7 @@
-"""Which backends there are: ours in one table, those of other packages by their entry points.
+"""The available backends: ours in a table, those of other packages by entry points.
 
 A package registers one under ``[project.entry-points."nxd_infer.backends"]`` as ``name = "module:object"``. It is
-imported when it is asked for; one that cannot be is reported then, by its name and the reason, and harms no other.
+imported on first use; if that fails, the error names it and the reason, and other backends still work.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ BUILT_IN = {
     "eager": "nxd_infer.backends.cpu.eager",
 }
 DEFAULT = next(iter(BUILT_IN))
-"""The backend of whoever names none."""
+"""The backend if none is named."""
 
 
 def names() -> tuple[str, ...]:
-    """The backends there are, whether they can run here or not."""
+    """Return the names of all backends, whether they can run here or not."""
     return tuple(dict.fromkeys([*BUILT_IN, *_others()]))
 
 
 def get(name: str) -> Backend:
-    """The backend called ``name``. Raises ArtifactBackendError: there is none (with those there are), or it cannot be
-    imported (with the reason)."""
+    """Return the backend ``name``. Raises ArtifactBackendError if there is none (lists the existing ones) or its
+    import fails (with the reason)."""
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name]).BACKEND
     others = _others()
@@ -50,7 +50,7 @@ def get(name: str) -> Backend:
 
 
 def with_import_path(environment: dict[str, str], name: str) -> dict[str, str]:
-    """``environment`` of a process that is to run backend ``name``: its package is on the path there, as it is here."""
+    """Return ``environment`` for a process that runs backend ``name``, with its package on the path."""
     found = None if name in BUILT_IN else _others().get(name)
     if found is None or found.dist is None:
         return environment
@@ -59,7 +59,7 @@ def with_import_path(environment: dict[str, str], name: str) -> dict[str, str]:
 
 
 def _others() -> dict[str, EntryPoint]:
-    """The first of each name; a name of ours stays ours."""
+    """Return the first entry point of each name; our names cannot be replaced."""
     from importlib.metadata import entry_points
 
     found: dict[str, EntryPoint] = {}

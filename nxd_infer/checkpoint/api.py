@@ -1,7 +1,7 @@
-"""Saving and resuming a training job.
+"""Save and resume a training job.
 
 Source: NxD Core training API, "Save Checkpoint" and "Load Checkpoint". The files are safetensors and JSON; nothing is
-pickled. :mod:`nxd_infer.checkpoint.folder` says what lies where.
+pickled. For the file layout see :mod:`nxd_infer.checkpoint.folder`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_sav
 
 WORKERS = range(1, 33)
 NOTHING, REFERENCE = 0, 1 << 62
-"""Instead of the number of a checkpoint. The largest of all ranks counts, and only rank 0 looks."""
+"""Returned instead of a checkpoint's number. The maximum over all ranks is used, and only rank 0 looks."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -66,35 +66,35 @@ def save_checkpoint(
     nxd_config: Mapping[str, Any] | None = None,
     dataloader: Any = None,
 ) -> None:
-    """Save a training job under ``path/tag``, all or nothing. Every rank calls it, and ``path`` is shared by them.
+    """Save a training job under ``path/tag``, all or nothing. Every rank calls it with the same shared ``path``.
 
-    Killed at any moment, it leaves the checkpoints there were, and the new one either whole or not at all.
+    If the job is killed at any moment, earlier checkpoints remain, and the new one is either complete or absent.
 
     Args:
-        path: the folder of the job's checkpoints, or the URL of any store that fsspec knows, such as
+        path: the folder of the job's checkpoints, or the URL of any store that fsspec supports, such as
             ``s3://bucket/prefix`` (with its package: ``pip install 'nxd-infer[s3]'``).
-        tag: the name of this one; one of the same name is replaced in the end.
-        model: the model, or a dictionary, which can be loaded at the same degrees only. Data-parallel rank 0 writes.
-        optimizer: the optimizer, or its state as a dictionary (at the same degrees only). With ZeRO-1 every rank
-            writes its share, float32 masters included.
-        scheduler: anything with ``state_dict()`` of such values as ``user_content``.
-        user_content: what one would give to ``torch.save``: tensors, arrays, numbers, text, bytes, dates, paths, and
-            collections and dataclasses of them; rank 0's is saved. A dataclass comes back as its class where
+        tag: the checkpoint's name; an existing one of that name is replaced at the end.
+        model: the model, or a dictionary, which can only be loaded at the same degrees. Data-parallel rank 0 writes.
+        optimizer: the optimizer, or its state as a dictionary (only for the same degrees). With ZeRO-1 every rank
+            writes its share, including float32 masters.
+        scheduler: anything whose ``state_dict()`` holds values like ``user_content``.
+        user_content: values as for ``torch.save``: tensors, arrays, numbers, text, bytes, dates, paths, and
+            collections and dataclasses of them; rank 0's is saved. A dataclass is restored as its class if
             ``torch.serialization.add_safe_globals`` allows it, else as a namespace; see
             :mod:`~nxd_infer.layout.files.values`.
         num_workers: ranks that write at the same time, 1 to 32.
         use_xser: all ranks write at the same time, whatever ``num_workers`` is.
-        num_kept_ckpts: remove all but so many newest checkpoints of ``path`` once this one is whole; None keeps all.
-        async_save: return once this rank's tensors are copied, and write beside the training. One save at a time: the
+        num_kept_ckpts: keep only this many newest checkpoints in ``path`` once this one is complete; None: all.
+        async_save: return once this rank's tensors are copied, and write in the background. One save at a time: the
             next one, :func:`load_checkpoint`, :func:`wait_for_save` and the end of the process wait for it, and raise
-            what went wrong.
-        zero1_optimizer: an ``optimizer`` that is a dictionary differs between data-parallel ranks.
-        nxd_config: accepted; the model and the optimizer know their configuration.
-        dataloader: anything with ``state_dict()`` that knows the position in the data, such as
+            its error.
+        zero1_optimizer: whether a dictionary ``optimizer`` differs between data-parallel ranks.
+        nxd_config: accepted and ignored; the model and the optimizer know it.
+        dataloader: anything with a ``state_dict()`` that holds the position in the data, such as
             :class:`~nxd_infer.trainer.data.ResumableLoader`; every rank's is saved.
 
-    The state of the random generators is saved with it. Raises CheckpointError, on all ranks, when contents could be
-    stored in a pickle only, with the path to them (``user_content['a'][3]``), or a rank cannot write.
+    The state of the random generators is saved too. Raises CheckpointError, on all ranks, for a value that only a
+    pickle could store, with the path to it (``user_content['a'][3]``), or if a rank cannot write.
     """
     _check_workers(num_workers)
     if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
@@ -165,28 +165,28 @@ def load_checkpoint(
     dataloader: Any = None,
     verify: bool = True,
 ) -> Any:
-    """Load what :func:`save_checkpoint` saved, at the same degrees or at any others. Every rank calls it.
+    """Load a checkpoint of :func:`save_checkpoint`, at the same or other degrees. Every rank calls it.
 
-    A folder that the reference wrote can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
+    Checkpoints of the reference can be read too: its ``path/tag`` with a file ``checkpoint`` in it, and the
     ``tp_rank_00_pp_rank_00`` of its ``parallel_layers.save``. See :mod:`nxd_infer.checkpoint.neuronx.folder`.
 
     Args:
-        path, tag: where; without a tag the newest complete checkpoint. Where there is none yet, nothing is loaded, so
-            that a job's first start is like every other; a tag that is not there is an error.
-        model, optimizer, scheduler: are given what was saved of them. An optimizer is loaded after its model. With an
-            optimizer the random generators go on too, where the degrees are those of the saving job.
+        path, tag: where; without a tag the newest complete checkpoint. If there is none yet, nothing is loaded, so
+            that a job's first start works like any other; a missing tag is an error.
+        model, optimizer, scheduler: are loaded from the checkpoint, the optimizer after its model. With an optimizer
+            the random generators are restored too, if the degrees are those of the saving job.
         num_workers: ranks that read at the same time, 1 to 32.
-        strict: False leaves parameters alone that the checkpoint does not hold, and passes over what only it holds.
-        dataloader: anything with ``load_state_dict()``, is given the position in the data: of the same rank at the
-            degrees of the save; at others the one that all ranks had.
-        verify: compare the files with their checksums before anything is changed. Each file is read for it once, by
+        strict: False keeps parameters that the checkpoint lacks, and ignores what only it holds.
+        dataloader: anything with ``load_state_dict()``, called with the position in the data: that of the same rank at
+            the degrees of the save; at others the one that all ranks had.
+        verify: compare the files with their checksums before anything is changed. Each file is read once for this, by
             one rank, and is in memory when the ranks read their parts.
 
-    Returns the user contents, None without. At equal degrees training goes on bit by bit.
+    Returns the user contents, or None. At equal degrees training continues bit for bit.
 
-    Raises CheckpointError when there is no complete checkpoint of the tag, a file is missing or damaged (by name), or
-    the checkpoint holds none of what is asked for; WeightMismatchError, which lists names and shapes, when it is of
-    another model.
+    Raises CheckpointError if there is no complete checkpoint of the tag, a file is missing or damaged (by name), or
+    the checkpoint lacks what is requested; WeightMismatchError, listing names and shapes, if it belongs to another
+    model.
     """
     _check_workers(num_workers)
     context, storage = current_context(), storage_of(path)
@@ -209,7 +209,7 @@ def load_checkpoint(
         values = archive.value(0, "values")
         if scheduler is not None and "scheduler" not in values:
             raise CheckpointError(f"{archive.where} holds no scheduler; it was saved without")
-        if dataloader is not None:  # what can refuse its state comes first
+        if dataloader is not None:  # steps that may reject their state come first
             changes.append(partial(load_state, "position in the data", dataloader, data_position(archive, context)))
         if scheduler is not None:
             changes.append(partial(load_state, "scheduler", scheduler, values["scheduler"]))
@@ -231,13 +231,13 @@ def load_checkpoint(
         for one in changes:
             one()
 
-    for step in (compare, change):  # no rank changes anything unless what each has read fits
+    for step in (compare, change):  # no rank changes anything unless all have checked what they read
         in_turns(context, num_workers, _told(storage, step), of_world=True)
     return user_content[0]
 
 
 def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool:
-    """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it names."""
+    """Whether :func:`load_checkpoint` would find a checkpoint; True for a damaged one, which it then names."""
     storage, tag = storage_of(path), None if tag is None else str(tag)
     if folders.holds_checkpoint(storage, tag):
         return True
@@ -245,9 +245,9 @@ def has_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> bool
 
 
 def wait_for_save() -> None:
-    """Wait until this rank's part of an asynchronous save is written, on rank 0 all of it.
+    """Wait until this rank's part of an asynchronous save is written, on rank 0 the whole save.
 
-    Raises CheckpointError with what went wrong.
+    Raises CheckpointError with the save's error.
     """
     outstanding.wait()
 
@@ -258,7 +258,7 @@ def _check_workers(num_workers: Any) -> None:
 
 
 def _told(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
-    """``action``, whose failures to read and write are CheckpointErrors that name the folder."""
+    """Wrap ``action``, so that its failures to read and write are CheckpointErrors that name the folder."""
 
     def told() -> T:
         try:
@@ -270,19 +270,19 @@ def _told(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
 
 
 def _together(context: ParallelContext, action: Callable[[], object]) -> None:
-    """On all ranks at once; all wait, and all fail, together."""
+    """Run on all ranks at once; all wait, and all fail, together."""
     in_turns(context, context.world_size, action, of_world=True)
 
 
 def _number_of(context: ParallelContext, action: Callable[[], int]) -> int:
-    """The number that ``action`` gives on rank 0, on every rank."""
+    """Return on every rank the number that ``action`` returns on rank 0."""
     number: list[int] = []
     _together(context, lambda: number.append(action()) if context.rank == 0 else None)
     return largest(context, number[0] if number else 0)
 
 
 def _find(storage: Storage, tag: str | None) -> int:
-    """The number of the checkpoint to load, NOTHING, or REFERENCE for one that the reference wrote."""
+    """Return the number of the checkpoint to load, NOTHING, or REFERENCE for one of the reference."""
     if isinstance(storage, LocalStorage) and storage.root.is_file():
         raise CheckpointError(f"{storage.root} is a file; give the folder that save_checkpoint() was given")
     ours = folders.holds_checkpoint(storage, tag)
@@ -294,7 +294,7 @@ def _find(storage: Storage, tag: str | None) -> int:
 
 
 def _open(storage: Storage, counter: int, tag: str | None, context: ParallelContext, verify: bool) -> AnyArchive:
-    """The checkpoint that rank 0 has found, on every rank."""
+    """Open on every rank the checkpoint that rank 0 found."""
 
     def find() -> None:
         if counter == REFERENCE and isinstance(storage, LocalStorage):

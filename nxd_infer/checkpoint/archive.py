@@ -1,7 +1,7 @@
-"""Logical tensors out of what ranks have written, read slice by slice through the runs, at any degrees.
+"""Logical tensors from the ranks' files, read slice by slice through the runs, at any degrees.
 
 :class:`RunsSource` is a weight source like any other: a model of another degree reads its slices from it, and tools
-read whole tensors one at a time.
+read full tensors one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nxd_infer.modules.lora.peft import SUBFOLDER
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start..stop`` of a flattened tensor of one rank, with the runs that the whole of it is made of."""
+    """Elements ``start..stop`` of a rank's flattened tensor, with the runs of the complete tensor."""
 
     param: str
     tp_rank: int
@@ -39,14 +39,14 @@ class Piece:
     start: int
     stop: int
     logical: Mapping[str, tuple[int, ...]]
-    """The logical tensors the parameter is made of, and their whole shapes."""
+    """The parameter's logical tensors, with their full shapes."""
     values: Mapping[str, Any]
-    """State of it that is no tensor."""
+    """State of the piece that is not a tensor."""
     plans: ParamLayout | None = None
-    """How the parameter is cut at any other degree, where the checkpoint says so."""
+    """The parameter's sharding at any other degree, if the checkpoint records it."""
 
     def read_into(self, out: Tensor, rectangle: Bounds, key: str) -> int:
-        """Copy what this piece holds of a rectangle of the rank's tensor into ``out``; returns how many elements."""
+        """Copy this piece's elements of a rectangle of the rank's tensor into ``out``; return how many."""
         count = 0
         if self.file.shape(key) == self.shape:
             out.copy_(self.file.read(key, [slice(*bounds) for bounds in rectangle]))
@@ -55,7 +55,7 @@ class Piece:
             both = overlap(part, rectangle)
             if both is None:
                 continue
-            # The part is contiguous, and stays so when its first dimension of several elements is narrowed.
+            # The part is contiguous, and narrowing its first dimension with several elements keeps it so.
             lead = 1 + next((dim for dim, (a, b) in enumerate(part) if b - a > 1), len(part) - 1)
             part = (*both[:lead], *part[lead:])
             sizes = [b - a for a, b in part]
@@ -102,7 +102,7 @@ class RunsSource:
         return f"{param}|{self._key}" if self._key else param
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The logical tensor, or a slice of it. Raises CheckpointError when the files do not hold all of it."""
+        """Return the logical tensor, or a slice of it. Raises CheckpointError if the files do not hold all of it."""
         param = self._find(name)
         ranks = list(self._ranks[param].values())
         if param not in self._holdings:
@@ -135,19 +135,19 @@ class RunsSource:
 
 
 def adapter_of(source: WeightSource) -> tuple[list[str], bool]:
-    """The names of a LoRA adapter's factors among the weights of a checkpoint, and whether the base weights are not."""
+    """Return the names of a LoRA adapter's factors in a checkpoint, and whether the base weights are missing."""
     names = sorted(source.keys())
     factors = [name for name in names if ".lora_" in name]
     if not factors:
         return [], False
     layer, _, factor = factors[0].partition(".lora_")
-    if factor.count(".") > 1:  # "A.q.weight": the base of a joint layer has the names of q, k and v beside it
+    if factor.count(".") > 1:  # "A.q.weight": the base of a fused layer is named with q, k and v
         layer = layer.rpartition(".")[0]
     return factors, not any(name.startswith(f"{layer}." if layer else "") for name in set(names) - set(factors))
 
 
 def require_no_adapter(source: WeightSource, where: str) -> None:
-    """Raise CheckpointError when what was saved is a LoRA adapter: alone, or beside weights that are without it."""
+    """Raise CheckpointError if a LoRA adapter was saved, with or without the unmerged base weights."""
     factors, alone = adapter_of(source)
     if not factors:
         return
@@ -164,7 +164,7 @@ def require_no_adapter(source: WeightSource, where: str) -> None:
 
 
 class _File:
-    """One of the checkpoint's safetensors, opened when it is first needed; one in a bucket is fetched then."""
+    """One of the checkpoint's safetensors files, opened (and fetched from a bucket) when first needed."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, verify: Callable[[str], None] | None):
         self._checkpoint, self._name, self._verify = checkpoint, name, verify
@@ -191,8 +191,8 @@ class _File:
 class Archive:
     """A checkpoint that is open for reading.
 
-    The JSON that ranks have written is always checked; their tensors are by :meth:`verify`, and, with ``verify`` in a
-    bucket, each file once more when another rank than the one that has checked it fetches it.
+    The ranks' JSON files are always checked; :meth:`verify` checks their tensors. In a bucket, with ``verify``, a
+    file is checked again when it is fetched by another rank than the one that checked it.
     """
 
     def __init__(self, checkpoint: Checkpoint, verify: bool = True):
@@ -205,19 +205,19 @@ class Archive:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Of the job that saved it, by axis."""
+        """Degrees of the job that saved it, by axis."""
         return self.checkpoint.degrees
 
     @property
     def where(self) -> str:
-        """What a message calls it."""
+        """The name for messages."""
         return self.checkpoint.where
 
     def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
-        """Compare the files of ``kinds`` with their checksums, or of them every ``of``-th, from ``share`` on.
+        """Compare every ``of``-th of the files of ``kinds``, starting at ``share``, with its checksum.
 
-        Each file is read once, by one rank, whatever number of ranks goes on to read it.
-        Raises CheckpointError, which names the file.
+        Each file is read once, by one rank, however many ranks read it later.
+        Raises CheckpointError naming the file.
         """
         if self._verify:
             for name in sorted({part["file"] for kind in kinds for _, part in self.parts(kind)})[share::of]:
@@ -229,21 +229,21 @@ class Archive:
             self._verified.add(name)
 
     def record(self, rank: int) -> dict[str, Any]:
-        """What a rank said of its files."""
+        """Return a rank's record of its files."""
         if rank not in self._records:
             name = f"{rank_stem(rank)}.json"
             self._records[rank] = read_record(self.checkpoint.read(name), f"{self.where}/{name}")
         return self._records[rank]
 
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """``(rank, description)`` of the model or the optimizer, of the ranks that saved a part of it."""
+        """Yield ``(rank, description)`` of the model or the optimizer, for the ranks that saved a part of it."""
         for rank in range(self.checkpoint.manifest["world_size"]):
             part = self.record(rank).get(kind)
             if part is not None:
                 yield rank, part
 
     def pieces(self, kind: str) -> list[Piece]:
-        """All pieces of the model or the optimizer. Raises CheckpointError when there are none."""
+        """Return all pieces of the model or the optimizer. Raises CheckpointError if there are none."""
         found: list[Piece] = []
         for rank, part in self.parts(kind):
             tp_rank = self.record(rank)["place"]["tp"]
@@ -261,7 +261,7 @@ class Archive:
         return self._files[name]
 
     def value(self, rank: int, kind: str) -> Any:
-        """What a rank saved without runs: ``"values"``, or a model or an optimizer that was a dictionary."""
+        """Return what a rank saved without runs: ``"values"``, or a model or optimizer that was a dictionary."""
         where, part = f"{self.where}/{rank_stem(rank)}.json", self.record(rank).get(kind)
         if part is None:
             raise CheckpointError(f"{where} holds no {kind!r}; {FIX}")

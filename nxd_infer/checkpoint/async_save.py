@@ -1,4 +1,4 @@
-"""The save that goes on beside the training: one of a process, and its end waits for it."""
+"""The asynchronous save of a process: at most one at a time, and the process waits for it before it exits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxd_infer.errors import CheckpointError
 
 
 class Outstanding:
-    """The one save of this process that goes on beside the training. The interpreter waits for it at its end."""
+    """The asynchronous save in progress, at most one per process. The interpreter waits for it at exit."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -27,7 +27,7 @@ class Outstanding:
         def run() -> None:
             try:
                 action()
-            except Exception as error:  # raised by wait()
+            except Exception as error:  # wait() raises it
                 self._error = error
                 with contextlib.suppress(OSError, CheckpointError):  # rank 0 may have given up and removed the folder
                     storage.write(f"{folder}/{rank_stem(rank)}.failed", f"{error}".encode())
@@ -37,23 +37,23 @@ class Outstanding:
         self._thread.start()
 
     def join(self) -> None:
-        """Until the thread has ended, whatever has become of what it wrote."""
+        """Wait until the thread has ended, whether or not the save succeeded."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Until it is written. Raises what went wrong, once."""
+        """Wait until everything is written. Raises the save's error, once."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
             raise CheckpointError(f"the last asynchronous save failed: {error}") from error
 
     def report(self) -> None:
-        """At the end of the process: nobody has been told of the failure, so the process must not look like a success.
+        """At exit, turn an unreported failure into a failed exit status, so that it does not look like a success.
 
-        An exception here would be printed and leave the exit status 0. What was registered after this module was
-        imported has run; the output and the log are brought out before.
+        An exception here would only be printed, with exit status 0. Handlers registered after this module was imported
+        have already run; flush the log and the output before exiting.
         """
         if self._error is None:
             return
@@ -66,7 +66,7 @@ class Outstanding:
 
 
 outstanding = Outstanding()
-# Before the thread pools close, with which stores look up addresses; atexit comes after that. The hook has no public
-# name: it is what concurrent.futures uses for itself, and what is registered last is called first.
+# Must run before the thread pools close, because stores use them to resolve addresses, and atexit runs after that. The
+# hook has no public name; concurrent.futures uses it too, and the last one registered is called first.
 getattr(threading, "_register_atexit", atexit.register)(outstanding.join)
 atexit.register(outstanding.report)

@@ -1,4 +1,4 @@
-"""What one rank saves: tensors by file, and the record that says what they are made of."""
+"""Collect what one rank saves: tensors by file, and the record of their layouts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from nxd_infer.optimizer.sharded_files import describe, stem
 
 @dataclass
 class Content:
-    """What one rank saves: tensors by file name, and the record that says what they are made of."""
+    """What one rank saves: tensors by file name, and the record of their layouts."""
 
     files: dict[str, dict[str, Tensor]]
     record: dict[str, Any]
     adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-    """Of a model with LoRA, for rank 0: the tensors and the configuration of its adapter, for PEFT."""
+    """Tensors and configuration of a LoRA model's adapter, for PEFT; only on rank 0."""
 
 
 def collect(
@@ -42,7 +42,7 @@ def collect(
     own_values: Mapping[str, Any],
     copy: bool,
 ) -> Content:
-    """This rank's part. ``own_values`` are what every rank saves, ``values`` what rank 0 adds to them.
+    """Collect this rank's part. Every rank saves ``own_values``; ``values`` are added on rank 0.
 
     ``copy`` makes it independent of later training steps.
 
@@ -81,18 +81,18 @@ EXTRA = "extra_state"
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have more of a state than tensors, by name."""
+    """Return the modules whose state is more than tensors, by name."""
     default = nn.Module.get_extra_state
     return {name: one for name, one in model.named_modules() if type(one).get_extra_state is not default}
 
 
 def local_module(model: nn.Module) -> nn.Module:
-    """The module itself, whose names are those of the checkpoint."""
+    """Return the module whose names are used in the checkpoint."""
     return model.local_module() if isinstance(model, NxDModel) else model
 
 
 def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The parameters and buffers of which this rank is the first to hold some element, and their runs."""
+    """Return the parameters and buffers with elements that this rank is the first to hold, and their runs."""
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     degree, rank = context.tp.degree, context.tp.rank
@@ -111,7 +111,7 @@ def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[st
 
 
 def _weights(model: nn.Module) -> dict[str, tuple[Tensor, ParamLayout]]:
-    """What is saved of a model: of one with LoRA what its configuration says, else everything."""
+    """Return what is saved of a model: with LoRA what its configuration selects, else everything."""
     if isinstance(model, LoRAModel):
         return model.saved_weights()
     here = named_tensors(model)

@@ -1,18 +1,18 @@
-"""The folder of a job's checkpoints: each tag is there as a whole or not at all, numbered in the order of saving.
+"""The folder of a job's checkpoints: each tag is complete or absent, and numbered in the order of saving.
 
 ::
 
-    ckpts/step_100/manifest.json                  what was saved, by how many ranks, each file with its size and sha256
-                   done                           written last: it is whole; the manifest's sha256 and the number
-                   rank_00000.json ...            the runs: what each tensor of this rank's files is made of
-                   rank_00000.safetensors ...     its random state; of rank 0 the tensors of user contents too
+    ckpts/step_100/manifest.json                  contents, number of ranks, each file's size and sha256
+                   done                           written last, marks it complete; the manifest's sha256, the number
+                   rank_00000.json ...            the runs: the layout of each tensor in this rank's files
+                   rank_00000.safetensors ...     its random state; on rank 0 also tensors of user contents
                    model.tp_rank_00.pp_rank_00.safetensors
                    optim.dp_rank_00.tp_rank_00.pp_rank_00.safetensors
-    ckpts/.saving-00000007/                       being written, renamed to its tag when it is whole
+    ckpts/.saving-00000007/                       being written, renamed to its tag when complete
 
-A checkpoint is known by its manifest, not by the name of its folder: whatever holds ``done`` is whole, so a job killed
-between ``done`` and the rename has saved. The next save tidies up. One job at a time saves into a folder. In a bucket,
-which cannot rename, the folder is ``step_100.00000007`` from the first file on.
+A checkpoint is identified by its manifest, not by its folder's name: a folder with ``done`` is complete, so a job
+killed between ``done`` and the rename has saved. The next save cleans up. Only one job at a time may save into a
+folder. In a bucket, which cannot rename, the folder is ``step_100.00000007`` from the first file on.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ UNTAGGED = "_untagged"
 """The folder of the tag ""."""
 _SAVING = ".saving-"
 _OURS = re.compile(r"rank_\d{5}\.|model\.tp_rank_|optim\.dp_rank_|lora_adapter(/|$)|manifest\.json")
-"""How the files of a checkpoint are called that has no DONE yet."""
+"""Names of the files in a checkpoint without DONE."""
 _NUMBERED = {True: re.compile(r"^\.saving-(\d{1,18})$"), False: re.compile(r"\.(\d{8,18})$")}
-"""Folders that have their number in their name, in a file system (True) and in a bucket."""
+"""Folders with the checkpoint's number in their name, in a file system (True) and in a bucket."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whole checkpoint."""
+    """One complete checkpoint."""
 
     storage: Storage
     folder: str
@@ -57,21 +57,21 @@ class Checkpoint:
 
     @property
     def counter(self) -> int:
-        """1 for the first that was saved into the folder, and so on."""
+        """1 for the first checkpoint saved into the folder, and so on."""
         return self.manifest["counter"]
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Of the job that saved it, by axis."""
+        """Degrees of the job that saved it, by axis."""
         return self.manifest["degrees"]
 
     @property
     def where(self) -> str:
-        """What a message calls it."""
+        """The name for messages."""
         return self.storage.where(self.folder)
 
     def path(self, name: str) -> AnyPath:
-        """A file of it, to be opened. Raises CheckpointError when it is not there any more, or no file of it."""
+        """Return the path of one of its files. Raises CheckpointError if it is missing or not one of its files."""
         if name.startswith("/") or ".." in name.split("/"):
             raise CheckpointError(f"{self.where} names the file {name!r}, which would lie outside of it")
         try:
@@ -80,7 +80,7 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint {self.where} is damaged: {name} is missing") from error
 
     def read(self, name: str) -> bytes:
-        """The contents of a small file, checked. Raises CheckpointError when it is missing or not what was written."""
+        """Return the contents of a small file, checked. Raises CheckpointError if it is missing or differs."""
         try:
             data = self.storage.read(_inside(self.folder, name))
         except OSError as error:
@@ -89,7 +89,7 @@ class Checkpoint:
         return data
 
     def require_files(self) -> None:
-        """Raise CheckpointError, naming them, when files are missing or of another size than they were written."""
+        """Raise CheckpointError naming the files that are missing or have another size than recorded."""
         there = self.storage.files(self.folder)
         wrong = []
         for name, size in self.manifest["files"].items():
@@ -105,11 +105,11 @@ class Checkpoint:
             )
 
     def verify(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError when one of these files is not what was written, byte for byte.
+        """Raise CheckpointError if one of these files differs from its record, byte for byte.
 
-        The files are read once from front to back, so that whoever reads them next finds them in memory.
+        The files are read once from start to end, so that the next reader finds them in memory.
         """
-        known = self.manifest.get("sha256", {})  # the first checkpoints had none
+        known = self.manifest.get("sha256", {})  # the earliest checkpoints had none
         for name in names:
             if name in known:
                 self._compare(name, sha256_of(self.path(name)))
@@ -124,12 +124,12 @@ class Checkpoint:
 
 
 def complete_checkpoints(storage: Storage) -> list[Checkpoint]:
-    """The whole checkpoints of a folder, oldest first; one a tag."""
+    """Return the complete checkpoints of a folder, oldest first; one per tag."""
     return _survey(storage)[0]
 
 
 def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
-    """Whether :func:`find_checkpoint` has something to say: a checkpoint, whole or damaged."""
+    """Whether there is a checkpoint, complete or damaged, that :func:`find_checkpoint` would return or name."""
     there, damaged, _ = _survey(storage)
     if tag is not None:
         return any(found.tag == tag for found in there) or any(_tag_of(storage, folder) == tag for folder in damaged)
@@ -140,10 +140,10 @@ def holds_checkpoint(storage: Storage, tag: str | None = None) -> bool:
 
 
 def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
-    """The checkpoint of ``tag``, or the newest one. ``storage`` may be the folder of one checkpoint itself.
+    """Return the checkpoint ``tag``, or the newest one. ``storage`` may also be the folder of a single checkpoint.
 
-    Raises CheckpointError, which lists those that there are; when the manifest of one that could be meant is damaged,
-    so that nothing older is taken for the newest; and when a folder is a copy of another one.
+    Raises CheckpointError, listing those that exist; also if the manifest of a candidate is damaged, so that an
+    older one is never mistaken for the newest; and if a folder is a copy of another one.
     """
     itself = _read(storage, "") if tag is None else None
     if itself is not None:
@@ -172,7 +172,7 @@ def find_checkpoint(storage: Storage, tag: str | None) -> Checkpoint:
 
 
 def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointError], dict[int, list[str]]]:
-    """Whole checkpoints, oldest first, one a tag; damaged folders; folders that have the same number."""
+    """Return complete checkpoints (oldest first, one per tag), damaged folders, and folders with the same number."""
     newest: dict[str, Checkpoint] = {}
     damaged: dict[str, CheckpointError] = {}
     folders: dict[int, list[str]] = {}
@@ -192,7 +192,7 @@ def _survey(storage: Storage) -> tuple[list[Checkpoint], dict[str, CheckpointErr
 
 
 def _read(storage: Storage, folder: str) -> Checkpoint | None:
-    """The checkpoint of a folder, None when it is not whole or something else. Raises CheckpointError when damaged."""
+    """Return a folder's checkpoint; None if it is incomplete or something else. Raises CheckpointError if damaged."""
     manifest = read_manifest(_reader(storage, folder), lambda name: storage.where(_inside(folder, name)))
     return None if manifest is None else Checkpoint(storage, folder, manifest)
 
@@ -202,21 +202,21 @@ def _reader(storage: Storage, folder: str) -> Callable[[str], bytes]:
 
 
 def _number_of(storage: Storage, folder: str) -> int | None:
-    """The number of a damaged checkpoint, from its folder's name or its mark: its manifest is not to be believed."""
+    """Return a damaged checkpoint's number from its folder's name or its DONE: its manifest cannot be trusted."""
     named = _NUMBERED[storage.local].search(folder)
     return int(named[1]) if named else marked_number(_reader(storage, folder))
 
 
 def _tag_of(storage: Storage, folder: str) -> str:
-    """The tag that a folder is named after."""
+    """Return the tag that a folder is named after."""
     tag = folder if storage.local else _NUMBERED[False].sub("", folder)
     return "" if tag == UNTAGGED else tag
 
 
 def _highest_number(storage: Storage, folder: str) -> int:
-    """The highest number that anything of a folder says it has: its name, its mark, or a manifest that may be damaged.
+    """Return the highest number found in a folder: in its name, its DONE, or a possibly damaged manifest.
 
-    Whatever state it is in, the next checkpoint must be above it.
+    The next checkpoint's number must exceed it in any case.
     """
     found = [0, marked_number(_reader(storage, folder)) or 0]
     named = _NUMBERED[storage.local].search(folder)
@@ -240,7 +240,7 @@ def _inside(folder: str, name: str) -> str:
 
 
 def checked_tag(tag: Any) -> str:
-    """``tag`` as text. Raises CheckpointError unless it can be the name of a folder."""
+    """Return ``tag`` as text. Raises CheckpointError unless it can be the name of a folder."""
     text = str(tag)
     if "/" in text or "\0" in text or text.startswith(".") or text == UNTAGGED or len(os.fsencode(text)) > 200:
         raise CheckpointError(
@@ -251,14 +251,14 @@ def checked_tag(tag: Any) -> str:
 
 
 def begin(storage: Storage, tag: str) -> int:
-    """Tidy up, make the folder to write into, and return the checkpoint's number. One rank calls it."""
+    """Clean up, create the folder to write into, and return the checkpoint's number. One rank calls it."""
     storage.tidy_up()
     highest = max((_highest_number(storage, folder) for folder in storage.folders()), default=0)
     for folder in storage.folders():
         if _unfinished(storage, folder):
             try:
                 found = _read(storage, folder)
-            except CheckpointError:  # damaged; it stays for whoever can restore it, and loading names it
+            except CheckpointError:  # damaged; keep it for a repair; loading will name it
                 continue
             if found is None or _saved_since(found):
                 storage.remove(folder)
@@ -274,16 +274,16 @@ def begin(storage: Storage, tag: str) -> int:
 
 
 def folder_of(storage: Storage, tag: str, counter: int) -> str:
-    """Where the ranks write the checkpoint of this number."""
+    """Return the folder into which the ranks write the checkpoint of this number."""
     return f"{_SAVING}{counter:08d}" if storage.local else f"{tag or UNTAGGED}.{counter:08d}"
 
 
 def finish(
     storage: Storage, tag: str, counter: int, facts: Mapping[str, Any], sha256: Mapping[str, str], keep: int | None
 ) -> None:
-    """Every rank has written: make the checkpoint whole, give it its name, and remove all but the newest ``keep``.
+    """Complete the checkpoint after every rank has written, name it, and remove all but the newest ``keep``.
 
-    ``sha256`` are the checksums by file.
+    ``sha256`` holds the checksums by file.
     """
     folder = folder_of(storage, tag, counter)
     manifest = {
@@ -305,7 +305,7 @@ def finish(
 
 
 def abandon(storage: Storage, tag: str, counter: int) -> None:
-    """Remove what was written of a checkpoint that failed, unless it is whole: then only what came after it failed."""
+    """Remove a failed checkpoint, unless it is complete: then only a later step failed."""
     folder = folder_of(storage, tag, counter)
     with contextlib.suppress(OSError, CheckpointError):
         if folder in storage.folders() and DONE not in storage.files(folder):
@@ -313,18 +313,18 @@ def abandon(storage: Storage, tag: str, counter: int) -> None:
 
 
 def _saved_since(checkpoint: Checkpoint) -> bool:
-    """Whether its tag was saved again: it was damaged when that save tidied up, and was restored later."""
+    """Whether its tag was saved again: it was damaged at that save's clean-up, and was restored later."""
     tag, counter = checkpoint.tag, checkpoint.counter
     return any(one.tag == tag and one.counter > counter for one in complete_checkpoints(checkpoint.storage))
 
 
 def _publish(checkpoint: Checkpoint) -> None:
-    """Give a whole checkpoint the name of its tag. Killed halfway, it is still found under the name it had."""
+    """Rename a complete checkpoint to its tag. If killed halfway, it is still found under its old name."""
     storage, target = checkpoint.storage, checkpoint.tag or UNTAGGED
     if storage.local:
         storage.replace(checkpoint.folder, target)
         return
-    for folder in storage.folders():  # one a tag, as in a file system
+    for folder in storage.folders():  # one per tag, as in a file system
         try:
             older = _read(storage, folder)
             replaced = older is not None and older.tag == checkpoint.tag and older.counter < checkpoint.counter
@@ -336,17 +336,17 @@ def _publish(checkpoint: Checkpoint) -> None:
 
 
 def _unfinished(storage: Storage, folder: str) -> bool:
-    """Whether it is what a killed job left, renamed or not."""
+    """Whether a killed job left it, renamed or not."""
     if storage.local:
         return folder.startswith(_SAVING)
     if _NUMBERED[False].search(folder) is None:
         return False
-    files = storage.files(folder)  # a folder with a date in its name, say, is somebody else's
+    files = storage.files(folder)  # a folder with a date in its name, for example, is not ours
     return DONE not in files and all(map(_OURS.match, files))
 
 
 def _is_foreign(target: Path) -> bool:
-    """Whether there is something that no save of ours has left, which a new one must not replace."""
+    """Whether there is something at ``target`` that is not from one of our saves and must not be replaced."""
     if not target.is_dir():
         return target.exists()
     ours = (target / MANIFEST).is_file() or ((target / DONE).is_file() and not (target / "checkpoint").exists())

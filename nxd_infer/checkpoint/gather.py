@@ -1,4 +1,4 @@
-"""The weights of a model in training, whole and under their logical names: what a traced model takes."""
+"""The unsharded weights of a model in training under their logical names, for a traced model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["gather_weights", "whole_weights"]
 
 @torch.no_grad()
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The logical weights of ``model``, which may be an NxDModel; adapters of a LoRAModel are merged into theirs.
+    """Return the logical weights of ``model``, which may be an NxDModel; a LoRAModel's adapters are merged.
 
-    Every rank of a tensor-parallel group calls it. Tensors are gathered one by one, and the group's first rank gets
-    copies of them all, on the CPU; the others get none. (``save_checkpoint`` needs no memory for the whole model.)
+    Every rank of a tensor-parallel group calls it. Tensors are gathered one by one; the group's first rank gets
+    copies of all on the CPU, the others get none. (``save_checkpoint`` does not need memory for the whole model.)
 
     Raises CheckpointError with pipeline parallelism.
     """
@@ -43,9 +43,9 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole_weights(model: nn.Module) -> WeightSource:
-    """The logical weights of a ``model`` of degree 1, read from it as they are asked for: no copy of it is made.
+    """Return the logical weights of a ``model`` of degree 1, read on demand: the model is not copied.
 
-    Raises CheckpointError when this process holds only a shard of it.
+    Raises CheckpointError if this process holds only a shard of it.
     """
     context = current_context()
     _require_one_stage()
@@ -69,7 +69,7 @@ def _require_one_stage() -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamLayout]]:
-    """Name, tensor of this rank and layout of everything a state dict holds, tied weights once."""
+    """Yield name, this rank's tensor and layout of everything in the state dict, tied weights once."""
     module = local_module(model)
     if not isinstance(module, LoRAModel):
         here = named_tensors(module)
@@ -87,7 +87,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamLayout]]:
             continue
         base = module.base_name(name)
         layout = module.base_layouts[base]
-        if base in merged:  # a tied weight has a value of its own where it is merged
+        if base in merged:  # a tied weight differs under the name where it is merged
             yield base, merged[base], replace(layout, alias_of=None)
         elif not layout.alias_of:
             yield base, tensor, layout

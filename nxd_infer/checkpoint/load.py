@@ -1,4 +1,4 @@
-"""What loading a checkpoint changes of a job. What may not fit is read and compared before anything is changed."""
+"""What loading a checkpoint changes in a job. Everything is read and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nxd_infer.optimizer.sharded_files import take_over
 
 
 def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
-    """What to give this rank's data loader."""
+    """Return the position in the data for this rank's data loader."""
     return _of_this_rank(
         archive,
         context,
@@ -38,7 +38,7 @@ def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
 
 
 def extra_states(archive: AnyArchive, context: ParallelContext) -> Any:
-    """What ``get_extra_state`` of each module gave, by its name."""
+    """Return the results of each module's ``get_extra_state``, by name."""
     return _of_this_rank(
         archive,
         context,
@@ -50,7 +50,7 @@ def extra_states(archive: AnyArchive, context: ParallelContext) -> Any:
 
 
 def _of_this_rank(archive: AnyArchive, context: ParallelContext, key: str, what: str, without: str, fix: str) -> Any:
-    """What this rank saved under ``key``; at other degrees what all ranks did, if that is the same."""
+    """Return what this rank saved under ``key``; at other degrees what all ranks saved, if it is equal."""
 
     def of(rank: int) -> Any:
         values = archive.value(rank, "values")
@@ -76,7 +76,7 @@ def same_degrees(archive: AnyArchive, context: ParallelContext) -> bool:
 def extra_change(
     model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext
 ) -> Callable[[], object] | None:
-    """What gives modules with a ``set_extra_state`` theirs. Raises CheckpointError when there is none for one."""
+    """Return what restores modules with ``set_extra_state``. Raises CheckpointError if one has no saved state."""
     modules = modules_with_extra_state(local_module(model))
     if not modules or isinstance(archive, ReferenceArchive):
         return None
@@ -99,7 +99,7 @@ def extra_change(
 
 
 def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | None:
-    """This rank's dictionary where one was saved instead of a module or an optimizer, else None."""
+    """Return this rank's dictionary if one was saved instead of a module or an optimizer, else None."""
     parts = dict(archive.parts(kind))
     if not any("structure" in part for part in parts.values()):
         return None
@@ -114,7 +114,7 @@ def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | No
 
 
 def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> Callable[[], object]:
-    """What loads the model. Raises WeightMismatchError now, before anything changes, when it does not fit."""
+    """Return what loads the model. Raises WeightMismatchError immediately, before any change, if it does not fit."""
     module = local_module(model)
     state = _whole("model", archive, context)
     if state is not None:
@@ -131,7 +131,7 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
     if strict:
         check_weights(layouts, source)
     present = {name: layout for name, layout in layouts.items() if set(layout.logical_names) <= names}
-    # A tied weight under each of the names that are there.
+    # Check a tied weight under each of its names that exist.
     check_weights({name: replace(one, alias_of=None) for name, one in present.items()}, source, strict=False)
     here = named_tensors(module)
     _require_equal_ties(present, here, source, context)
@@ -146,9 +146,9 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
 
 
 def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
-    """Raise CheckpointError when the optimizer's state in ``archive`` is of an adapter that lies merged in the weights.
+    """Raise CheckpointError if the optimizer's state in ``archive`` belongs to an adapter merged into the weights.
 
-    Loaded together, the adapter would begin anew beside weights that hold it, with moments that are not its own.
+    Loading both would start a new adapter on weights that already contain it, with moments that are not its own.
     """
     module = local_module(model)
     if not isinstance(module, LoRAModel) or not any("pieces" in part for _, part in archive.parts("model")):
@@ -164,7 +164,7 @@ def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
 def _require_equal_ties(
     layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
 ) -> None:
-    """Raise WeightMismatchError when what is one weight of the model is two different ones in the checkpoint.
+    """Raise WeightMismatchError if one weight of the model is two different ones in the checkpoint.
 
     ``layouts`` are those of the weights that are in ``source``.
     """
@@ -184,7 +184,7 @@ def _require_equal_ties(
 
 
 def load_state(what: str, target: Any, state: Any, **options: Any) -> None:
-    """``target.load_state_dict(state)``, whose failures are CheckpointErrors that say ``what`` does not fit."""
+    """Call ``target.load_state_dict(state)``; its failures become CheckpointErrors that name ``what``."""
     try:
         target.load_state_dict(state, **options)
     except CheckpointError:
@@ -196,7 +196,7 @@ def load_state(what: str, target: Any, state: Any, **options: Any) -> None:
 def optimizer_change(
     optimizer: torch.optim.Optimizer, archive: AnyArchive, context: ParallelContext
 ) -> Callable[[], object]:
-    """What loads the optimizer. Raises CheckpointError now, before anything changes, when it does not fit."""
+    """Return what loads the optimizer. Raises CheckpointError immediately, before any change, if it does not fit."""
     state = _whole("optimizer", archive, context)
     if state is not None:
         return partial(load_state, "optimizer, a dictionary,", optimizer, state)

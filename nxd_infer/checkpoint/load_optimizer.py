@@ -1,4 +1,4 @@
-"""An optimizer's state out of a checkpoint of any degrees, with or without ZeRO-1."""
+"""Read an optimizer's state from a checkpoint of any degrees, with or without ZeRO-1."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, layout_by_name
 def read_optimizer(
     optimizer: NxDOptimizer, archive: AnyArchive, context: ParallelContext
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of the elements that each piece of ``optimizer`` stands for, for :func:`take_over`.
+    """Return the state of the elements in each piece of ``optimizer``, for :func:`take_over`.
 
-    State of the shape of its parameter is read element by element; what is one number a parameter (``step``) is the
-    same for all of it. Anything else can be read at the degrees it was saved at only.
+    State with its parameter's shape is read element by element; a single number per parameter (``step``) is the same
+    for all elements. Any other state can only be read at the degrees of the save.
 
     Raises WeightMismatchError for an optimizer of other parameters.
     """
@@ -47,7 +47,7 @@ def read_optimizer(
         layout = layouts[name].rank_layout(context.tp.degree, context.tp.rank)
         logical = layouts[name].logical_names
         for key, source in sources.items():
-            if names_of[key].issuperset(logical):  # this rank may hold nothing but filling
+            if names_of[key].issuperset(logical):  # this rank may hold only padding
                 tensors[f"{name}|{key}"] = _read(source, key, piece, layout, source.dtype(logical[0]))
         equal = same.get((name, context.tp.rank, piece.start, piece.stop))
         like = equal or first_of[logical[0]]
@@ -68,20 +68,20 @@ def read_optimizer(
 
 
 def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:
-    """What each trained parameter is made of, by its name."""
+    """Return the layout of each trained parameter, by name."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     return {name: layout_by_name(param, name) for name, param in zip(optimizer.names, params, strict=True)}
 
 
 def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, list[str]]]:
-    """Pieces by the keys that they hold a value an element of; and by piece the keys of other tensors."""
+    """Return pieces by the keys for which they hold one value per element; and by piece the keys of other tensors."""
     keys_of: dict[int, dict[str, list[str]]] = {}
     elementwise: dict[str, list[Piece]] = {}
     single: dict[int, list[str]] = {}
     for piece in stored:
         if id(piece.file) not in keys_of:
             by_param = keys_of[id(piece.file)] = {}
-            for full in piece.file.keys():  # noqa: SIM118  (a source is no mapping)
+            for full in piece.file.keys():  # noqa: SIM118  (a source is not a mapping)
                 param, _, key = full.rpartition("|")
                 by_param.setdefault(param, []).append(key)
         for key in keys_of[id(piece.file)].get(piece.param, ()):
@@ -95,8 +95,8 @@ def classify(stored: list[Piece]) -> tuple[dict[str, list[Piece]], dict[int, lis
 def _read(
     source: RunsSource, key: str, piece: optimizer_pieces.Piece, layout: TensorLayout, dtype: torch.dtype
 ) -> Tensor:
-    """The state of a piece; where its parameter is filling, nothing has ever been stepped."""
-    if key == MASTER:  # what the parameter holds there may be something else until its weights are loaded
+    """Return the state of a piece; padding of a parameter has never been updated."""
+    if key == MASTER:  # before its weights are loaded, the parameter may hold other values there
         whole = torch.zeros(layout.shape, dtype=piece.param.dtype)
         write_fills(whole, layout)
         out = whole.reshape(-1)[piece.start : piece.stop].to(dtype, copy=True)
@@ -109,7 +109,7 @@ def _read(
 def read_flat(
     out: Tensor, source: RunsSource, layout: TensorLayout, shape: tuple[int, ...], start: int, stop: int
 ) -> None:
-    """Elements ``start..stop`` of a rank's flattened tensor of ``shape`` into ``out`` [stop - start], but filling."""
+    """Read elements ``start..stop`` of a rank's flattened tensor into ``out`` [stop - start], except padding."""
     for part in flat_rectangles(shape, start, stop):
         sizes = [b - a for a, b in part]
         at = flat_index(part, shape) - start

@@ -1,4 +1,4 @@
-"""The state of the random generators of a process."""
+"""Save and restore the state of a process's random generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nxd_infer.util.devices import ACCELERATOR, accelerator_state, has_accelerat
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators of this process: PyTorch's, the tensor-parallel streams, Python's, numpy's."""
+    """Return the state of this process's generators: PyTorch's, the tensor-parallel streams, Python's, NumPy's."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "streams": get_xla_rng_tracker().get_states(),
@@ -31,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError for what :func:`random_state` has not given; ``where`` it was."""
+    """Restore the generators. Raises CheckpointError naming ``where`` unless ``state`` is from :func:`random_state`."""
     try:
         torch.set_rng_state(state["torch"])
         get_xla_rng_tracker().set_states(state["streams"])

@@ -1,4 +1,4 @@
-"""What a rank said of its files, checked before it is believed: it may have no checksum, or be made by hand."""
+"""Check a rank's record of its files before it is trusted: it may have no checksum, or be made by hand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FIX = "restore the file, or load another tag"
 
 
 def read_record(text: bytes, where: str) -> dict[str, Any]:
-    """The record in a rank's JSON. Raises CheckpointError, which names the value, unless it can be one.
+    """Read a rank's JSON record. Raises CheckpointError naming the value if it is not a valid record.
 
-    Of each of KINDS that is there: ``file``, and either ``structure`` or ``pieces``; of an optimizer's pieces
-    ``param_groups`` too. ``place`` is the rank's in the job.
+    Each of KINDS in it has ``file``, and either ``structure`` or ``pieces``; an optimizer's pieces also
+    ``param_groups``. ``place`` is the rank's place in the job.
     """
     try:
         record = parse_json(text)
@@ -57,7 +57,7 @@ def read_record(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_piece(name: str, piece: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A piece's layout, shape, start, stop, logical, values and plans. Raises CheckpointError when it has none."""
+    """Return a piece's layout, shape, start, stop, logical, values and plans. Raises CheckpointError if invalid."""
     try:
         start, stop = _numbers(piece["range"])
         values = piece.get("values", {})
@@ -86,7 +86,7 @@ def _plans(stored: Any) -> ParamLayout | None:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Sizes or places of a tensor."""
+    """Return sizes or indices of a tensor."""
     if not all(whole(value) and value >= 0 for value in values):
-        raise ValueError(f"{values!r:.80} are no sizes")
+        raise ValueError(f"{values!r:.80} are not sizes")
     return tuple(values)

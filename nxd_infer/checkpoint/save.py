@@ -1,7 +1,7 @@
-"""Writing one rank's part, and waiting for all of them.
+"""Write one rank's part, and wait for all ranks.
 
-A rank writes safetensors, then one JSON with the runs of each tensor. Rank 0 sees by those JSONs that all have written,
-so finishing an asynchronous save needs no communication that could meet the training's.
+A rank writes safetensors, then a JSON file with the runs of each tensor. These files tell rank 0 when all ranks have
+written, so finishing an asynchronous save needs no communication that could interfere with the training's.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
 from nxd_infer.util.reading import sha256_of
 
 SILENCE = 600.0
-"""Seconds without a new or longer file after which rank 0 gives an asynchronous save up: another rank is gone."""
+"""Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone."""
 SIGN_EVERY = 30.0
-"""Seconds between two signs of a rank whose save goes on, where what it does shows in no file."""
+"""Seconds between two signs of a rank whose save continues without visible changes to files."""
 
 
 def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> None:
-    """Write this rank's files; last its JSON, which holds their checksums."""
+    """Write this rank's files, its JSON with their checksums last."""
     last, sign = f"{rank_stem(rank)}.json", SignOfLife(storage, f"{folder}/{rank_stem(rank)}.alive")
     with storage.writing(folder, last, sign) as place:
-        readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors writes files that only their owner can read
+        readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors creates files that only their owner can read
         for name, tensors in content.files.items():
             with replacing(place / name) as temporary:
                 save_file(tensors, temporary)
@@ -44,7 +44,7 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
             write_adapter(place / SUBFOLDER, *content.adapter, apart=not inside)
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
-        # What was just written is still in memory, and every rank reads its own.
+        # Files just written are still in memory, and every rank reads its own.
         sha256 = {name: sha256_of(path, sign) for name, path in written.items()}
         sign.end()
         with replacing(place / last) as temporary:
@@ -52,7 +52,7 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
 
 
 class SignOfLife:
-    """A small file that grows while a rank reads or uploads large ones. It is gone before the rank's JSON is there."""
+    """A small file that grows while a rank reads or uploads large ones; removed before the rank's JSON appears."""
 
     def __init__(self, storage: Storage, name: str):
         self._storage, self._name = storage, name
@@ -68,15 +68,15 @@ class SignOfLife:
 
     def end(self) -> None:
         if self._there:
-            with contextlib.suppress(OSError, CheckpointError):  # it may stay where nothing can be deleted
+            with contextlib.suppress(OSError, CheckpointError):  # it may stay in a store without deletion
                 self._storage.delete(self._name)
             self._there = False
 
 
 def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, str]:
-    """Wait until every rank has written; return the checksums of all that they wrote, their JSONs included.
+    """Wait until every rank has written; return the checksums of all their files, including the JSON files.
 
-    Raises CheckpointError when one has failed or nothing happens any more.
+    Raises CheckpointError if one has failed or nothing happens any more.
     """
     missing = {f"{rank_stem(rank)}.json" for rank in range(world_size)}
     sha256: dict[str, str] = {}
@@ -86,7 +86,7 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
         names = storage.files(folder)
         for name in sorted(missing & names.keys()):
             text = storage.read(f"{folder}/{name}")
-            with contextlib.suppress(json.JSONDecodeError):  # sftp, say, shows a file that is being written
+            with contextlib.suppress(json.JSONDecodeError):  # sftp, for example, shows files that are being written
                 sha256 |= json.loads(text)["sha256"] | {name: hashlib.sha256(text).hexdigest()}
                 missing.remove(name)
         if not missing:

@@ -1,4 +1,4 @@
-"""Logical weights out of whatever a caller has: tensors, safetensors, a training checkpoint, a model in training."""
+"""Logical weights from any source: tensors, safetensors, a training checkpoint, a model in training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Weights = WeightSource | Mapping[str, Tensor] | str | os.PathLike[str] | nn.Modu
 
 
 def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
-    """The unsharded weights of ``weights``, read slice by slice where they lie in files.
+    """Return the unsharded weights of ``weights``; weights in files are read slice by slice.
 
     Args:
-        weights: tensors by name; a WeightSource; the path of safetensors (a file or a directory), or of a folder that
-            ``save_checkpoint`` wrote into, at whatever degrees; or the model itself, where this process holds all of
-            it (degree 1; adapters are merged).
-        tag: which checkpoint of the folder. Default: the newest complete one.
+        weights: tensors by name; a WeightSource; the path of safetensors (a file or a directory), or of a folder of
+            ``save_checkpoint``, saved at any degrees; or the model itself, if this process holds all of it (degree 1;
+            adapters are merged).
+        tag: the checkpoint in the folder. Default: the newest complete one.
 
-    Raises CheckpointError when there is no such checkpoint, it holds no weights of a module, or it is damaged.
+    Raises CheckpointError if there is no such checkpoint, it holds no weights of a module, or it is damaged.
     """
     if isinstance(weights, str | os.PathLike):
         return _stored(weights, tag)

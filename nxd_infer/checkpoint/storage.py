@@ -1,8 +1,8 @@
-"""Where checkpoints lie: in a folder of a file system, or in any store that fsspec knows (``s3://bucket/prefix``).
+"""Storage of checkpoints: a folder of a file system, or any store that fsspec supports (``s3://bucket/prefix``).
 
-Names are relative to the root and have forward slashes: ``step_100/manifest.json``. In a folder, and in a store of
-objects, what is written under a name is there whole or not at all. Only a file system can rename; a checkpoint in a
-store is written under the name that it keeps, and is whole once its ``done`` is there.
+Names are relative to the root and use forward slashes: ``step_100/manifest.json``. Both kinds write a name completely
+or not at all. Only a file system can rename; a checkpoint in a store is written under its final name, and is complete
+once its ``done`` exists.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["LocalStorage", "RemoteStorage", "Sign", "Storage", "storage_of"]
 
 
 MOST_MARK = 4096
-"""Bytes of DONE: a checksum and a number."""
+"""Maximum size of DONE, which holds a checksum and a number."""
 
 
 class Sign(Protocol):
-    """Told of bytes that were dealt with, so that others see a long save go on; ``end`` before its last file."""
+    """Called with the bytes processed, to show others that a long save continues; ``end`` before its last file."""
 
     def __call__(self, count: int, /) -> None: ...
 
@@ -38,7 +38,7 @@ class Sign(Protocol):
 
 
 class LocalStorage:
-    """A folder that all ranks share. Not fsspec's: that one neither syncs what it writes nor renames in one step."""
+    """A folder shared by all ranks. Not fsspec's, which neither syncs what it writes nor replaces atomically."""
 
     local = True
 
@@ -46,18 +46,18 @@ class LocalStorage:
         self.root = Path(root)
 
     def where(self, name: str = "") -> str:
-        """What a message calls it."""
+        """Return the name for messages."""
         return str(self.root / name)
 
     def folders(self) -> list[str]:
-        """The names of the folders at the root."""
+        """Return the names of the folders at the root."""
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(REMOVING))
 
     def files(self, folder: str) -> dict[str, int]:
-        """The bytes of every file of a folder, also of those below it, by name relative to it."""
+        """Return the size of every file in a folder, including subfolders, by relative name."""
         found = {}
         for path in sorted((self.root / folder).rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
@@ -66,7 +66,7 @@ class LocalStorage:
         return found
 
     def read(self, name: str) -> bytes:
-        """The contents. Raises FileNotFoundError."""
+        """Return the contents. Raises FileNotFoundError."""
         return (self.root / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
@@ -77,26 +77,26 @@ class LocalStorage:
         (self.root / name).unlink(missing_ok=True)
 
     def path(self, name: str) -> AnyPath:
-        """A file to open that has the contents."""
+        """Return the path of a file with the contents, to be opened."""
         return self.root / name
 
     @contextlib.contextmanager
     def writing(self, folder: str, last: str, sign: Sign | None = None) -> Iterator[Path]:
-        """A folder to put files into, which are in ``folder`` afterwards; ``last`` never before the others."""
+        """Yield a folder whose files are in ``folder`` afterwards; ``last`` never appears before the others."""
         yield self.root / folder
 
     def make(self, folder: str) -> None:
         (self.root / folder).mkdir(parents=True)
 
     def remove(self, folder: str) -> None:
-        """Take it out of the list in one step, before its files go one by one."""
+        """Remove a folder: first from the list, in one step, then its files one by one."""
         aside = self.root / f"{REMOVING}{folder}"
         os.rename(self.root / folder, aside)
         sync_directory(self.root)
         shutil.rmtree(aside)
 
     def replace(self, old: str, new: str) -> None:
-        """Rename a folder, in place of what has the new name."""
+        """Rename a folder, replacing any folder with the new name."""
         aside = self.root / f"{REMOVING}{new}"
         replaced = (self.root / new).exists()
         if replaced:
@@ -108,7 +108,7 @@ class LocalStorage:
             shutil.rmtree(aside)
 
     def tidy_up(self) -> None:
-        """Finish what a killed process was removing."""
+        """Finish the removals of killed processes."""
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self.root.iterdir():
             if folder.name.startswith(REMOVING):
@@ -116,7 +116,7 @@ class LocalStorage:
 
 
 class OpenedStorage(LocalStorage):
-    """A folder that is open, to be read."""
+    """An open folder, for reading."""
 
     def __init__(self, opened: BeneathPath):
         super().__init__(str(opened))
@@ -144,10 +144,10 @@ class OpenedStorage(LocalStorage):
 
 
 class RemoteStorage:
-    """A folder of any store that fsspec knows, by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``sftp://...``.
+    """A folder of any store that fsspec supports, by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ...
 
-    Credentials, region and endpoint are those that its tools find in the environment (``AWS_ENDPOINT_URL``, say).
-    Raises CheckpointError when the store's package is not installed, and for whatever the store refuses.
+    Credentials, region and endpoint come from the environment of the store's tools (such as ``AWS_ENDPOINT_URL``).
+    Raises CheckpointError if the store's package is not installed, and for every error of the store.
     """
 
     local = False
@@ -172,7 +172,7 @@ class RemoteStorage:
             except FileNotFoundError as error:
                 if error.__cause__ is None:
                     return []
-                # The store's own answer: no such bucket. Misspelled, it is no empty folder to begin anew from.
+                # The store reports that there is no such bucket: do not treat a misspelled one as an empty folder.
                 raise CheckpointError(f"{self._url}: {error}") from error
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
@@ -193,12 +193,12 @@ class RemoteStorage:
 
     @contextlib.contextmanager
     def _writing_to(self, name: str) -> Iterator[IO[bytes]]:
-        """A file of the store to write to; there once it is closed."""
+        """Yield a file of the store to write to; it exists once it is closed."""
         path = self._path(name)
         with self._told(name):
             try:
                 file = self._fs.open(path, "wb")
-            except FileNotFoundError:  # a store that has folders, such as sftp
+            except FileNotFoundError:  # a store with real folders, such as sftp
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 file = self._fs.open(path, "wb")
             with file:
@@ -209,7 +209,7 @@ class RemoteStorage:
             self._fs.rm_file(self._path(name))
 
     def path(self, name: str) -> Path:
-        """A copy of it, kept as long as this object."""
+        """Return a local copy, kept as long as this object."""
         if self._copies is None:
             self._copies = tempfile.TemporaryDirectory(prefix="nxd-checkpoint-")
         copy = Path(self._copies.name) / name
@@ -234,50 +234,50 @@ class RemoteStorage:
                             sign(len(block))
 
     def make(self, folder: str) -> None:
-        """Nothing: a folder is there with its first file."""
+        """Do nothing: a folder exists with its first file."""
 
     def remove(self, folder: str) -> None:
-        for name in sorted(self.files(folder), key=lambda name: name != DONE):  # first: it is no checkpoint any more
+        for name in sorted(self.files(folder), key=lambda name: name != DONE):  # DONE first: then it is incomplete
             self.delete(f"{folder}/{name}")
 
     def replace(self, old: str, new: str) -> None:
         raise CheckpointError(f"{self.where(old)} cannot be renamed: few stores have folders")
 
     def tidy_up(self) -> None:
-        """Nothing: what is removed is removed file by file, ``done`` first."""
+        """Do nothing: files are removed one by one, ``done`` first."""
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Raise what goes wrong as FileNotFoundError or CheckpointError, with the name."""
+        """Convert errors to FileNotFoundError or CheckpointError, with the name."""
         try:
             yield
         except CheckpointError:
             raise
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.where(name)} does not exist") from error
-        except Exception as error:  # each store has exceptions of its own
+        except Exception as error:  # each store has its own exceptions
             raise CheckpointError(f"{self.where(name)}: {error}") from error
 
 
 Storage = LocalStorage | RemoteStorage
 _URL = re.compile(r"(file|local):/+|[a-z][a-z0-9+.-]*:/")
-"""Of a Path a URL has one slash."""
+"""A URL that was converted to a Path has one slash."""
 _BLOCK = 1 << 20
 _OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _S3_OPTIONS = {
     "config_kwargs": {
         "connect_timeout": 10,
         "read_timeout": 60,
-        "request_checksum_calculation": "when_required",  # our own sha256 covers every file; old servers know no other
+        "request_checksum_calculation": "when_required",  # our sha256 covers every file; old servers support no other
         "response_checksum_validation": "when_required",
     }
 }
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """What ``path`` names: a folder, or the URL of any store that fsspec knows.
+    """Return the storage of ``path``: a folder, or the URL of any store that fsspec supports.
 
-    Raises CheckpointError for a URL of another form, such as fsspec's chains: a cache would show what is no longer so.
+    Raises CheckpointError for other URLs, such as fsspec's chains: a cache would show outdated contents.
     """
     if isinstance(path, BeneathPath):
         return OpenedStorage(path)
@@ -295,19 +295,19 @@ def _scheme(url: str) -> str:
 
 
 def _connect(url: str) -> tuple[Any, str]:
-    """The store of a URL, and the folder in it."""
-    import fsspec  # slow to import: 70 ms that folders do without
+    """Return the store of a URL, and the folder in it."""
+    import fsspec  # slow to import (70 ms), and not needed for folders
 
     scheme = _scheme(url)
     if scheme in _OF_BUCKETS and not url.partition("://")[2]:
         raise CheckpointError(f"{url!r} names no bucket; give {scheme}://bucket/prefix")
     try:
         options = _S3_OPTIONS if scheme in ("s3", "s3a") else {}
-        # A store of its own for each caller: those that fsspec keeps have the credentials of their first use.
+        # A separate store for each caller: fsspec's cached ones keep the credentials of their first use.
         store, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
-    except ImportError as error:  # its text names the package
+    except ImportError as error:  # the message names the package
         fix = "; pip install 'nxd-infer[s3]'" if scheme == "s3" else ""
         raise CheckpointError(f"{url} needs a package: {error}{fix}") from error
-    except Exception as error:  # each store has exceptions of its own
+    except Exception as error:  # each store has its own exceptions
         raise CheckpointError(f"{url}: {error}") from error
     return store, root.rstrip("/")

@@ -1,1 +1,1 @@
-"""Helpers of every floor above: processes, files, locks, this machine. None knows what a model is."""
+"""Helpers for all layers above: processes, files, locks, this machine. None knows about models."""

@@ -1,12 +1,12 @@
-"""Files of a folder into which others write: each is opened once, beneath a root, and nothing else is ever read.
+"""Files of a folder that others can write to: each is opened once, beneath a root, and nothing else is ever read.
 
-Whoever checks a name and opens it afterwards may open something else: in between, a part of it can become a link that
-leads anywhere. So the kernel looks (``openat2``), or, where it cannot, every part of a name is opened by itself below
-the one before, and none may be a link. A link that was there before is followed by its target's name, beneath the root.
+A program that checks a name and opens it later may open something else: in between, a component can become a link to
+anywhere. So the kernel checks (``openat2``), or, if it cannot, each component is opened below the previous one, and
+none may be a link. A link that existed before is followed by its target's name, beneath the root.
 
-A :class:`BeneathPath` has what readers use of a ``pathlib.Path``. As a name for ``open`` it is ``/proc/self/fd/N`` of
-the one file that it was when it was first asked for. Nothing of a file is mapped: whoever truncates it would end the
-process that looks at it (SIGBUS).
+A :class:`BeneathPath` has the methods of ``pathlib.Path`` that readers use. Its name for ``open`` is
+``/proc/self/fd/N``, which is the same file as when it was first opened. Files are never mapped, because truncating a
+mapped file would end the reader (SIGBUS).
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.util.open_beneath import enough_descriptors, open_beneath, reopened
 
 MOST_TEXT = 8 << 20
-"""Bytes of what is parsed as a whole: an index, a configuration, a manifest, the header of a file of tensors."""
+"""Size limit of files that are parsed as a whole: an index, a configuration, a manifest, a tensor file's header."""
 MOST_VALUES = 1 << 19
-"""Values in it, about: the interpreter does nothing else while it makes them."""
+"""Approximate limit of values in such a file: creating them blocks the interpreter."""
 MOST_PARSED = 256 << 20
-"""Bytes of all that is parsed below one name. A file counts as a page at least, so it bounds how many there are."""
+"""Size limit of all parsed files below one name. A file counts as at least a page, which bounds their number."""
 _PAGE = 4096
 MOST_ENTRIES = 100_000
-"""Files and folders of one that is named, all of which are looked at."""
+"""Most files and folders below one name, all of which are visited."""
 MOST_OPEN = 16
-"""Files of one name that stay open."""
+"""Most files below one name that stay open."""
 _SPARSE = 1 << 20
-"""Bytes from which on a file must lie on the disk, at least an eighth of it (it may be compressed)."""
+"""Larger files must not be sparse: at least an eighth must be on the disk (it may be compressed)."""
 _TICK = 50_000_000
-"""Nanoseconds within which a second change may leave a file's time as the first one set it."""
+"""Nanoseconds within which a second change may leave a file's time unchanged."""
 
 
 class _Place:
-    """A root, what was named below it, and the files of that which are being read, the last ones of them open."""
+    """A root, a name below it, and the files of that name that are being read; the last ones stay open."""
 
     def __init__(self, root: str, name: str):
         self.root, self.where = root, os.path.normpath(os.path.join(root, name))
         self._seen: dict[str, os.stat_result] = {}
-        """What every file was when it was first opened."""
+        """Every file's status when it was first opened."""
         self._open: dict[str, int] = {}
-        """Descriptors by name, the one that was asked for last at the end."""
+        """Descriptors by name, the most recently used last."""
         self._left = MOST_PARSED
         with enough_descriptors():
             self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -69,7 +69,7 @@ class _Place:
         return os.path.join(self.where, name) if name else self.where
 
     def open(self, name: str) -> int:
-        """As :func:`open_beneath`, below what was named; a link that leads to something below the root is followed."""
+        """Like :func:`open_beneath`, below the name; follows a link that leads to a place below the root."""
         try:
             return open_beneath(self._top, name)
         except OSError as error:
@@ -89,7 +89,7 @@ class _Place:
             os.close(fd)
 
     def is_own_folder(self, name: str) -> bool:
-        """Whether it is a folder, and no link to one, which might lead to where it is."""
+        """Whether it is a folder, and not a link to one, which could form a cycle."""
         try:
             fd = open_beneath(self._top, name)
         except OSError:
@@ -100,7 +100,7 @@ class _Place:
             os.close(fd)
 
     def names(self, name: str) -> list[str]:
-        """What lies in a folder."""
+        """Return the entries of a folder."""
         listed = reopened(self.open(name), os.O_DIRECTORY)
         try:
             with os.scandir(listed) as entries:
@@ -112,9 +112,9 @@ class _Place:
         return sorted(found)
 
     def held(self, name: str) -> int:
-        """A descriptor of the file, which stays open until MOST_OPEN others were asked for.
+        """Return a descriptor of the file, which stays open until MOST_OPEN others have been requested.
 
-        Raises CheckpointError for a pipe, a device, or holes, and where the name has another file than the first time.
+        Raises CheckpointError for a pipe, a device or a sparse file, and if the name now has another file.
         """
         fd = self._open.pop(name, -1)
         if fd < 0:
@@ -144,7 +144,7 @@ class _Place:
         return fd
 
     def read(self, name: str, most: int) -> bytes:
-        """The contents of a small file. Raises CheckpointError when it is large, or changes meanwhile."""
+        """Return the contents of a small file. Raises CheckpointError if it is too large, or changes meanwhile."""
         fd = self._regular(name)
         with open(fd, "rb") as file:
             before = _looked_at(fd)
@@ -160,7 +160,7 @@ class _Place:
         return data
 
     def read_part(self, name: str, start: int, size: int) -> bytes:
-        """A part of a large file that is parsed. Raises CheckpointError when there is less, or much in it."""
+        """Return a part of a large file, for parsing. Raises CheckpointError if it is truncated or holds too much."""
         self._spend(size)
         data = os.pread(self.held(name), size, start)
         if len(data) != size:
@@ -212,7 +212,7 @@ class _Place:
 
 
 def _has_hole(file: int, size: int) -> bool:
-    """Whether a part of it was never written; False where the file system does not say."""
+    """Whether a part of the file was never written; False if the file system does not report it."""
     try:
         return os.lseek(file, 0, os.SEEK_HOLE) < size
     except OSError:
@@ -222,7 +222,7 @@ def _has_hole(file: int, size: int) -> bool:
 
 
 def _looked_at(fd: int) -> os.stat_result:
-    """What tells later whether the file was written to; waits a moment for one that was changed just now."""
+    """Return what later shows whether the file was written to; waits briefly if it was changed just now."""
     info = os.fstat(fd)
     if 0 <= time.time_ns() - max(info.st_mtime_ns, info.st_ctime_ns) < _TICK:
         time.sleep(_TICK / 1e9)
@@ -233,10 +233,10 @@ def _looked_at(fd: int) -> os.stat_result:
 def _differs(before: os.stat_result, after: os.stat_result) -> bool:
     """Whether it is another file, or was written to.
 
-    The time of its last change, which nobody can set back, counts while the file has as many names as before: it moves,
-    too, when a newer checkpoint is renamed over this one, which may go on being read. So who writes, sets the time of
-    writing back, and takes the name away is not seen, nor is a store into a mapping whose page was dirty before
-    (``artifact/verified.py``): all that it changes is numbers, which were that writer's to choose.
+    The change time (ctime), which nobody can set back, counts only while the number of links is unchanged: it also
+    moves when a newer checkpoint is renamed over this one, which may still be read. So a writer that resets the write
+    time and removes the name is not detected, nor is a store into a mapping whose page was already dirty
+    (``artifact/verified.py``): these can only change numbers, which were that writer's to choose.
     """
 
     def known(info: os.stat_result) -> tuple[int, ...]:
@@ -248,9 +248,9 @@ def _differs(before: os.stat_result, after: os.stat_result) -> bool:
 
 @dataclass(frozen=True)
 class BeneathPath(os.PathLike[str]):
-    """A name below a folder that is open; see :func:`opened_beneath`.
+    """A name below an open folder; see :func:`opened_beneath`.
 
-    Reading raises CheckpointError for what lies outside, is no plain file, or changes while it is read.
+    Reading raises CheckpointError for what lies outside, is not a regular file, or changes while it is read.
     """
 
     _place: _Place = field(repr=False)
@@ -260,7 +260,7 @@ class BeneathPath(os.PathLike[str]):
         return self._place.shown(self._name)
 
     def __fspath__(self) -> str:
-        """The file under a name that leads nowhere else, to be opened at once."""
+        """The file, under a name that cannot be redirected; open it immediately."""
         try:
             return f"/proc/self/fd/{self._place.held(self._name)}"
         except OSError as error:
@@ -305,13 +305,13 @@ class BeneathPath(os.PathLike[str]):
             yield self / name
 
     def names_below(self, folder: str = "") -> Iterator[str]:
-        """The names of all that lies in a folder of it, and in those below, which are no links; relative to it."""
+        """Yield the names of everything in a folder and its subfolders (not through links), relative to it."""
         waiting = [""]
         while waiting:
             within = waiting.pop()
             try:
                 names = self._place.names(str(PurePosixPath(self._name, folder, within)))
-            except OSError:  # it went away meanwhile
+            except OSError:  # it was deleted meanwhile
                 continue
             for name in names:
                 below = f"{within}/{name}" if within else name
@@ -320,18 +320,18 @@ class BeneathPath(os.PathLike[str]):
                     waiting.append(below)
 
     def glob(self, pattern: str) -> Iterator[BeneathPath]:
-        """Those of the folder whose names fit ``pattern``, which has no slash."""
+        """Yield the folder's entries whose names match ``pattern``, which has no slash."""
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     def read_bytes(self, most: int = MOST_TEXT) -> bytes:
         return self._place.read(self._name, most)
 
     def read_part(self, start: int, size: int) -> bytes:
-        """As :meth:`read_bytes`, of a part of a large file, of MOST_TEXT bytes at most."""
+        """Like :meth:`read_bytes`, for a part of a large file, at most MOST_TEXT bytes."""
         return self._place.read_part(self._name, start, size)
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill ``buffer`` with what stands in the file from byte ``start`` on."""
+        """Fill ``buffer`` with the file's contents from byte ``start`` on."""
         file, done = self._place.held(self._name), 0
         while done < len(buffer):
             count = os.preadv(file, [buffer[done:]], start + done)
@@ -343,12 +343,12 @@ class BeneathPath(os.PathLike[str]):
         return self.read_bytes().decode(encoding)
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError when a file that was read is not what it was when it was opened."""
+        """Raise CheckpointError if a file that was read has changed since it was opened."""
         self._place.require_unchanged()
 
 
 def require_unchanged(read: object) -> None:
-    """The same of whatever weights were read from, where that is such a path."""
+    """Do the same for the source of any weights, if it is such a path."""
     if isinstance(read, BeneathPath):
         read.require_unchanged()
 
@@ -357,15 +357,15 @@ AnyPath = Path | BeneathPath
 
 
 def as_path(path: str | os.PathLike[str]) -> AnyPath:
-    """A path of either kind out of what a caller gave."""
+    """Return a path of either kind for a caller's argument."""
     return path if isinstance(path, BeneathPath) else Path(path)
 
 
 @contextlib.contextmanager
 def opened_beneath(root: Path, name: str) -> Iterator[BeneathPath]:
-    """The file or folder ``name`` below ``root``, opened once, for the time of the block; no part of it is a link.
+    """Open the file or folder ``name`` below ``root`` for the block; no component may be a link.
 
-    Raises OSError when it is not there, or has become a link meanwhile.
+    Raises OSError if it does not exist or has become a link meanwhile.
     """
     place = _Place(os.path.realpath(root), name)
     try:

@@ -1,8 +1,8 @@
-"""Where this package keeps what it can make again: built libraries, compiled graphs. Both are code that runs as us.
+"""The directory of what this package can rebuild: compiled libraries and graphs. Both are code that runs as the user.
 
-So nobody else may be able to write there. As for OpenSSH's StrictModes, each directory and link on the way belongs to
-this user or to root, and neither the world nor a group of others may write to one; but for a directory such as
-``/tmp``, root's and sticky, in which nobody can move what belongs to another.
+So nobody else may be able to write there. As in OpenSSH's StrictModes, each directory and link on the path must belong
+to this user or to root, and must not be writable by the world or a group with other members. Directories such as
+``/tmp`` are allowed: they are root's and sticky, so nobody can move another user's files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_LINKS = 40
 
 
 def cache_dir(*below: str) -> Path:
-    """``$NXD_INFER_CACHE``, else ``$XDG_CACHE_HOME/nxd_infer``, else ``~/.cache/nxd_infer``, or what lies ``below``.
+    """Return ``$NXD_INFER_CACHE``, else ``$XDG_CACHE_HOME/nxd_infer``, else ``~/.cache/nxd_infer``, plus ``below``.
 
-    Made when missing. What this package names is for its owner alone (0700); a directory that the variable names keeps
-    its mode: it may hold other things too. Raises UntrustedCacheError where others could change what is in it.
+    Created if missing. Directories named by this package are private (0700); one named by the variable keeps its mode,
+    because it may hold other things too. Raises UntrustedCacheError if others could change its contents.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
@@ -48,7 +48,7 @@ def cache_dir(*below: str) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file of the cache to read. Raises UntrustedCacheError where another user has made it, or could write to it."""
+    """Open a file of the cache. Raises UntrustedCacheError if another user created it, or could write to it."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
         if not _ours(found) or _others_write(found):
@@ -57,16 +57,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _check_way(path: Path, ours: Path | None = None) -> None:
-    """Make ``path`` where it is missing, and check every directory and link that leads to it, and it itself.
+    """Create ``path`` if it is missing, and check it and every directory and link on the way to it.
 
-    What is in ``ours`` can be made again, so where others might have been there it is better removed than closed.
+    The contents of ``ours`` can be rebuilt, so if others may have written there, removing it is better than closing it.
     """
     here, links = Path("/"), 0
     rest = list(reversed(path.parts[1:]))
     _check(here)
     while rest:
         name = rest.pop()
-        if name == "..":  # of a link: `here` is free of links
+        if name == "..":  # from a link's target; `here` contains no links
             here = here.parent
             continue
         entry = here / name
@@ -95,8 +95,8 @@ def _check(entry: Path, fix: str = "chmod go-w") -> None:
 
 
 def _others_write(found: os.stat_result) -> bool:
-    """Whether somebody else may write there. A group that is this user's alone, as many systems give one to each
-    together with a umask of 002, is nobody else."""
+    """Whether another user may write there. A group with only this user, which many systems create with a umask of
+    002, is not another user."""
     if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
         return bool(found.st_mode & stat.S_IWOTH)
     try:

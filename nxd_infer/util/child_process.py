@@ -1,4 +1,4 @@
-"""One child process: started in a session of its own, watched, ended with whatever it started, its end explained."""
+"""One child process: started in its own session, watched, ended with all its descendants, its end explained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from multiprocessing.connection import wait
 from typing import IO, Any
 
 END_SECONDS = 10.0
-"""How long a process that was killed may take to end: one in a system call ends when that does."""
+"""How long a killed process may take to end: one in a system call ends when that returns."""
 _LOOK_SECONDS = 0.05
-"""How often to look at processes that the kernel cannot tell about."""
+"""How often to poll processes that the kernel cannot notify about."""
 
 
 class ChildProcess:
@@ -22,11 +22,11 @@ class ChildProcess:
 
     Args:
         command: see :mod:`nxd_infer.util.python_command`.
-        environment: of the child. Default: this process's own.
-        inherit: descriptors that the child keeps, under the same numbers.
+        environment: of the child. Default: that of this process.
+        inherit: descriptors that the child inherits, with the same numbers.
         stdin, stdout, stderr: as for ``subprocess.Popen``; the child reads nothing unless ``stdin`` is given.
 
-    Raises OSError when the system does not let it start.
+    Raises OSError if the system cannot start it.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class ChildProcess:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
     ):
-        self._process = subprocess.Popen(  # nosec B603  # this interpreter, and code of ours
+        self._process = subprocess.Popen(  # nosec B603  # this interpreter and our own code
             command,
             env=environment,
             pass_fds=tuple(inherit),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=True,  # Ctrl-C at a terminal reaches its parent alone, which ends it
+            start_new_session=True,  # Ctrl-C in a terminal reaches only the parent, which ends it
         )
         self._group_killed = False
         self.pid = self._process.pid
@@ -55,12 +55,12 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its status, minus the number of the signal that ended it, or None while it runs."""
+        """Its exit status, or minus the number of the signal that ended it, or None while it runs."""
         if self._process.returncode is not None or self._group_killed:
             return self._process.poll()
-        try:  # without taking note of its end: its number stays its own, and its group's, until that is killed
+        try:  # without reaping it: its pid stays reserved until its process group is killed
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else has
+        except ChildProcessError:  # someone else has reaped it
             return self._process.poll()
         if found is None:
             return None
@@ -71,42 +71,42 @@ class ChildProcess:
         return self.returncode is None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end; False when it still runs after ``seconds``."""
+        """Wait for its end; False if it still runs after ``seconds``."""
         return bool(wait_for_an_end([self], seconds))
 
     def explain(self) -> str:
-        """How it ended: ``ended with status 1``, ``was ended by SIGKILL``."""
+        """Return how it ended: ``ended with status 1``, ``was ended by SIGKILL``."""
         code = self.returncode
         if code is None:
             return "is still running"
         return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """SIGKILL for it and for what it has started."""
+        """Send SIGKILL to it and to the processes that it has started."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._group_killed = True
 
     def terminate(self) -> None:
-        """SIGTERM for the process alone, so that it can end what it has started."""
+        """Send SIGTERM only to the process itself, so that it can end what it has started."""
         if self.running:
             self._process.terminate()
 
     def end(self, patience: float = 0.0) -> None:
-        """Wait ``patience`` seconds for its end, then kill it, and in any case what it has left behind."""
+        """Wait ``patience`` seconds for its end, then kill it; in any case kill what it left behind."""
         self.wait(patience)
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         for stream in (self.stdin, self.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):  # what it did not read
+                with contextlib.suppress(OSError):  # it did not read everything
                     stream.close()
 
 
 def end_all(children: Sequence[ChildProcess], patience: float = 0.0) -> None:
-    """Ask all to end (SIGTERM) where there is ``patience``, and kill those that still run after so many seconds."""
+    """Send SIGTERM to all if there is ``patience``, and kill those that still run after that many seconds."""
     if patience:
         for child in children:
             child.terminate()
@@ -129,7 +129,7 @@ def wait_for_an_end(children: Sequence[ChildProcess], seconds: float) -> list[Ch
                 descriptors.append(os.pidfd_open(child.pid))
                 held.callback(os.close, descriptors[-1])
             step = seconds
-        except OSError:  # an old kernel, or a process whose end was taken note of
+        except OSError:  # an old kernel, or a process that was already reaped
             step = _LOOK_SECONDS
         while True:
             ended = [child for child in children if not child.running]

@@ -1,4 +1,4 @@
-"""The control groups that hold this process: where the kernel says what a container may use."""
+"""The control groups of this process, in which the kernel reports a container's limits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MOUNTS = Path("/sys/fs/cgroup")
 
 
 def control_groups(controller: str, groups: Path = GROUPS, mounts: Path = MOUNTS) -> Iterator[tuple[int, Path]]:
-    """(version, directory) of every group that ``controller`` counts this process in: its own, and all above it.
+    """Yield (version, directory) of every group in which ``controller`` counts this process: its own, and all above.
 
-    Every one of them limits. A directory need not be there: the path may be the host's, while the mount shows the
+    Each of them sets limits. A directory may be missing: the path may be the host's, while the mount shows the
     container's own groups.
 
     Source: the kernel's documents cgroup-v1 and cgroup-v2, and cgroups(7).

@@ -1,4 +1,4 @@
-"""The host's memory, and the device that this process trains on: the one place outside of backends that names them."""
+"""The host's memory and the training device: the only module outside backends that names them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 ACCELERATOR = "cuda"
-"""Under this name a checkpoint keeps the state of the accelerator's random generator."""
+"""Key of the accelerator's random state in a checkpoint."""
 CHECKED = ("cpu", "cuda")
-"""Devices whose values can be looked at without ending a recorded graph."""
+"""Devices whose values can be read without interrupting a recorded graph."""
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -18,14 +18,14 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def transport_device() -> torch.device:
-    """The device whose memory the process group communicates."""
+    """Return the device whose memory the process group communicates."""
     if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return HOST
 
 
 def accelerator_state() -> Tensor | None:
-    """The state of the accelerator's random generator; None while there is none in use."""
+    """Return the state of the accelerator's random generator; None if none is in use."""
     return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 

@@ -1,5 +1,5 @@
-"""What is to know of torch's types without torch, whose import takes a second that a process which only starts ranks
-and calls them does not have."""
+"""Properties of torch's dtypes without torch, whose import takes a second; processes that only start ranks and call
+them do not import it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAFETENSORS_DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""What safetensors calls the types it stores, and what torch calls them."""
+"""The names of dtypes in safetensors, and in torch."""
 
 ITEM_BYTES = {
     **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},

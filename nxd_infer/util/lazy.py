@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first touched."""
+"""Names of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``::
+    """Return ``__getattr__`` and ``__dir__`` of ``package``::
 
         __getattr__, __dir__ = lazy_names(__name__, {"Engine": ".engine"}, modules=["events"])
 
     Args:
-        homes: the module of each name; one that begins with a dot lies in the package.
-        modules: modules of the package that are names of it as well.
+        homes: the module of each name; one that begins with a dot is inside the package.
+        modules: submodules that are also names of the package.
     """
 
     def find(name: str) -> Any:

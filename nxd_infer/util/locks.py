@@ -1,4 +1,4 @@
-"""One process at a time."""
+"""A lock between processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 def only_one(path: Path, wait: float) -> Iterator[None]:
     """Hold the lock file ``path`` against other processes and threads; the kernel releases it when its holder ends.
 
-    Raises TimeoutError when another one keeps it for ``wait`` seconds, and OSError where there can be no such file.
+    Raises TimeoutError if another one holds it for ``wait`` seconds, and OSError if the file cannot exist.
     """
-    from filelock import FileLock  # slow to import; needed only where something is compiled
+    from filelock import FileLock  # slow to import; needed only for compiling
 
     with FileLock(path, timeout=wait):
         yield

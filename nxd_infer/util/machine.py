@@ -1,4 +1,4 @@
-"""What this machine is, in the words the manifest uses: architecture, CPU features, library versions."""
+"""Properties of this machine for the manifest: architecture, CPU features, library versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """The CPU feature names of ``/proc/cpuinfo`` (``avx2``, ...); empty where there is no such file."""
+    """Return the CPU feature names in ``/proc/cpuinfo`` (``avx2``, ...); empty without such a file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -24,13 +24,13 @@ def cpu_features() -> frozenset[str]:
 
 
 def architecture() -> str:
-    """``x86_64``, ``aarch64``, ..."""
+    """Return ``x86_64``, ``aarch64``, ..."""
     return platform.machine()
 
 
 def torch_version() -> str:
-    """The version of torch that is installed here, without importing it."""
-    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be in the middle of its import
+    """Return the installed version of torch, without importing it."""
+    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be importing it
     return importlib.metadata.version("torch") if known is None else str(known)
 
 
@@ -40,5 +40,5 @@ def torch_minor(version: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What ``manifest.versions`` records about the tracing machine."""
+    """Return ``manifest.versions`` for this machine, which traces."""
     return {"torch": torch_version(), "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""A rank's own memory: weights that every step reads from end to end, states that fill as they are used."""
+"""Memory mappings for a rank: weights that every step reads completely, states that fill up gradually."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from nxd_infer.util.devices import HOST
 
 _LARGE = 2 << 20
-"""Bytes of a large page; a smaller piece would only waste one."""
+"""Size of a large page; a smaller mapping would only waste one."""
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 class Memory:
-    """``nbytes`` zeros in :attr:`bytes` (uint8), mapped as long as a tensor of them lives; pages come as they are used.
+    """``nbytes`` zeros in :attr:`bytes` (uint8), mapped while a tensor of them lives; pages are allocated on first use.
 
-    ``large`` asks for large pages: a core that walks through small ones misses its address cache every 4 KiB, which
-    took up to half of the bandwidth. It is not for what is filled here and there, which would take them whole.
+    ``large`` requests large pages: with small ones a sequential read misses the TLB every 4 KiB, which cost up to half
+    of the bandwidth. Not for sparsely filled memory, which would then use full large pages.
     """
 
     def __init__(self, nbytes: int, *, large: bool = False):
@@ -31,7 +31,7 @@ class Memory:
         self.bytes: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)[:nbytes]
 
     def clear(self) -> None:
-        """Zeros again. On Linux the pages are given back instead of written."""
+        """Reset to zeros. On Linux the pages are released instead of written."""
         if sys.platform == "linux":
             self._mapping.madvise(mmap.MADV_DONTNEED)
         else:
@@ -39,10 +39,10 @@ class Memory:
 
 
 class UntouchedZeros(TorchFunctionMode):
-    """Inside the block ``torch.zeros`` makes large CPU tensors whose pages come as they are used.
+    """Inside the block ``torch.zeros`` creates large CPU tensors whose pages are allocated on first use.
 
-    PyTorch's own are written. A trace builds the states of every rank and reads none: caches of keys and values as
-    large as the weights would be in memory for nothing.
+    PyTorch writes its zeros. A trace creates the states of every rank and reads none, so key/value caches as large as
+    the weights would use memory for nothing.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""One file below an open folder: by ``openat2``, which refuses whatever leads out of it, or part by part."""
+"""Open a file below an open folder: with ``openat2``, which rejects paths that leave it, or by components."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 
 
 def reopened(fd: int, flags: int = 0) -> int:
-    """A descriptor to read from, in place of one to look at."""
+    """Return a descriptor for reading, from one opened with ``O_PATH``."""
     try:
         with enough_descriptors():
             return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
@@ -27,7 +27,7 @@ def reopened(fd: int, flags: int = 0) -> int:
 
 @contextlib.contextmanager
 def enough_descriptors() -> Iterator[None]:
-    """Raise OpenFilesError where the process has no descriptor left: nothing is wrong with the file."""
+    """Raise OpenFilesError if the process has no free descriptor: the file itself is fine."""
     try:
         yield
     except OSError as error:
@@ -45,10 +45,10 @@ class _How(ctypes.Structure):
 
 @enough_descriptors()
 def open_beneath(folder: int, name: str) -> int:
-    """A descriptor of ``name`` below the folder ``folder``, to look at or to open again: what stands there, be it a
-    pipe or a device, is not touched (``O_PATH``).
+    """Return a descriptor of ``name`` below the folder ``folder``, to inspect or reopen: the file is not touched
+    (``O_PATH``), even if it is a pipe or a device.
 
-    Raises OSError: ELOOP where a part of the name is a link, EXDEV where it leads out of the folder.
+    Raises OSError: ELOOP if a component is a link, EXDEV if the name leaves the folder.
     """
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts:
@@ -60,7 +60,7 @@ def open_beneath(folder: int, name: str) -> int:
 
 
 def _openat2(folder: int, name: str) -> int | None:
-    """As :func:`open_beneath`, in one call; None where the kernel, or who filters its calls, does not have it."""
+    """Like :func:`open_beneath`, in one call; None if the kernel or a system call filter does not allow it."""
     how = _How(os.O_PATH | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
@@ -82,7 +82,7 @@ def _open_by_parts(folder: int, parts: tuple[str, ...]) -> int:
         finally:
             os.close(found)
         found = inner
-        if stat.S_ISLNK(os.fstat(found).st_mode):  # such a descriptor is of the link itself
+        if stat.S_ISLNK(os.fstat(found).st_mode):  # this descriptor refers to the link itself
             os.close(found)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), part)
     return found

@@ -1,5 +1,4 @@
-"""Is that process still there? Asked when a peer is late, so that an error can say why. And: end with one's parent,
-and have a name."""
+"""The state of other processes, so that an error can say why a peer is late; also: end with the parent, set a name."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Literal
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` after the command's name (which may hold spaces), or None."""
+    """Return the fields of ``/proc/PID/stat`` after the command's name (which may hold spaces), or None."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -19,16 +18,16 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def process_start(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 when unknown. Tells a reused process id apart.
+    """Return the process's start in clock ticks since boot; 0 if unknown. Detects a reused process id.
 
-    Not psutil's ``create_time``, which moves with the system's clock.
+    Not psutil's ``create_time``, which changes with the system's clock.
     """
     fields = _stat_fields(pid)
     return int(fields[19]) if fields and len(fields) > 19 else 0
 
 
 def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "ended"]:
-    """``ended`` covers zombies and a process id that another process has taken over since ``start``."""
+    """Return the state; ``ended`` includes zombies and a process id that was reused since ``start``."""
     fields = _stat_fields(pid)
     if fields is None:
         try:
@@ -44,15 +43,15 @@ def process_state(pid: int, start: int = 0) -> Literal["running", "stopped", "en
 
 
 def name_process(name: str) -> None:
-    """What `ps -e` and `top` call this process: up to 15 bytes."""
+    """Set the name of this process in `ps -e` and `top`: up to 15 bytes."""
     pr_set_name = 15
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_name, name.encode(), 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process by SIGKILL when the *thread* that started it ends; end now if it has.
+    """Ask the kernel to kill this process when the *thread* that started it ends; exit now if it has.
 
-    ``parent`` is the process id of the starter.
+    ``parent`` is the process id of that thread's process.
     """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)

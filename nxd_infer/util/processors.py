@@ -1,4 +1,4 @@
-"""How much of this machine's processor the process may use: its affinity, its cores, its container's share."""
+"""How much processor time the process may use: its affinity, its cores, its container's share."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from nxd_infer.util.control_groups import GROUPS, MOUNTS, control_groups
 
 _QUOTA_FILES = {1: ["cpu.cfs_quota_us", "cpu.cfs_period_us"], 2: ["cpu.max"]}
-"""Of each version of control groups."""
+"""By version of control groups."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def available_cores() -> list[int]:
-    """The logical cores that this process may run on: its first thread, as another one may keep to fewer."""
+    """Return the logical cores that this process's main thread may run on; other threads may be limited to fewer."""
     return sorted(os.sched_getaffinity(os.getpid()))
 
 
 def physical_core(core: int, topology: Path = _TOPOLOGY) -> str:
-    """The logical cores that share one physical core with ``core``, as the kernel writes them: ``"0,8"``."""
-    for name in ("core_cpus_list", "thread_siblings_list"):  # the second before Linux 5.3
+    """Return the logical cores that share a physical core with ``core``, as the kernel writes them: ``"0,8"``."""
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second name is for Linux before 5.3
         try:
             return (topology / f"cpu{core}" / "topology" / name).read_text().strip()
         except OSError:
@@ -28,10 +28,10 @@ def physical_core(core: int, topology: Path = _TOPOLOGY) -> str:
 
 
 def processor_share(groups: Path = GROUPS, mounts: Path = MOUNTS) -> float:
-    """Cores' worth of time that the control groups of this process grant it; infinity without a limit.
+    """Return the cores' worth of time that this process's control groups grant; infinity without a limit.
 
-    ``docker run --cpus 2`` and a limit of Kubernetes are such a quota: the container sees every core, and all of its
-    threads are stopped for the rest of each 100 ms once together they have used what it grants.
+    ``docker run --cpus 2`` and a Kubernetes limit set such a quota: the container sees every core, but once its threads
+    have together used the quota, all are stopped for the rest of each 100 ms.
 
     Source: the kernel's cgroup-v2 (``cpu.max``) and CFS bandwidth control (``cpu.cfs_quota_us``) documents.
     """
@@ -51,10 +51,10 @@ def _quota(files: list[Path]) -> float:
 
 
 def processors() -> int:
-    """Threads that may run at once: the logical cores, or the container's share of them where that is less."""
+    """Return how many threads may run at once: the logical cores, or the container's share of them if smaller."""
     return max(1, int(min(len(available_cores()), processor_share())))
 
 
 def compute_threads() -> int:
-    """Threads that compute at full speed at once: one a physical core, and no more than :func:`processors`."""
+    """Return how many threads compute at full speed: one per physical core, at most :func:`processors`."""
     return min(len({physical_core(core) for core in available_cores()}), processors())

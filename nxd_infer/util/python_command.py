@@ -1,6 +1,6 @@
-"""How this package starts Python processes of its own: none imports from the directory it happens to run in.
+"""Commands for starting our Python processes, none of which imports from the current directory.
 
-Somebody who traces a downloaded model stands in its directory, and a ``torch.py`` there must not be the child's torch.
+A user who traces a downloaded model may be in its directory, and a ``torch.py`` there must not replace torch.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
-"""What a child imports from where this process has it, installed or not."""
+"""Packages that a child imports from the same place as this process, installed or not."""
 
-# What `-P` does, which Python has from 3.11 on. `sys` is built in: importing it looks into no directory.
+# What `-P` does in Python 3.11 and later. `sys` is built in, so importing it reads no directory.
 _SAFELY = "import sys; sys.path[:] = filter(None, sys.path)\n"
 
 
 def python_code(code: str, *arguments: str) -> list[str]:
-    """The command that runs ``code`` in a new interpreter, ``arguments`` behind ``sys.argv[0]``."""
+    """Return the command that runs ``code`` in a new interpreter, with ``arguments`` after ``sys.argv[0]``."""
     return [sys.executable, "-c", _SAFELY + code, *arguments]
 
 
 def python_of_caller(code: str, *arguments: str) -> list[str]:
-    """As :func:`python_code`, with the path of this process, not a safe one: for code that imports the caller's own.
+    """Like :func:`python_code`, with this process's path instead of a safe one: for code that imports the caller's.
 
-    `json` is imported before it, and so is Python's own.
+    `json` is imported first, so it is Python's own.
     """
     path = "import json; sys.path[:] = json.loads(sys.argv.pop(1))\n"
     return python_code(path + code, json.dumps(sys.path), *arguments)
 
 
 def preparation() -> dict[str, Any]:
-    """What ``multiprocessing.spawn.prepare`` needs to import what is the caller's: this program's script, unless there
-    is no file of it, and where it runs."""
+    """Return what ``multiprocessing.spawn.prepare`` needs to import the caller's code: the program's script, if it
+    has a file, and the working directory."""
     from multiprocessing import spawn
 
     found = spawn.get_preparation_data("")
@@ -48,23 +48,23 @@ def preparation() -> dict[str, Any]:
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """The command that runs a module as a program: ``python -P -m name arguments``."""
+    """Return the command that runs a module as a program: ``python -P -m name arguments``."""
     return python_code(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without its ``PYTHONPATH`` and ``PYTHONHOME``, with the way to our packages, and with
-    ``changes``."""
+    """Return this process's environment without ``PYTHONPATH`` and ``PYTHONHOME``, with the path to our packages and
+    with ``changes``."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if roots := _roots():
         environment["PYTHONPATH"] = os.pathsep.join(roots)
-    return {**environment, "PYTHONSAFEPATH": "1", **changes}  # for what the child starts in its turn as well
+    return {**environment, "PYTHONSAFEPATH": "1", **changes}  # also for processes that the child starts
 
 
 def _roots() -> list[str]:
-    """The directories that hold our packages and are not on the path of every interpreter: a checkout's, say."""
+    """Return the directories that hold our packages and are not on every interpreter's path, such as a checkout's."""
     found = []
-    places = [entry for entry in sys.path if os.path.isabs(entry)]  # not "": a REPL has it, for wherever it stands now
+    places = [entry for entry in sys.path if os.path.isabs(entry)]  # not "", which means a REPL's current directory
     for name in _PACKAGES:
         spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name, places)
         if spec is not None and spec.origin is not None:

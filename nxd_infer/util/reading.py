@@ -1,4 +1,4 @@
-"""What is the same wherever files are read that others may have written: checksums, JSON, how deep it may be nested."""
+"""Read files that others may have written: checksums, JSON, limits of nesting."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_LEVELS = 100
-"""Lists and objects of one file within each other: who looks through them calls itself at each, and one that holds
-itself has no end."""
+"""Maximum nesting of lists and objects: code that visits them recurses at each level, and a self-referential one
+would never end."""
 _CHUNK = 1 << 20
 
 
 def sha256_and_size(file: io.FileIO, progress: Callable[[int], object] | None = None) -> tuple[str, int]:
-    """The checksum of what is left to read of a file, and how many bytes that is; without the GIL, beside other work.
+    """Return the checksum of the rest of a file, and its size; releases the GIL.
 
-    ``progress`` is called with the bytes of each part; ``hashlib.file_digest`` (Python 3.11) tells neither.
+    ``progress`` is called with the number of bytes of each part; ``hashlib.file_digest`` (Python 3.11) reports neither.
     """
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_CHUNK))
@@ -31,16 +31,16 @@ def sha256_and_size(file: io.FileIO, progress: Callable[[int], object] | None = 
 
 
 def sha256_of(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> str:
-    """The checksum of a file, read once from front to back; without the GIL, so beside other work.
+    """Return the checksum of a file, read once from start to end; releases the GIL.
 
-    ``progress`` is called with the bytes of each part.
+    ``progress`` is called with the number of bytes of each part.
     """
     with open(path, "rb", buffering=0) as file:
         return sha256_and_size(file, progress)[0]
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Two values of one key are a ValueError: readers differ in which of them they take."""
+    """Build a JSON object. Raises ValueError if a key occurs twice, because readers differ in which value they use."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -50,7 +50,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """A JSON value. Raises ValueError, for an object with two values of one key too: readers differ in which counts."""
+    """Parse JSON. Raises ValueError also for an object that has a key twice, because readers differ in that case."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The name that was probably meant, for the error of one that is not known."""
+"""Suggest the intended name in an error about an unknown one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 NEAR = 0.75
-"""Share of equal letters. Below it names only look alike: ``input`` is no slip for ``min_p``."""
+"""Minimum share of equal letters. Below it names only look similar: ``input`` is not a typo of ``min_p``."""
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """``"; did you mean port?"`` for a name that is really near one that is known, else nothing."""
+    """Return ``"; did you mean port?"`` if a known name is close to ``name``, else ""."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=NEAR)
     return f"; did you mean {' or '.join(near)}?" if near else ""

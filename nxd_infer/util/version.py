@@ -1,3 +1,3 @@
-"""The version of this package, where every floor can read it. ``pyproject.toml`` says the same."""
+"""The version of this package, readable by every layer. ``pyproject.toml`` repeats it."""
 
 VERSION = "0.1.0"

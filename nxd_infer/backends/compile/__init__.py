@@ -1,1 +1,1 @@
-"""Compiling graphs: a pool of processes, and a cache of what they made."""
+"""Compiling graphs: a pool of processes, and a cache of their results."""

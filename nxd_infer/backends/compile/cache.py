@@ -1,8 +1,8 @@
 """Compiled graphs of earlier traces, under ``cache_dir()/graphs``: keyed by digest, verified, bounded, shared.
 
-The digest covers graph, options, torch and operators; the C++ compiler's version is part of the key as well. Entries
-appear by a rename, are checked file by file when used, and the least recently used go first when the total passes
-``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; ``500M`` and ``4G`` are understood too).
+The digest covers graph, options, torch and operators; the key also includes the C++ compiler's version. Entries are
+created by a rename, checked file by file when used, and evicted (least recently used first) when the total exceeds
+``NXD_INFER_CACHE_LIMIT`` bytes (default 4 GiB; values such as ``500M`` and ``4G`` are accepted).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LIMIT = 4 << 30
 
 
 def cache_limit() -> int:
-    """``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 turns the cache off. Raises TraceConfigError for what is no size."""
+    """Return ``$NXD_INFER_CACHE_LIMIT`` in bytes; 0 disables the cache. Raises TraceConfigError for an invalid size."""
     text = os.environ.get("NXD_INFER_CACHE_LIMIT", "").strip()
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:I?B)?", text.upper())
     if text and not found:
         raise TraceConfigError(
-            f"NXD_INFER_CACHE_LIMIT={text!r} is no size: give bytes, or a whole number with K, M, G or T, such as 4G"
+            f"NXD_INFER_CACHE_LIMIT={text!r} is not a size: give bytes, or a whole number with K, M, G or T, such as 4G"
         )
     return int(found[1]) << 10 * " KMGT".index(found[2] or " ") if found else LIMIT
 
 
 @functools.cache
 def compiler_version() -> str:
-    """What the C++ compiler says it is; empty where there is none."""
+    """Return the version text of the C++ compiler; empty if there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [os.environ.get("CXX", "g++"), "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
@@ -50,13 +50,13 @@ def compiler_version() -> str:
 
 
 WAIT = 30.0
-"""Seconds to wait for another process that looks after the cache; after that this one does without."""
+"""Seconds to wait for another process that uses the cache; after that this one continues without the cache."""
 
 
 def _root() -> Path | None:
-    """The cache's directory; None where there is none to write in, or the cache is turned off.
+    """Return the cache's directory; None if it is not writable or the cache is disabled.
 
-    Raises UntrustedCacheError where others could change what is in it: a trace does not go on as if there were none.
+    Raises UntrustedCacheError if others could change its contents: a trace must not silently ignore that.
     """
     if not cache_limit():
         return None
@@ -70,12 +70,12 @@ def _key(digest: str) -> str:
 
 
 def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
-    """Entries are copied and removed by one at a time. Raises OSError after ``WAIT`` seconds."""
+    """Allow one process at a time to copy or remove entries. Raises OSError after ``WAIT`` seconds."""
     return only_one(root / ".lock", WAIT)
 
 
 def fetch(digest: str, graph_dir: Path) -> bool:
-    """Replace ``graph_dir`` by the cached graph; False (and nothing done) when there is none, or it is damaged."""
+    """Replace ``graph_dir`` by the cached graph; False, without changes, if it is missing or damaged."""
     root = _root()
     if root is None:
         return False
@@ -83,7 +83,7 @@ def fetch(digest: str, graph_dir: Path) -> bool:
     copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
     try:
         with _locked(root):
-            with opened(entry / ENTRY) as file:  # others' entries are refused; the files are what ours says they are
+            with opened(entry / ENTRY) as file:  # rejects others' entries; it has the files' checksums
                 files = json.load(file)
             for name, checksum in files.items():
                 target = copy / name
@@ -94,7 +94,7 @@ def fetch(digest: str, graph_dir: Path) -> bool:
             os.utime(entry / ENTRY)
     except (OSError, ValueError, AttributeError) as error:
         shutil.rmtree(copy, ignore_errors=True)
-        # A full disk, or a lock that another process keeps, says nothing about the entry.
+        # A full disk, or a lock held by another process, says nothing about the entry.
         if isinstance(error, (ValueError, AttributeError, FileNotFoundError)) and entry.exists():
             with contextlib.suppress(OSError), _locked(root):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -105,7 +105,7 @@ def fetch(digest: str, graph_dir: Path) -> bool:
 
 
 def store(digest: str, graph_dir: Path) -> None:
-    """Keep a compiled graph. Another process's entry of the same key is left; a full disk is not an error here."""
+    """Store a compiled graph. An existing entry with the same key is kept; a full disk is not an error here."""
     root = _root()
     if root is None:
         return
@@ -122,7 +122,7 @@ def store(digest: str, graph_dir: Path) -> None:
             shutil.copyfile(path, target)
             files[name] = sha256_of(target)
         (temporary / ENTRY).write_text(json.dumps(files, indent=1), encoding="utf-8")
-        (temporary / ENTRY).chmod(0o600)  # whatever the umask: one that others may write to is refused
+        (temporary / ENTRY).chmod(0o600)  # whatever the umask, because entries writable by others are rejected
         os.rename(temporary, entry)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -130,7 +130,7 @@ def store(digest: str, graph_dir: Path) -> None:
 
 
 def prune(limit: int | None = None) -> None:
-    """Remove the least recently used entries until the rest fits; and what killed processes left behind."""
+    """Remove the least recently used entries until the rest fits, and what killed processes left behind."""
     limit = cache_limit() if limit is None else limit
     root = _root()
     if root is None:

@@ -1,4 +1,4 @@
-"""A bounded pool of compile processes. Each keeps its imports between graphs; none outlives the call."""
+"""A bounded pool of compile processes. Each reuses its imports for several graphs; none outlives the call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Worker:
     process: ChildProcess
     answers: int
     log: Path
-    """What the compiler printed."""
+    """The compiler's output."""
     graph: Path | None = None
     started: float = 0.0
     rest: str = ""
@@ -42,13 +42,13 @@ class _Worker:
 
 
 def worker_count(graphs: int, tensors: int, limit: int | None = None) -> int:
-    """How many graphs of ``tensors`` tensors to compile at a time: at most two, as fit into memory, at least one."""
+    """Return how many graphs of ``tensors`` tensors to compile at once: one, or two if they fit into memory."""
     fitting = max(1, int(available_memory() * 0.8) // footprint.compiling(tensors))
     return max(1, min(graphs, 2, processors(), fitting, limit or 2))
 
 
 def make_workdir(path: Path | None) -> None:
-    """Make the directory that the user wants the compiler's files in. Raises TraceConfigError where it cannot be."""
+    """Create the user's directory for compiler files. Raises TraceConfigError if that fails."""
     try:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -69,13 +69,13 @@ def compile_graphs(
     timeout: float = 3600.0,
     report: Callable[[Path, float], None] | None = None,
 ) -> None:
-    """Compile every graph directory. What compilers write beside it is put below ``workdir`` (None: removed after).
+    """Compile every graph directory. The compilers' other files end up below ``workdir`` (None: they are removed).
 
-    Until then it lies in a directory that nobody else can write to or foresee: compilers run what they find in theirs.
+    Until then they are in a private, unpredictable directory: compilers execute what they find in theirs.
 
-    ``tensors`` is the number of weights and states of the largest graph, by which the memory is judged.
-    ``timeout`` bounds each graph. ``report(graph directory, seconds)`` is called as each is done. Raises TraceError
-    with what the compiler said.
+    ``tensors`` is the number of weights and states of the largest graph, from which memory is estimated.
+    ``timeout`` limits each graph. ``report(graph directory, seconds)`` is called when a graph is done. Raises
+    TraceError with the compiler's message.
     """
     if not graph_dirs:
         return
@@ -108,9 +108,9 @@ def compile_graphs(
 
 @contextlib.contextmanager
 def workplace(workdir: Path | None) -> Iterator[Path]:
-    """A directory that nobody else can write to or foresee, moved below ``workdir`` at the end, or removed.
+    """Yield a private, unpredictable directory, which is moved below ``workdir`` at the end, or removed.
 
-    Raises TraceError when it cannot be moved, unless the block raises what matters more.
+    Raises TraceError if it cannot be moved, unless the block raises a more important error.
     """
     place = Path(tempfile.mkdtemp(prefix="nxd-compile-"))
     done = False
@@ -123,7 +123,7 @@ def workplace(workdir: Path | None) -> Iterator[Path]:
                 shutil.move(place, workdir / place.name)
         except OSError as error:
             if workdir is not None:
-                shutil.rmtree(workdir / place.name, ignore_errors=True)  # the part that had room
+                shutil.rmtree(workdir / place.name, ignore_errors=True)  # remove the partial copy
             if done:
                 raise TraceError(
                     f"compiler_workdir: what the compiler wrote cannot be moved to {workdir}: {error}; make room "
@@ -159,17 +159,17 @@ def _start(backend: str, place: Path) -> _Worker:
 def _assign(worker: _Worker, graph: Path, options: Mapping[str, Any]) -> None:
     worker.graph, worker.started = graph, time.monotonic()
     assert worker.process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # its end shows when the answer is read
+    with contextlib.suppress(BrokenPipeError):  # reading the answer will report its end
         job = {"graph": str(graph.absolute()), "options": dict(options)}
         worker.process.stdin.write(json.dumps(job).encode() + b"\n")
         worker.process.stdin.flush()
 
 
 def _answers(pool: list[_Worker], timeout: float) -> list[tuple[_Worker, dict[str, Any]]]:
-    """Wait until a worker answers. Raises TraceError when one died or took longer than ``timeout``."""
+    """Wait until a worker answers. Raises TraceError if one died or exceeded ``timeout``."""
     busy = [worker for worker in pool if worker.graph is not None]
     left = min(worker.started + timeout for worker in busy) - time.monotonic()
-    poll = select.poll()  # select() knows no descriptor above 1023
+    poll = select.poll()  # select() supports no descriptor above 1023
     for worker in busy:
         poll.register(worker.answers, select.POLLIN)
     ready = {fd for fd, _ in poll.poll(min(max(0.0, left), 1e6) * 1000)}

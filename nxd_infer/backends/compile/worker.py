@@ -1,7 +1,7 @@
 """A process that compiles graphs: ``python -m nxd_infer.backends.compile.worker BACKEND FD PARENT``.
 
-Reads one JSON job a line from standard input and answers one JSON line on descriptor FD; what the compiler prints goes
-to standard error. Ends with its input, or with its parent.
+Reads one JSON job per line from standard input and answers one JSON line on descriptor FD; compiler output goes to
+standard error. Exits with its input, or with its parent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main(arguments: list[str]) -> int:
 
     die_with_parent(int(arguments[2]))
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
-    gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the import
-    import torch  # noqa: F401  (whatever compiles a graph needs it)
+    gc.disable()  # imported objects stay, and scanning them takes a fifth of the import
+    import torch  # noqa: F401  (every graph's compiler needs it)
 
     from nxd_infer.backends import registry
 

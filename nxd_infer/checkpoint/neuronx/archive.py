@@ -1,9 +1,9 @@
-"""A checkpoint that the reference wrote, open for reading. What lies where: :mod:`nxd_infer.checkpoint.neuronx.folder`.
+"""A reference checkpoint, open for reading. For its files see :mod:`nxd_infer.checkpoint.neuronx.folder`.
 
-These files hold each rank's tensors and not what they are parts of. That comes from the model that is loaded
+These files hold each rank's tensors but not their layouts. The layouts come from the model that is loaded
 (:meth:`ReferenceArchive.know`), or offline from a model's configuration, from rules, or from the tensors themselves
-(:mod:`nxd_infer.checkpoint.neuronx.layouts`). With it a checkpoint of this kind is one like any other. ZeRO-1 states
-are those of ``torch_xla``'s optimizer: of each parameter, padded along its first dimension, one of ``dp`` equal parts.
+(:mod:`nxd_infer.checkpoint.neuronx.layouts`). With them such a checkpoint works like any other. ZeRO-1 states are
+those of ``torch_xla``'s optimizer: of each parameter, padded along its first dimension, one of ``dp`` equal parts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from nxd_infer.optimizer.sharded_files import MASTER
 
 
 def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
-    """What :func:`find_reference` finds, opened.
+    """Open the checkpoint that :func:`find_reference` finds.
 
-    Raises CheckpointError when there is none, or a rank's file is missing or there twice.
+    Raises CheckpointError if there is none, or if a rank's file is missing or exists twice.
     """
     folder = find_reference(root, tag)
     if folder is None:
@@ -36,12 +36,12 @@ def open_reference(root: Path, tag: str | None) -> ReferenceArchive:
 
 
 class ReferenceArchive:
-    """One of them, open for reading: like an Archive, once it has been told the layouts."""
+    """A reference checkpoint, open for reading: like an Archive, once its layouts are known."""
 
     def __init__(self, folder: Path):
         self.where = str(folder)
         self._folder = folder
-        self._flat = not (folder / MARK).exists()  # of parallel_layers.save
+        self._flat = not (folder / MARK).exists()  # written by parallel_layers.save
         self._model = files_of_ranks(folder if self._flat else folder / "model")
         self._optimizer = self._model if self._flat else files_of_ranks(folder / "optim")
         places = [*self._model, *self._optimizer]
@@ -59,7 +59,7 @@ class ReferenceArchive:
             return
         dp = 1 + max(place[0] for place in ranks) if what == "optimizer" else 1
         tp, pp = self.degrees["tp"], self.degrees["pp"]
-        every = (divmod(number, tp * pp) for number in itertools.count())  # a name may have any number in it
+        every = (divmod(number, tp * pp) for number in itertools.count())  # lazy, because a name may contain any number
         places = ((d, *divmod(rest, pp)) for d, rest in every if d < dp)
         lacking = dp * tp * pp - sum(place[0] < dp for place in ranks)
         if lacking:
@@ -77,7 +77,7 @@ class ReferenceArchive:
         return self._states[path]
 
     def _state(self, ranks: Mapping[Place, Path], place: Place, key: str) -> Any:
-        """What a rank saved as its model or its optimizer."""
+        """Return the model or optimizer that a rank saved."""
         path = ranks[place]
         value = self._load(path)
         inner = value.get(key) if isinstance(value, Mapping) else None
@@ -94,7 +94,7 @@ class ReferenceArchive:
         return isinstance(value, Mapping) and "optimizer" in value
 
     def stages(self) -> Iterator[list[Mapping[str, Tensor]]]:
-        """Of each pipeline stage the model's tensors of every tensor-parallel rank. Raises CheckpointError without."""
+        """Yield, per pipeline stage, the model's tensors of every tensor-parallel rank. Raises CheckpointError."""
         if not self._model:
             raise CheckpointError(f"{self.where} holds no model; it was saved without")
         for pp in range(self.degrees["pp"]):
@@ -102,22 +102,22 @@ class ReferenceArchive:
             strange = [name for rank in ranks for name in rank if not isinstance(name, str)]
             if strange:
                 raise CheckpointError(
-                    f"{self.where}: the model has a tensor named {strange[0]!r:.80}, which is no text"
+                    f"{self.where}: the model has a tensor named {strange[0]!r:.80}, which is not text"
                 )
             yield [{name: item for name, item in rank.items() if isinstance(item, Tensor)} for rank in ranks]
 
-    # --- as an Archive --------------------------------------------------------------------------------
+    # --- interface of Archive --------------------------------------------------------------------------------
 
     def know(self, layouts: Mapping[str, ParamLayout], optimizer_names: Sequence[str] = ()) -> None:
-        """What the parameters are made of, by name, and the order in which the optimizer got them."""
+        """Set the layouts of the parameters, by name, and the order of the optimizer's parameters."""
         self._layouts = {**one_by_one(layouts), **layouts}
         self._names = list(optimizer_names)
 
     def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
-        """Nothing: these files have no checksums (those of their form that are zip files have one for each tensor)."""
+        """Do nothing: these files have no checksums (except those that are zip files, which check each tensor)."""
 
     def parts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """As :meth:`Archive.parts`; there is one."""
+        """Like :meth:`Archive.parts`; there is one."""
         if kind == "model" and self._model:
             yield 0, {"pieces": {}}
         if kind == "optimizer" and self._has_optimizer():
@@ -126,7 +126,7 @@ class ReferenceArchive:
             yield 0, {"pieces": {}, "param_groups": groups}
 
     def value(self, rank: int, kind: str) -> Any:
-        """As :meth:`Archive.value`, of ``"values"``."""
+        """Like :meth:`Archive.value`, for ``"values"``."""
         if self._flat:
             state = self._load(self._model[0, 0, 0])
             if not isinstance(state, Mapping) or ("model" not in state and _has_tensors(state)):
@@ -144,7 +144,7 @@ class ReferenceArchive:
             raise CheckpointError(f"{error}. Move {path.name} away to load the rest of the checkpoint") from error
 
     def pieces(self, kind: str) -> list[Piece]:
-        """As :meth:`Archive.pieces`. Raises CheckpointError when the layouts are not known or do not fit."""
+        """Like :meth:`Archive.pieces`. Raises CheckpointError if the layouts are unknown or do not fit."""
         if self._layouts is None:
             raise CheckpointError(f"{self.where}: these files do not say what their tensors are parts of")
         return self._model_pieces(self._layouts) if kind == "model" else self._optimizer_pieces(self._layouts)
@@ -170,13 +170,13 @@ class ReferenceArchive:
             shown = ", ".join(f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in wrong[:12])
             raise WeightMismatchError(
                 f"{self.where}: at {degree} tensor-parallel rank(s) the model's tensors would have other shapes: "
-                f"{shown}" + (f", ... ({len(wrong)} in all)" if len(wrong) > 12 else ""),
+                f"{shown}" + (f", ... ({len(wrong)} in total)" if len(wrong) > 12 else ""),
                 mismatched=tuple(wrong),
             )
         return found
 
     def _require_equal_copies(self, name: str, layout: ParamLayout, ranks: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replicated key/value heads lie in different orders on different hardware; only ours can be read."""
+        """Check the order of replicated key/value heads: it differs between hardware, and only ours can be read."""
         for holding in duplicates(layout, len(ranks)):
             copies = [ranks[rank][name][tuple(slice(*b) for b in local)] for rank, local in holding.places]
             if any(not copy.equal(copies[0]) for copy in copies[1:]):
@@ -209,7 +209,7 @@ class ReferenceArchive:
             masters = state.get("sharded_master_weights", {})
             sharded = dp if "base_state" in state else 1
             if sharded == 1 and d > 0:
-                continue  # without ZeRO-1 all data-parallel ranks have the same
+                continue  # without ZeRO-1 all data-parallel ranks have equal states
             found += self._rank_pieces(entries, masters, layouts, t, d, sharded)
         return found
 
@@ -222,7 +222,7 @@ class ReferenceArchive:
         dp: int,
         parts: int,
     ) -> list[Piece]:
-        """The pieces of one rank, in the order of the parameters."""
+        """Return the pieces of one rank, in the order of the parameters."""
         tensors: dict[str, Tensor] = {}
         found = []
         source = DictSource(tensors)
@@ -285,7 +285,7 @@ def _piece(
 
 
 def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
-    """The logical tensors of fused parameters, for files that have them one by one."""
+    """Return the logical tensors of fused parameters as separate layouts, for files that store them separately."""
     found: dict[str, ParamLayout] = {}
     for layout in layouts.values():
         for part, name in layout.sources:
@@ -295,7 +295,7 @@ def one_by_one(layouts: Mapping[str, ParamLayout]) -> dict[str, ParamLayout]:
 
 
 def _as_optimizer(state: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
-    """``state`` itself. Raises CheckpointError when it is no optimizer's."""
+    """Return ``state``. Raises CheckpointError if it is not an optimizer's."""
 
     def check(key: str, fits: bool, wanted: str) -> None:
         if not fits:
@@ -322,7 +322,7 @@ def _all_mappings(entries: Mapping[Any, Any]) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether it is a state dict itself."""
+    """Whether ``value`` is itself a state dict."""
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 

@@ -1,4 +1,4 @@
-"""The folders that the reference wrote, read without unpickling anything but tensors and plain values.
+"""Read the reference's checkpoint folders; unpickles only tensors and plain values.
 
 ::
 
@@ -27,7 +27,7 @@ Place = tuple[int, int, int]
 
 
 def find_reference(root: Path, tag: str | None) -> Path | None:
-    """The folder of the reference's checkpoint of ``tag``; without, that of the newest complete one, or ``root``."""
+    """Return the folder of the reference's checkpoint ``tag``; without a tag the newest complete one, or ``root``."""
     if tag is not None:
         return root / tag if _is_whole(root / tag) else None
     if _is_whole(root):
@@ -47,7 +47,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def files_of_ranks(folder: Path) -> dict[Place, Path]:
-    """The file, or the folder, of each rank."""
+    """Return the file, or the folder, of each rank."""
     found: dict[Place, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _RANK.match(path.name.removesuffix(TENSORS))
@@ -68,7 +68,7 @@ def files_of_ranks(folder: Path) -> dict[Place, Path]:
 
 
 def read_rank(path: Path) -> Any:
-    """A file or folder of one rank in whatever form it has."""
+    """Read one rank's file or folder, in either form."""
     if path.is_dir():
         ours, theirs = path / "checkpoint.safetensors", path / "checkpoint.pt"
         if ours.is_file() and theirs.is_file():

@@ -1,10 +1,10 @@
-"""What the tensors of a reference checkpoint are parts of, where no model is there to say it.
+"""Infer the layouts of the tensors of a reference checkpoint, if no model is available to provide them.
 
-Known without help is only what the tensors show: with one tensor-parallel rank everything is whole; numbers that are
-equal on all ranks are replicated; a vector that differs is cut along its one dimension. A matrix that differs may be
-cut along either, and one number everywhere (a bias of zeros that was never trained) is equal on all ranks whether each
-has all of it or a part: the weight of a norm is whole, a bias follows its layer's weight. Elsewhere a guess would be a
-silent mistake, so those need the layouts of a model or rules.
+Without help only the tensors themselves are known. With one tensor-parallel rank everything is unsharded; tensors that
+are equal on all ranks are replicated; a vector that differs is sharded along its one dimension. A matrix that differs
+may be sharded along either dimension. A constant tensor (such as a never trained bias of zeros) is equal on all ranks
+whether it is sharded or not: a norm's weight is unsharded, a bias follows its layer's weight. In all other cases a
+guess would be a silent mistake, so they need the layouts of a model or rules.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import AxisPlan, ParamLayout
 
 Rules = Mapping[str, int | None]
-"""Patterns of names (``*.o_proj.weight``) to the dimension that is cut, None where every rank has all of it."""
+"""Maps name patterns (``*.o_proj.weight``) to the sharded dimension, or None if replicated."""
 
 
 def infer_layouts(
     archive: ReferenceArchive, rules: Rules | None = None, known: Mapping[str, ParamLayout] | None = None
 ) -> dict[str, ParamLayout]:
-    """The layout of every tensor of the model that is not ``known``. The first pattern of ``rules`` that fits counts.
+    """Return the layouts of all the model's tensors that are not in ``known``. The first matching rule applies.
 
-    Padding cannot be told from values and stays. Raises CheckpointError, which lists the tensors that nothing is known
-    about, and for a rule that does not fit.
+    Padding cannot be recognised and stays. Raises CheckpointError listing the tensors whose layout is unknown, and for
+    a rule that does not fit.
     """
     known, rules = known or {}, rules or {}
     found: dict[str, ParamLayout] = {}
@@ -66,11 +66,11 @@ def infer_layouts(
 
 UNKNOWN = 1 << 30
 _NORM = re.compile(r"(^|\.)(?!(q|k|v|query|key|value)_)(\w*norm(_?\d+)?|ln(_\w+|\d*))\.(weight|bias)$")
-"""Those of queries and keys may be over all heads, and are cut then."""
+"""Norms of queries and keys are excluded: they may span all heads, and are then sharded."""
 
 
 def _dimension(name: str, ranks: Sequence[Tensor], rules: Rules, cuts: Mapping[str, int | None]) -> int | None:
-    """The dimension that is cut, None for none, or UNKNOWN; ``cuts`` are those of the tensors seen before."""
+    """Return the sharded dimension, None, or UNKNOWN; ``cuts`` are those of the tensors seen before."""
     first = ranks[0]
     for pattern, dim in rules.items():
         if fnmatch.fnmatchcase(name, pattern):
@@ -86,13 +86,13 @@ def _dimension(name: str, ranks: Sequence[Tensor], rules: Rules, cuts: Mapping[s
 
 
 def _cut_of(layout: ParamLayout, degree: int) -> int | None:
-    """The dimension along which a known layout is cut."""
+    """Return the dimension along which a known layout is sharded."""
     whole, part = layout.rank_shape(1), layout.rank_shape(degree)
     return next((dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]), None)
 
 
 def read_rules(path: Path) -> dict[str, int | None]:
-    """Rules from a JSON file. Raises CheckpointError when it is none."""
+    """Read rules from a JSON file. Raises CheckpointError if it holds none."""
     try:
         rules: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
