@@ -1,1 +1,1 @@
-"""Run an artifact: TensorParallelModel and RankModel, their rank processes, new weights."""
+"""Run an artifact: TensorParallelModel and RankModel, their rank processes, weight updates."""

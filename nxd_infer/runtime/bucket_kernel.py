@@ -1,8 +1,8 @@
-"""The user's bucket kernel, which pads a call's inputs and chooses their bucket. It is code of the artifact, and runs
-where that runs: rank 0 loads it and answers the caller, who reads nothing but tensors.
+"""The user's bucket kernel, which pads a call's inputs and chooses their bucket. It is code from the artifact, so it
+runs in rank 0 like the rest of that code; the caller's process reads only tensors.
 
-A question and its answer lie in one memory file, as safetensors: the inputs in order; then those of the bucket, and its
-number.
+A question and its answer share one memory file, as safetensors: first the inputs in order; then the bucket's inputs and
+its number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kernel = Callable[[list[Tensor]], tuple[Sequence[Tensor], Any]]
 
 
 def load_kernel(artifact: LoadedArtifact) -> Kernel | None:
-    """The rank's side: the kernel (TorchScript), or None where the package routes."""
+    """Return the kernel (TorchScript), or None if the package does the routing. Called by the rank."""
     file = artifact.bucket_kernel_file
     if file is None:
         return None
@@ -36,14 +36,14 @@ def load_kernel(artifact: LoadedArtifact) -> Kernel | None:
 
 
 def answer(kernel: Kernel, fd: int) -> None:
-    """The rank's side: read a question from the file, run the kernel, put its answer in place."""
+    """Read a question from the file, run the kernel, and replace it by the answer. Called by the rank."""
     file = Path(f"/proc/self/fd/{fd}")
     tensors, bucket = kernel(_unpacked(file.read_bytes()))
     file.write_bytes(_packed(tensors, int(bucket)))
 
 
 def ask(ranks: Any, degree: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """The caller's side. RuntimeError says what the kernel raised; the ranks go on. The caller holds the lock."""
+    """Ask the kernel; the caller holds the lock. A RuntimeError has the kernel's error, and the ranks continue."""
     fd = os.memfd_create("nxd-kernel", os.MFD_CLOEXEC)
     try:
         file = Path(f"/proc/self/fd/{fd}")
@@ -61,7 +61,7 @@ def _packed(tensors: Sequence[Tensor], *bucket: int) -> bytes:
     from safetensors.torch import save
 
     every = [*tensors, *map(torch.tensor, bucket)]
-    # Copies: safetensors takes no two tensors of one memory, and a kernel may return an input twice.
+    # Copy, because safetensors rejects tensors that share memory, and a kernel may return an input twice.
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in every]
     return save({str(number): tensor for number, tensor in enumerate(copies)})
 

@@ -1,4 +1,4 @@
-"""Load an artifact to run it here: for this torch, machine and backend. Each refusal says what to do."""
+"""Load an artifact to run it here: for this torch, machine and backend. Each error says what to do."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def load_artifact(
 ) -> LoadedArtifact:
     """Check the artifact at ``path``, and that it can run here, and return its manifest.
 
-    ``verify``, ``expect_digest`` and ``temporary``: see :func:`~nxd_infer.artifact.reader.read_artifact`. ``backend``
-    refuses an artifact of any other. ``runs_here=False`` takes code that this machine cannot run, too. ``later`` leaves
-    what takes long to who starts the ranks: ``verify()``, and to ask the backend, as each rank does.
+    ``verify``, ``expect_digest`` and ``temporary``: see :func:`~nxd_infer.artifact.reader.read_artifact`. Rejects an
+    artifact of a backend other than ``backend``, if given. ``runs_here=False`` accepts code that this machine cannot
+    run. ``later`` leaves slow checks to the code that starts the ranks: ``verify()``, and the backend's, which each
+    rank makes.
 
-    Raises ArtifactError when ``path`` is no artifact, ArtifactVersionError for another format, torch or CPU,
-    ArtifactBackendError for another backend, ArtifactCorruptError (it names the file) for anything damaged.
+    Raises ArtifactError if ``path`` is not an artifact, ArtifactVersionError for another format, torch or CPU,
+    ArtifactBackendError for another backend, ArtifactCorruptError naming the file for any damage.
     """
 
     def check(root: Path, manifest: Manifest) -> None:
@@ -43,7 +44,7 @@ def load_artifact(
 
 
 def check_torch(root: Path, manifest: Manifest) -> None:
-    """Raise ArtifactVersionError for another torch than that which compiled it."""
+    """Raise ArtifactVersionError if it was compiled with another version of torch."""
     recorded, installed = manifest.versions.get("torch", ""), torch_version()
     if torch_minor(recorded) != torch_minor(installed):
         raise ArtifactVersionError(
@@ -54,7 +55,7 @@ def check_torch(root: Path, manifest: Manifest) -> None:
 
 
 def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bool) -> None:
-    """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here (asked with
+    """Raise ArtifactBackendError for another backend than ``backend``, or one that cannot run here (checked if
     ``probe``), and ArtifactVersionError for a machine that lacks what the graphs need."""
     if backend is not None and backend != manifest.backend:
         raise ArtifactBackendError(

@@ -1,7 +1,7 @@
-"""TensorParallelModel: call a traced model; its ranks, its states and its buckets behind one forward.
+"""TensorParallelModel: call a traced model, with its ranks, states and buckets behind one ``forward``.
 
-The artifact says everything: buckets, names, dtypes, shapes. A call is checked, routed to a bucket, written into the
-memory the ranks share, run by all ranks, and answered with rank 0's outputs. Calls from any number of threads are
+The artifact defines buckets, names, dtypes and shapes. A call is checked, routed to a bucket, written to the memory
+shared with the ranks, run by all ranks, and answered with rank 0's outputs. Calls from any number of threads are
 serialised, and every caller gets its own result.
 """
 
@@ -33,29 +33,29 @@ class TensorParallelModel(nn.Module, RankModel):
     """A traced model, ready to call.
 
     Args:
-        artifact: what ``load_artifact`` returned, or the path of a saved artifact.
-        call_timeout: seconds a call may take before its ranks are taken for stuck and ended; ten times as long as its
-            bucket has taken before, where that is more.
-        start_timeout: seconds the ranks may take to load everything, or to take new weights. Default: 300 to load, and
-            one more for every 100 MB; to take new weights, some times as long as loading has taken.
+        artifact: the result of ``load_artifact``, or the path of a saved artifact.
+        call_timeout: seconds a call may take before its ranks count as stuck and are ended; if longer, ten times as
+            long as its bucket has taken before.
+        start_timeout: seconds the ranks may take to load everything, or to take new weights. Default: 300 to load, plus
+            one per 100 MB; to take new weights, a multiple of the time that loading took.
         in_process: run degree 1 in this process. Default: at degree 1, yes. A server passes False, because a graph
-            holds the interpreter for a whole step, and because a call in this process cannot be timed out.
+            holds the GIL for a whole step, and because a call in this process cannot time out.
         threads_per_rank: compute threads of each rank process. Default: what the graphs were compiled for, else an
-            equal share of the cores. In this process torch's own setting counts, so that with a number given here
-            degree 1 has a process, too.
-        allow_kernel: False refuses an artifact with a bucket kernel, which is code that runs in rank 0.
+            equal share of the cores. A number here starts a process even at degree 1, because in this process torch's
+            own setting applies.
+        allow_kernel: False rejects an artifact with a bucket kernel, which is code that runs in rank 0.
 
     ``model(*tensors, **named)`` takes the inputs in the traced order, or by name, and returns what the traced module
-    returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError, BucketError and, where
-    ``begin_bucket`` has begun two steps, StepsPendingError (nothing has run), RankFailedError, RankDiedError and
-    RankTimeoutError (the ranks have been ended, states included; later calls raise ModelClosedError until ``restart``).
+    returned: a tensor, a tuple, or a dictionary. Errors of a call: InputMismatchError, BucketError and, if
+    ``begin_bucket`` has begun two steps, StepsPendingError (nothing has run); RankFailedError, RankDiedError and
+    RankTimeoutError (the ranks and states are gone; later calls raise ModelClosedError until ``restart``).
 
     The ranks start at the first call or with ``start()``, and end with ``close()``, the ``with`` block, the model or
     the process.
     """
 
     trace_report: dict[str, Any]
-    """What tracing made, on a model that ``parallel_model_trace`` returned; a loaded one has none."""
+    """Statistics of the trace, on a model returned by ``parallel_model_trace``; a loaded model has none."""
 
     def __init__(
         self,
@@ -102,18 +102,16 @@ class TensorParallelModel(nn.Module, RankModel):
     # --- calls ---
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """Run the bucket that the inputs route to. See the class for inputs, result and errors."""
+        """Run the bucket that the inputs route to. For inputs, result and errors see the class."""
         route = self._router.route(inputs, named)
         outputs = self._run(route, None)
         return _returned(self.buckets[route.bucket], outputs)
 
     def run_bucket(self, name: str, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
-        """Run bucket ``name`` with inputs of exactly its shapes; no routing, no padding. Outputs by name.
+        """Run bucket ``name`` with inputs of exactly its shapes; no routing, no padding. Returns outputs by name.
 
-        Inputs with a default may be left out. ``timeout``: seconds for this call, in place of what ``call_timeout``
-        comes to. Where ``arrays`` says so, inputs may be NumPy arrays, which cost less to hand over; outputs are arrays
-        then, too.
-        """
+        Inputs with a default may be omitted. ``timeout``: seconds for this call, overriding the derived limit. If
+        ``arrays`` is True, inputs may be NumPy arrays, which are cheaper to pass; then outputs are arrays, too."""
         if self.arrays and isinstance(next(iter(inputs.values()), None), np.ndarray):
             return RankModel.run_bucket(self, name, inputs, timeout=timeout)
         index = self._bucket_index(name, timeout)
@@ -123,7 +121,7 @@ class TensorParallelModel(nn.Module, RankModel):
     def begin_bucket(
         self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
     ) -> PendingStep:
-        """As :meth:`RankModel.begin_bucket`; InputMismatchError where ``arrays`` is False."""
+        """Like :meth:`RankModel.begin_bucket`; raises InputMismatchError if ``arrays`` is False."""
         if not self.arrays:
             raise InputMismatchError(
                 "a step can be begun ahead where ranks are processes (in_process=False) that take arrays: "
@@ -132,9 +130,9 @@ class TensorParallelModel(nn.Module, RankModel):
         return RankModel.begin_bucket(self, name, inputs, timeout=timeout, checked=checked)
 
     def warmup(self) -> dict[str, float]:
-        """Run every bucket once on its defaults or zeros, then reset the states; seconds by bucket name.
+        """Run every bucket once on its defaults or zeros, then reset the states; return seconds by bucket name.
 
-        The first run of a graph loads code and reads weights, so it may take as long as a start.
+        The first run of a graph loads code and reads weights, so it may take as long as starting the ranks.
         """
         seconds = {}
         for index, bucket in enumerate(self.buckets):
@@ -158,12 +156,12 @@ class TensorParallelModel(nn.Module, RankModel):
                 fill(view, spec, route.inputs.get(spec.name))
             side.last = ranks.begin(Kind.STEP, route.bucket, number, timeout=self._limit(route.bucket, timeout))
             ranks.finish(side.last)
-            if side.last is not None:  # a call in this process has no bound, and needs no measure
+            if side.last is not None:  # a call in this process has no time limit to derive
                 self.bounds.called(route.bucket, side.last.seconds)
-            # Copies, made while the lock is held: the next call overwrites the arena.
+            # Copy while the lock is held, because the next call overwrites the arena.
             return [output.clone() for output in cut(bucket, route.inputs, side.outputs[route.bucket])]
 
-    # --- what a model of processes cannot do ---
+    # --- unsupported operations ---
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise ArtifactError("a TensorParallelModel owns processes and cannot be copied; load the artifact again")
@@ -177,7 +175,7 @@ TensorParallelNeuronModel = TensorParallelModel
 
 
 def _returned(bucket: BucketSpec, outputs: list[Tensor]) -> Any:
-    """Outputs in the form the traced module returned them; a list comes back as a tuple."""
+    """Return outputs in the form that the traced module returned; a list becomes a tuple."""
     if bucket.structure is None:
         return tuple(outputs)
     return _filled(bucket.structure, {spec.name: output for spec, output in zip(bucket.outputs, outputs, strict=True)})

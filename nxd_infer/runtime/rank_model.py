@@ -1,8 +1,8 @@
-"""RankModel: an artifact's ranks, started, called and ended, in a process that holds no torch.
+"""RankModel: start, call and end an artifact's ranks, from a process without torch.
 
-Torch takes a second to import and 200 MB, and who starts ranks does no arithmetic: a server that generates has this
-model, whose calls take and give NumPy arrays. :class:`~nxd_infer.runtime.model.TensorParallelModel` adds what a user's
-program wants: tensors, routing, and degree 1 in its own process.
+Importing torch takes a second and 200 MB, and starting ranks needs no arithmetic. So a server that generates uses this
+model, whose inputs and outputs are NumPy arrays. :class:`~nxd_infer.runtime.model.TensorParallelModel` adds what a
+user's program needs: tensors, routing, and degree 1 in its own process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _Model = TypeVar("_Model", bound="RankModel")
 
 
 class RankModel:
-    """The ranks of ``artifact`` in processes of their own; see TensorParallelModel for arguments, calls and errors.
+    """The ranks of ``artifact`` in separate processes; for arguments, calls and errors see TensorParallelModel.
 
-    ``before_load`` is called at the first start, once the ranks' processes run and import torch. None of them reads the
-    artifact before its end: it is the time to verify its files.
+    ``before_load`` is called at the first start, once the rank processes run and import torch. No rank reads the
+    artifact before it returns, so it can verify the files.
     """
 
     arrays = True
-    """Whether ``run_bucket`` takes NumPy's arrays, and then gives them."""
+    """Whether ``run_bucket`` accepts NumPy arrays, and then returns them."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RankModel:
         self._finalizer: weakref.finalize | None = None
         self._swaps = WeightSwaps(artifact.manifest, self.bounds)
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def manifest(self) -> Manifest:
@@ -95,45 +95,45 @@ class RankModel:
 
     @property
     def spare_cores(self) -> int:
-        """Cores that this process may use and that the ranks' threads leave free."""
+        """Number of cores that this process may use and that the ranks' threads leave free."""
         return processors() - self.tp_degree * self.threads_per_rank
 
     @property
     def lead_cores(self) -> list[int]:
-        """The cores of the first threads of ranks that have several and keep to cores: one that is kept from running
-        keeps its whole rank waiting, where the others go on without one of theirs."""
+        """The cores of the first threads of pinned ranks with several threads: delaying that thread delays its whole
+        rank, whereas the others can take over one another's work."""
         return getattr(self._ranks, "lead_cores", [])
 
     def bucket_table(self) -> str:
-        """The buckets as text."""
+        """Return the buckets as text."""
         from nxd_infer.runtime.router import bucket_table
 
         return bucket_table(self.buckets)
 
-    # --- life ---
+    # --- lifecycle ---
 
     def start(self: _Model) -> _Model:
-        """Start the ranks unless they run; returns the model. Raises what kept a rank from starting."""
+        """Start the ranks unless they run; return the model. Raises the error that kept a rank from starting."""
         with self._turn.take():
             self._started()
         return self
 
     def close(self) -> None:
-        """End the ranks. Calls afterwards raise ModelClosedError; ``restart`` starts them again."""
+        """End the ranks. Later calls raise ModelClosedError; ``restart`` starts them again."""
         if os.getpid() != self._turn.owner:
             return
         self._closed = True
         ranks = self._ranks
         if ranks is None:
-            return  # or about to start: that looks again once they run
+            return  # or about to start: ``_started`` checks again afterwards
         if self.in_process:
-            with self._turn.lock:  # a graph that runs here keeps its memory until it returns
+            with self._turn.lock:  # a graph running in this process keeps its memory until it returns
                 ranks.close()
         else:
-            ranks.close()  # without the lock: it must end a call that is stuck
+            ranks.close()  # without the lock, because it must end a call that is stuck
 
     def restart(self: _Model) -> _Model:
-        """Start the ranks anew, whatever state they are in. States begin as traced; updated weights are kept."""
+        """Restart the ranks, whatever their state. States begin as traced; updated weights are kept."""
         self.close()
         with self._turn.take():
             self._ranks = None
@@ -148,7 +148,7 @@ class RankModel:
         self.close()
 
     def _started(self) -> Ranks:
-        """The running ranks; the caller holds the lock."""
+        """Return the running ranks; the caller holds the lock."""
         if self._ranks is not None:
             self._ranks.check()
             return self._ranks
@@ -159,7 +159,7 @@ class RankModel:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, ranks.close)
         try:
-            if self._closed:  # close() came before there was anything to close
+            if self._closed:  # close() was called before there was anything to close
                 raise ModelClosedError("the model was closed; call restart() to start its ranks again")
             begin = time.monotonic()
             ranks.start()
@@ -168,7 +168,7 @@ class RankModel:
             self._swaps.replay(ranks)
         except BaseException:
             ranks.close()
-            self._ranks = None  # nothing of it is left; the next call tries again
+            self._ranks = None  # everything was cleaned up; the next call tries again
             raise
         return ranks
 
@@ -185,10 +185,10 @@ class RankModel:
     def run_bucket(
         self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None
     ) -> dict[str, np.ndarray]:
-        """Run bucket ``name`` with arrays of exactly its shapes. Outputs by name.
+        """Run bucket ``name`` with arrays of exactly its shapes. Returns outputs by name.
 
-        Inputs with a default may be left out; an :class:`InputBlock` of the bucket costs least. ``timeout``: seconds
-        for this call, in place of what ``call_timeout`` comes to.
+        Inputs with a default may be omitted; an :class:`InputBlock` of the bucket is cheapest. ``timeout``: seconds for
+        this call, overriding the derived limit.
         """
         index = self._bucket_index(name, timeout)
         self._check_arrays(index, inputs)
@@ -198,11 +198,11 @@ class RankModel:
     def begin_bucket(
         self, name: str, inputs: Mapping[str, np.ndarray], *, timeout: float | None = None, checked: bool = False
     ) -> PendingStep:
-        """As :meth:`run_bucket`, without waiting for the outputs: ``result()`` of what is returned does.
+        """Like :meth:`run_bucket`, without waiting for the outputs: call ``result()`` of the returned object.
 
-        The ranks do steps in the order in which they were begun. At most two may be begun and not taken:
-        StepsPendingError, here and in calls. ``inputs`` may be changed as soon as this returns. ``checked``: whoever
-        filled the InputBlock has seen to it that every value is within its input's limits.
+        The ranks run steps in the order in which they begin. At most two may be begun and not taken; a third raises
+        StepsPendingError, as do calls. ``inputs`` may be changed once this returns. ``checked``: the caller guarantees
+        that every value of an InputBlock is within its input's limits.
         """
         index = self._bucket_index(name, timeout)
         if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):
@@ -244,16 +244,16 @@ class RankModel:
         return index
 
     def reset_states(self) -> None:
-        """Put every state of every rank back to its traced value."""
+        """Reset every state of every rank to its traced value."""
         with self._turn.take():
             if self._ranks is not None:
                 self._ranks.check()
                 self._ranks.exchange(Kind.RESET)
 
     def cut_weights(self, weights: Weights, *, strict: bool = True, tag: str | None = None) -> NewWeights:
-        """What :meth:`update_weights` does first and takes longest for: check weights and cut them for every rank.
+        """Do the first and slowest part of :meth:`update_weights`: check weights and shard them for every rank.
 
-        Nothing changes yet, and the ranks go on meanwhile. Who does not hand the result on closes it.
+        Nothing changes yet, and the ranks continue meanwhile. The caller must close the result or pass it on.
         """
         from nxd_infer.runtime.updates.weights import NewWeights, WeightUpdate
 
@@ -263,69 +263,69 @@ class RankModel:
         """Swap the weights of every rank in place, between two calls, without compiling anything.
 
         ``weights`` holds logical (unsharded) tensors by name: a mapping, a WeightSource, the path of a safetensors
-        file or directory, a folder that ``save_checkpoint`` wrote into at any degree (``tag``: which checkpoint;
-        default: the newest complete one), a model in training of degree 1, or what :meth:`cut_weights` returned.
-        They are cut for each rank through the manifest's layout and converted to the traced floating-point type.
-        ``strict`` wants all of them and no other; without it, any part of them.
-        States stay as they are. ``restart`` keeps the new weights; the artifact on disk keeps the old.
+        file or directory, a folder of ``save_checkpoint`` at any degree (``tag``: the checkpoint; default: the newest
+        complete one), a model in training of degree 1, or the result of :meth:`cut_weights`.
+        They are sharded for each rank using the manifest's layout and converted to the traced floating-point dtype.
+        ``strict`` requires all of them and no others; without it, any subset is accepted.
+        States stay as they are. ``restart`` keeps the new weights; the artifact on disk keeps the old ones.
 
-        Raises WeightSchemaError listing what differs, or when the weights are inlined; CheckpointError for files that
-        cannot be read. Nothing has changed then. RankFailedError when a rank failed with only some of them replaced:
-        the ranks have been ended, and ``restart`` starts them with the old weights.
+        Raises WeightSchemaError listing what differs, or if the weights are inlined; CheckpointError for files that
+        cannot be read. Then nothing has changed. RankFailedError if a rank failed with only some weights replaced: the
+        ranks have been ended, and ``restart`` starts them with the old weights.
         """
         from nxd_infer.runtime.updates.weights import NewWeights
 
         new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
         with self._turn.take():
             ranks = self._started()
-            ranks.settle()  # a step that fails is not the weights' fault
+            ranks.settle()  # so that a failing step is not blamed on the weights
             self._swaps.swap(ranks, new)
 
     def load_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> None:
-        """Put a LoRA adapter into ``slot`` (1 to the slots that were traced), between two calls; nothing is compiled.
+        """Load a LoRA adapter into ``slot`` (1 to the number of traced slots), between two calls; compiles nothing.
 
         ``folder`` holds PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``; None empties the slot. Rows
-        of a batch pick their slot by the input ``adapter``. ``restart`` keeps the adapter.
+        of a batch choose their slot by the input ``adapter``. ``restart`` keeps the adapter.
 
-        Raises AdapterError when the adapter or the slot does not fit; nothing has changed then.
+        Raises AdapterError if the adapter or the slot does not fit; then nothing has changed.
         """
         self.update_weights(self.cut_adapter(slot, folder))
 
     def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
-        """What :meth:`load_adapter` does first, as :meth:`cut_weights` for weights: the ranks go on meanwhile."""
+        """Do the first part of :meth:`load_adapter`, like :meth:`cut_weights`; the ranks continue meanwhile."""
         from nxd_infer.runtime.updates.adapters import AdapterUpdate
         from nxd_infer.runtime.updates.weights import NewWeights
 
         return NewWeights(AdapterUpdate(self.manifest, slot, folder))
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
-        """A rank's weights that differ from the artifact's since ``update_weights``, memory-mapped, by name."""
+        """Return a rank's weights that ``update_weights`` has changed, memory-mapped, by name."""
         with self._turn.take():
             return self._swaps.tensors(rank)
 
     def health(self) -> list[RankHealth]:
-        """Every rank: pid, alive, steps, collectives, age of the last step. Takes no lock; empty before the start."""
+        """Return pid, alive, steps, collectives and last step's age per rank. Takes no lock; empty before the start."""
         ranks = self._ranks
         return ranks.health() if ranks is not None else []
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the ranks: the error of the first that failed, before the others were ended for it, until
-        ``restart``. None where nothing did. Takes no lock."""
+        """The error that ended the ranks: that of the first rank that failed, until ``restart``; None if there is none.
+        Takes no lock."""
         ranks = self._ranks
         return ranks.failure if ranks is not None else None
 
 
 def takes_arrays(manifest: Manifest) -> bool:
-    """Whether calls of an artifact can be made in NumPy arrays: bfloat16, for one, is a type of torch's alone."""
+    """Whether NumPy arrays suffice for an artifact's calls: for example, only torch has bfloat16."""
     specs = [spec for bucket in manifest.buckets for spec in (*bucket.inputs, *bucket.outputs)]
     return all(hasattr(np, dtype) for dtype in {spec.dtype for spec in specs})
 
 
 def array_check(bucket: BucketSpec) -> Callable[[Mapping[str, Any]], None]:
-    """A function that raises InputMismatchError unless it is given the arrays that ``bucket`` takes.
+    """Return a function that raises InputMismatchError unless given the arrays that ``bucket`` takes.
 
-    A step of decoding calls it: what does not change from call to call is found out here.
+    Every decode step calls it, so everything that is the same for all calls is computed here.
     """
     names = {spec.name for spec in bucket.inputs}
     rows = [

@@ -1,10 +1,10 @@
-"""Which bucket a call runs in, and how its inputs become that bucket's shapes.
+"""Choose the bucket of a call, and fit the call's inputs to its shapes.
 
-A user's bucket kernel runs as given. Without one: a bucket *fits* when every input has the traced dtype and number of
-dimensions, and every dimension is equal to the traced one or, where the manifest declares a pad value for it, not
-larger. Of the buckets that fit, the smallest runs (fewest input elements; the first in the manifest among equals), so
-that a length equal to a bucket runs in that bucket. Nothing undeclared is ever padded: an unmasked model mixes rows
-and positions, and padding would change its answer silently.
+A user's bucket kernel is used as it is. Without one, a bucket *fits* if every input has the traced dtype and number of
+dimensions, and every dimension is equal to the traced one or, if the manifest declares a pad value for it, smaller. Of
+the buckets that fit, the smallest runs (fewest input elements; among equals the first in the manifest), so a length
+equal to a bucket runs in that bucket. Undeclared dimensions are never padded: a model without masks mixes rows and
+positions, so padding would silently change its results.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
 
 @dataclass(frozen=True)
 class Route:
-    """A bucket's index, and the inputs as the caller gave them, by name; absent ones take their default."""
+    """A bucket's index, and the caller's inputs by name; missing ones take their default."""
 
     bucket: int
     inputs: Mapping[str, Tensor]
 
 
 def bucket_table(buckets: Sequence[BucketSpec]) -> str:
-    """The buckets as text, one a line; dimensions that may be smaller are marked ``<=``."""
+    """Format the buckets, one per line; dimensions that may be smaller are marked ``<=``."""
     width = max((len(bucket.name) for bucket in buckets), default=0)
     lines = []
     for bucket in buckets:
@@ -42,7 +42,7 @@ def bucket_table(buckets: Sequence[BucketSpec]) -> str:
 
 
 def shape_text(spec: InputSpec) -> str:
-    """``[1, <=128]``: the shape an input may have."""
+    """Return the allowed shape of an input: ``[1, <=128]``."""
     return "[" + ", ".join(f"<={size}" if dim in spec.pad else str(size) for dim, size in enumerate(spec.shape)) + "]"
 
 
@@ -68,7 +68,7 @@ class Router:
         raise self._no_fit(candidates)
 
     def exact(self, index: int, inputs: Mapping[str, Tensor]) -> Route:
-        """Bucket ``index`` with inputs of exactly its shapes. Raises InputMismatchError naming what differs."""
+        """Route to bucket ``index``, with inputs of exactly its shapes. Raises InputMismatchError."""
         bucket = self.buckets[index]
         check_tensors(inputs)
         inputs, problem = bind(bucket, [], inputs)
@@ -91,7 +91,7 @@ class Router:
     def _by_names(
         self, positional: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> list[tuple[int, Mapping[str, Tensor]]]:
-        """The buckets that take these arguments by name and number, smallest first."""
+        """Return the buckets that take arguments of these names and number, smallest first."""
         found, problems = [], []
         for index in self._by_size:
             bucket = self.buckets[index]
@@ -106,7 +106,7 @@ class Router:
         return found
 
     def _no_fit(self, candidates: Sequence[tuple[int, Mapping[str, Tensor]]]) -> InputMismatchError:
-        """Say what is wrong: a dtype no bucket takes, else the shapes beside the table."""
+        """Return the error: a dtype that no bucket takes, else the shapes with the table."""
         for index, inputs in candidates:
             for spec in self.buckets[index].inputs:
                 tensor = inputs.get(spec.name)
@@ -134,7 +134,7 @@ class Router:
         try:
             tensors, chosen = self.kernel(list(given.values()))
         except NxdError:
-            raise  # of the ranks, where it runs
+            raise  # the ranks that run the kernel failed
         except RuntimeError as error:
             table = bucket_table(self.buckets)
             raise BucketError(f"the bucket kernel raised: {error}\nThe buckets:\n{table}") from error
@@ -149,7 +149,7 @@ class Router:
         try:
             return self.exact(index, inputs)
         except InputRangeError:
-            raise  # the caller's value, not the kernel's fault
+            raise  # the caller's value is at fault, not the kernel
         except InputMismatchError as error:
             raise BucketError(
                 f"the bucket kernel's result does not fit its bucket: {error}\n"
@@ -160,7 +160,7 @@ class Router:
 def bind(
     bucket: BucketSpec, positional: Sequence[Tensor], named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Arguments by input name, and what is wrong with them ("" when nothing is)."""
+    """Return arguments by input name, and what is wrong with them ("" if nothing is)."""
     names = [spec.name for spec in bucket.inputs]
     if len(positional) > len(names):
         return {}, f"{len(positional)} inputs given, bucket {bucket.name!r} takes {len(names)}: {', '.join(names)}"
@@ -181,7 +181,7 @@ def _missing(bucket: BucketSpec, inputs: Mapping[str, Tensor]) -> str:
 
 
 def check_tensors(inputs: Mapping[str, object]) -> None:
-    """Every input is a dense tensor in this machine's memory."""
+    """Check that every input is a dense tensor in the host's memory."""
     for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             raise InputMismatchError(f"input {name!r} is a {type(tensor).__name__}, expected a torch.Tensor")
@@ -192,7 +192,7 @@ def check_tensors(inputs: Mapping[str, object]) -> None:
 
 
 def fits(spec: InputSpec, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is the traced input, or smaller only where a pad value is declared."""
+    """Whether ``tensor`` has the traced shape, or is smaller only where a pad value is declared."""
     if dtype_name(tensor.dtype) != spec.dtype or tensor.dim() != len(spec.shape):
         return False
     return all(
@@ -212,14 +212,14 @@ def check_ranges(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> No
 
 
 def lawful(spec: InputSpec) -> Tensor:
-    """A tensor of the input's shape that the model allows: zeros, or the allowed value nearest to zero."""
+    """Return an allowed tensor of the input's shape: zeros, or the allowed value nearest to zero."""
     return torch.full(spec.shape, _scalar(spec, spec.nearest_to_zero()), dtype=spec.torch_dtype)
 
 
 def fill(view: Tensor, spec: InputSpec, tensor: Tensor | None) -> None:
     """Write an input into ``view`` (of the bucket's shape): its values, its padding, or its default.
 
-    Where several dimensions are padded, the pad value of the last of them fills the corner they share.
+    If several dimensions are padded, the pad value of the last one fills the corner that they share.
     """
     if tensor is None:
         view.fill_(_scalar(spec, spec.default if spec.default is not None else 0))
@@ -240,7 +240,7 @@ def fill(view: Tensor, spec: InputSpec, tensor: Tensor | None) -> None:
 
 
 def _scalar(spec: InputSpec, value: float) -> float | int | bool:
-    """The manifest keeps numbers as floats; integer tensors take integers."""
+    """Convert a number of the manifest, which keeps floats, to an integer for integer tensors."""
     dtype = spec.torch_dtype
     if dtype == torch.bool:
         return bool(value)
@@ -250,7 +250,7 @@ def _scalar(spec: InputSpec, value: float) -> float | int | bool:
 
 
 def cut(bucket: BucketSpec, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs cut back, where the manifest declares it, to the size the caller's input had. Views, no copies."""
+    """Return the outputs cut to the size of the caller's inputs, where the manifest declares it. Views, no copies."""
     result = []
     for spec, output in zip(bucket.outputs, outputs, strict=True):
         for dim, (name, input_dim) in spec.cut.items():

@@ -19,10 +19,10 @@ from nxd_infer.runtime.model import TensorParallelModel
 def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[str], *, replace: bool = True) -> None:
     """Save a traced model as the artifact directory ``save_dir``, all or nothing.
 
-    An artifact that is there already is replaced in one step; any other non-empty directory is refused
-    (ArtifactError). Weights that ``update_weights`` swapped in are saved with it. Files of a freshly traced model are
-    hard-linked where the file system allows, else copied and checked. Raises ArtifactSpaceError when the disk is full;
-    nothing half-written is left.
+    An existing artifact is replaced in one step; any other non-empty directory is rejected (ArtifactError). Weights
+    that ``update_weights`` swapped in are saved. Files of a freshly traced model are hard-linked if the file system
+    allows it, else copied and checked. Raises ArtifactSpaceError if the disk is full; then nothing half-written
+    remains.
     """
     if not isinstance(model, TensorParallelModel):
         raise ArtifactError(
@@ -32,7 +32,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
     source = model.artifact
     updated = [model.updated_weights(rank) for rank in range(model.tp_degree)]
     if Path(os.path.abspath(save_dir)) == source.path and not any(updated):
-        return  # it is there, whole
+        return  # it is already complete
     manifest = source.manifest.model_copy(deep=True)
     with ArtifactWriter(save_dir, replace=replace) as writer:
         for rank, tensors in enumerate(updated):
@@ -56,7 +56,7 @@ def parallel_model_load(
 ) -> TensorParallelModel:
     """Load a saved model as a :class:`TensorParallelModel`; nothing is compiled and no model code is needed.
 
-    The ranks start at the first call, or with ``model.start()``. ``options``: see TensorParallelModel; refusals: see
+    The ranks start at the first call, or with ``model.start()``. ``options``: see TensorParallelModel; for errors see
     :func:`load_artifact`.
     """
     artifact = load_artifact(load_dir, verify=verify, expect_digest=expect_digest, backend=backend)

@@ -1,7 +1,7 @@
-"""How long the ranks of one artifact may take: from what they have taken on this machine.
+"""Time limits of an artifact's ranks, derived from what they have taken on this machine.
 
-A bound is there to notice what hangs. Work must never reach it, on a machine that is busy, or that has to read again
-from disk what it held in memory the time before; so every bound leaves a multiple of what was measured.
+The limits detect hangs. Normal work must never reach them, even on a busy machine or if data must be read from disk
+again, so every limit is a multiple of a measurement.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from nxd_infer.artifact.manifest import BucketSpec
 from nxd_infer.errors import InputMismatchError
 
 START_SECONDS = 300.0
-"""What a first start may take before anything of it is measured, beside the time to read the weights ..."""
+"""Limit of a first start before anything is measured, plus the time to read the weights ..."""
 SLOW_READ = 100e6
-"""... at so many bytes a second: a hard disk, or a volume on a network."""
+"""... at this many bytes per second: a hard disk, or a network volume."""
 MARGIN = 6.0
-"""What the ranks did in some seconds may take so many times as long on a machine that is busy."""
+"""On a busy machine, work of some seconds may take this many times as long."""
 STEP_MARGIN = 10.0
-"""The same for one step, which is short: something else may have the cores for all of it."""
+"""The same for one step, which is short: another process may hold the cores for all of it."""
 KEPT = 0.9
-"""How much of what the slowest step took is left after another step of its bucket: ten times less after 22."""
+"""Decay per step of a bucket's slowest time: by a factor of ten after 22 steps."""
 LEAST_SECONDS = 30.0
-"""What starts processes and reads files may always take."""
+"""Minimum limit for starting processes and reading files."""
 
 
 def again(seconds: float, nbytes: int) -> float:
-    """What may be taken by something that took ``seconds`` here and reads ``nbytes``, perhaps from disk this time."""
+    """Return the limit for repeating something that took ``seconds`` and reads ``nbytes``, perhaps from disk."""
     return max(LEAST_SECONDS, MARGIN * seconds + nbytes / SLOW_READ)
 
 
 class Bounds:
-    """The bounds of ranks that hold ``nbytes`` of weights; :meth:`loaded` and :meth:`called` tell what was measured.
+    """The limits of ranks that hold ``nbytes`` of weights; :meth:`loaded` and :meth:`called` record measurements.
 
-    ``call_timeout`` is what any call may take, however fast its bucket was seen to be; ``start_timeout`` what the ranks
-    may take to load, or to take new weights (None: derived).
+    ``call_timeout`` is the minimum limit of a call, however fast its bucket is; ``start_timeout`` limits loading and
+    taking new weights (None: derived).
     """
 
     def __init__(
@@ -54,39 +54,39 @@ class Bounds:
         first_start = START_SECONDS + nbytes / SLOW_READ
         self.start = first_start if start_timeout is None else start_timeout
         self.longest_call = max(self.start, first_start, STEP_MARGIN * call_timeout)
-        """What :meth:`call` never exceeds: a step that hangs must not be waited for as many times as long as a slow one
-        took."""
+        """:meth:`call` never exceeds this: after a slow step, a hanging one must not be waited for ten times as
+        long."""
         self.load_seconds: float | None = None
-        """What the ranks took to start and load, the last time; None before the first."""
+        """Time of the last start and load of the ranks; None before the first."""
         self.least_load = math.inf
-        """The fewest seconds in which the ranks have loaded, their files verified just before, and so in memory."""
+        """The fastest load of the ranks; their files were verified just before, so they were in memory."""
         self._derives = start_timeout is None
         self.patient = False
-        """Whether a call may take as long as a start while none was measured."""
+        """Whether a call may take as long as a start until one is measured."""
         self._buckets = buckets
         self._slowest: dict[int, float] = {}
         self._warm: set[int] = set()
         """Buckets that have run since the ranks were started."""
 
     def loaded(self, seconds: float) -> None:
-        """The ranks have started and loaded, in ``seconds``; everything runs for the first time again."""
+        """Record that the ranks have started and loaded in ``seconds``; every bucket's next run is a first run."""
         self.load_seconds = seconds
         self._warm.clear()
 
     def called(self, bucket: int, seconds: float) -> None:
-        """A step of bucket number ``bucket`` took ``seconds``."""
+        """Record that a step of bucket number ``bucket`` took ``seconds``."""
         self._warm.add(bucket)
         self._slowest[bucket] = max(seconds, KEPT * self._slowest.get(bucket, 0.0))
 
     @property
     def load(self) -> float:
-        """Seconds in which ranks start and load, read new weights, or use them: a start does all of that. What a first
-        start may take, until one was measured."""
+        """Seconds for the ranks to start and load, read new weights, or use them (a start includes all of these). Until
+        a start is measured, the limit of a first start."""
         known = self._derives and self.load_seconds is not None
         return again(self.load_seconds or 0.0, self.nbytes) if known else self.start
 
     def call(self, bucket: int) -> float:
-        """Seconds that a step of bucket number ``bucket`` may take. Its first one may read weights from disk."""
+        """Return the limit of a step of bucket number ``bucket``. Its first step may read weights from disk."""
         expected = self._expected(bucket)
         if expected is None:
             return max(self.call_timeout, self.start) if self.patient else self.call_timeout
@@ -94,7 +94,7 @@ class Bounds:
         return max(self.call_timeout, min(self.longest_call, STEP_MARGIN * expected + first))
 
     def _expected(self, bucket: int) -> float | None:
-        """What a step takes, as measured; else as much as another one, more by as much as it has more input."""
+        """Return the measured time of a step, else that of another bucket, scaled by the ratio of their inputs."""
         if bucket in self._slowest:
             return self._slowest[bucket]
         mine = self._buckets[bucket]
@@ -105,7 +105,7 @@ class Bounds:
 
 
 def _growth(small: BucketSpec, large: BucketSpec) -> float:
-    """How many times as large the input is that grows most from ``small`` to ``large``."""
+    """Return the size ratio of the input that grows most from ``small`` to ``large``."""
     sizes = {spec.name: spec.nbytes for spec in small.inputs}
     return max((spec.nbytes / sizes[spec.name] for spec in large.inputs if sizes.get(spec.name)), default=1.0)
 

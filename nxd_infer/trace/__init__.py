@@ -54,6 +54,6 @@ _find, __dir__ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ModelBuilder", "BaseModelInstance"):  # an AttributeError's text would not reach who imports it
+    if name in ("ModelBuilder", "BaseModelInstance"):  # `from ... import` would hide an AttributeError's text
         raise ImportError(f"{__name__} has no {name}: parallel_model_trace does its work (docs/migration.md)")
     return _find(name)

@@ -44,11 +44,11 @@ def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
         {arguments}
 
     Returns:
-        TensorParallelModel; its ``trace_report`` says how many graphs there are and how many were compiled now.
+        TensorParallelModel; its ``trace_report`` gives the number of graphs and how many were compiled now.
 
     Raises:
         TraceConfigError: arguments that contradict each other.
-        TraceError: tracing or compiling failed; with the rank and its traceback.
+        TraceError: tracing or compiling failed; includes the rank and its traceback.
     """
     checked = check_options(options)
     make_workdir(checked.workdir)
@@ -88,6 +88,6 @@ def trace_plan(options: TraceOptions) -> TracePlan:
     """Return what :func:`parallel_model_trace` would do with the same arguments; run and compile nothing.
 
     With a ``checkpoint_loader_callable``, ``func`` is called once (without parameters in memory) to count bytes.
-    Raises TraceConfigError as the trace would.
+    Raises TraceConfigError like the trace.
     """
     return make_plan(check_options(options))

@@ -1,4 +1,4 @@
-"""From what the ranks left behind to an artifact: compare them, compile each distinct graph once, write it down."""
+"""From the ranks' results to an artifact: compare them, compile each distinct graph once, write the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nxd_infer.util.machine import versions
 
 @dataclass
 class Compiled:
-    """The distinct graphs, compiled, by digest."""
+    """The distinct compiled graphs, by digest."""
 
     directories: dict[str, Path] = field(default_factory=dict)
     specs: dict[str, GraphSpec] = field(default_factory=dict)
@@ -44,9 +44,9 @@ class Compiled:
 
 
 def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) -> None:
-    """Check that the ranks fit together. Raises TraceError saying what differs.
+    """Check that the ranks are consistent. Raises TraceError naming the difference.
 
-    ``one_program`` (``spmd_mode``) wants equal graphs; otherwise graphs may differ, but not the collectives in them.
+    ``one_program`` (``spmd_mode``) requires equal graphs; otherwise graphs may differ, but not their collectives.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -200,7 +200,7 @@ def _tensors(directory: Path) -> int:
 
 @dataclass
 class Extras:
-    """What the artifact carries besides graphs and weights."""
+    """Contents of the artifact besides graphs and weights."""
 
     metadata: dict[str, Any]
     bucket_metadata: list[dict[str, Any]]
@@ -219,7 +219,7 @@ def write_artifact(
     extras: Extras,
     progress: Callable[[str, int, int, str], None],
 ) -> Manifest:
-    """Write the artifact directory through ArtifactWriter; files are linked from the build directory where possible."""
+    """Write the artifact directory with ArtifactWriter; files are linked from the build directory if possible."""
     weights = {spec.name: spec for rank in ranks for spec in rank.weights}
     manifest = Manifest(
         requires=[
@@ -275,7 +275,7 @@ def write_artifact(
 
 
 def library_path(content_hash: str) -> Path:
-    """The file of the native operators of that hash. Raises TraceError where this process has others."""
+    """Return the file of the native operators of that hash. Raises TraceError if this process has others."""
     library = native.load()
     if library.hash != content_hash:
         raise TraceError(f"the graphs call the operators {content_hash}, this process has {library.hash}")
@@ -283,7 +283,7 @@ def library_path(content_hash: str) -> Path:
 
 
 def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> None:
-    """A rank's file holds every weight of the manifest: those only other ranks read are added as zeros."""
+    """Complete a rank's file to all weights of the manifest: those that only other ranks read are zeros."""
     own = {spec.name for spec in rank.weights}
     missing = [spec for spec in weights if spec.name not in own]
     if not missing:

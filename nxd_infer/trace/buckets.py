@@ -1,4 +1,4 @@
-"""BucketModelConfig: several shapes of one model in one traced model, and the rule that picks one at each call.
+"""BucketModelConfig: several shapes of one model in one traced model, and the rule that chooses one per call.
 
 Source: the autobucketing guide of torch-neuronx (``BucketModelConfig``, ``bucket_model_trace``).
 """
@@ -23,18 +23,18 @@ class BucketModelConfig:
     Args:
         bucket_kernel: a callable that returns a ``torch.jit.script`` function
             ``(List[Tensor]) -> Tuple[List[Tensor], Tensor]``: from a call's inputs to the chosen bucket's inputs and
-            its number. It is run as given. None (or left out): the smallest bucket that fits, padding only what the
+            its number. It is run as it is. None (the default): the smallest bucket that fits, padding only what the
             model declares (``nxd_inputs``).
         shared_state_buffer: initial tensors of the states (in the order of the alias dictionary), shared by all
-            buckets. Default: the module's own.
+            buckets. Default: those of the module.
         shared_state_buffer_preprocessor: a callable that returns a ``torch.jit.script`` function
             ``(shapes: List[List[List[int]]], states: List[Tensor], bucket: Tensor) -> List[Tensor]``: the views of the
             shared buffers that a bucket's model works on; ``shapes[i][j]`` is the shape of state j in bucket i. It
-            must return views (slices), since the model's updates go through them.
+            must return views (slices), because the model's updates go through them.
         func_kwargs: keyword arguments of ``func``: one dictionary for all buckets, or a list with one for each.
-        bucket_kernel_constant_args: further arguments of the bucket kernel, bound to it when it is saved.
+        bucket_kernel_constant_args: additional arguments of the bucket kernel, bound to it when it is saved.
         names: a name for each bucket (default ``bucket_0``, ...), for ``run_bucket`` and error texts.
-        metadata: a dictionary for each bucket that the artifact carries along.
+        metadata: a dictionary for each bucket, stored in the artifact.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BucketModelConfig:
         return len(self.example_inputs)
 
     def store_example_inputs(self, example_inputs: Sequence[Any]) -> None:
-        """Take the example inputs, one entry a bucket. Raises TraceConfigError when a list here has another length."""
+        """Set the example inputs, one entry per bucket. Raises TraceConfigError if a list here has another length."""
         if isinstance(example_inputs, (Tensor, Mapping)) or not len(example_inputs):
             raise TraceConfigError(
                 "with a bucket_config, example_inputs is a list with one entry (a tensor, a tuple of tensors or a "
@@ -91,7 +91,7 @@ class BucketModelConfig:
         self.example_inputs = list(example_inputs)
 
     def get_func_kwargs_for_bucket_rank(self, bucket_rank: int) -> dict[str, Any]:
-        """The keyword arguments of ``func`` for one bucket."""
+        """Return the keyword arguments of ``func`` for one bucket."""
         if self.func_kwargs is None:
             return {}
         if isinstance(self.func_kwargs, Mapping):
@@ -116,7 +116,7 @@ class Bucket:
 def list_buckets(
     example_inputs: Any, config: BucketModelConfig | None, func_kwargs: Mapping[str, Any] | None
 ) -> list[Bucket]:
-    """The buckets to trace: one without a configuration, else one an entry of ``example_inputs``."""
+    """Return the buckets to trace: one without a configuration, else one per entry of ``example_inputs``."""
     if config is None:
         return [Bucket(0, "bucket_0", example_inputs, dict(func_kwargs or {}), {})]
     config.store_example_inputs(example_inputs)
@@ -133,7 +133,7 @@ def list_buckets(
 
 
 class _Bound(torch.nn.Module):
-    """Holds a bucket kernel and the constant tensors it is called with."""
+    """Holds a bucket kernel and the constant tensors that it is called with."""
 
     def __init__(self, kernel: Any, constants: Sequence[Tensor]):
         super().__init__()
@@ -143,7 +143,7 @@ class _Bound(torch.nn.Module):
 
 
 def scripted(factory: Callable[..., Any], what: str) -> Any:
-    """What ``factory`` returns, checked to be TorchScript. Raises TraceConfigError otherwise."""
+    """Return the result of ``factory``. Raises TraceConfigError if it is not TorchScript."""
     try:
         found = factory()
     except Exception as error:
@@ -163,7 +163,7 @@ def save_kernel(config: BucketModelConfig, path: Any) -> None:
     kernel = scripted(config.bucket_kernel, "bucket_kernel")
     if config.bucket_kernel_constant_args:
         kernel = _bind(kernel, config.bucket_kernel_constant_args)
-    # Through memory: torch.jit.save to a path aborts the process when the disk is full.
+    # Write from memory, because torch.jit.save to a path aborts the process if the disk is full.
     Path(path).write_bytes(kernel.save_to_buffer())
 
 
@@ -177,7 +177,7 @@ def _bind(kernel: Any, constants: list[Any]) -> Any:
 
 
 def wants_bucket_rank(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` has a parameter ``bucket_rank``; it is then told which bucket it builds."""
+    """Whether ``func`` has a parameter ``bucket_rank``, which then receives the index of the bucket to build."""
     try:
         return "bucket_rank" in inspect.signature(func).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a trace will do and need, before anything is compiled."""
+"""The plan of a trace: what it will do and need, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.util.units import size
 
 SERVE_BYTES = 350 << 20
-"""What a rank process holds besides weights and states."""
+"""Memory of a rank process besides weights and states."""
 
 
 @dataclass(frozen=True)
@@ -23,49 +23,48 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class TracePlan:
-    """Buckets, bytes, graphs, memory. Sizes are None where they are known only once ``func`` has run in the ranks."""
+    """Buckets, bytes, graphs, memory. Sizes are None if they are known only once ``func`` has run in the ranks."""
 
     tp_degree: int
     backend: str
     buckets: tuple[PlannedBucket, ...]
     graphs: int
-    """Distinct graphs to compile, when every rank traces to the same ones; none for a backend without a compiler."""
+    """Distinct graphs to compile, if every rank traces to the same ones; none for a backend without a compiler."""
     weight_bytes: int | None = None
-    """Of one rank."""
+    """Per rank."""
     state_bytes: int | None = None
-    """Of one rank."""
+    """Per rank."""
     program_bytes: int = 0
-    """What this process holds already."""
+    """Memory that this process already holds."""
     tensors: int = 0
-    """Weights and states of one rank."""
+    """Number of weights and states per rank."""
     largest_tensor_bytes: int | None = None
-    """The largest weight of one rank: one at a time is in memory."""
+    """The largest weight of one rank; one at a time is in memory."""
     builders: int = 0
-    """C++ compilers that build the native operators first; none where they are there."""
+    """C++ compilers that build the native operators first; none if they are already built."""
     compile_processes: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
     def phases(self) -> dict[str, int] | None:
-        """Estimated memory of each phase of the trace, over all its processes, and what this one holds already.
+        """Estimated memory of each phase of the trace, over all its processes, including what this one holds already.
 
-        It is what the machine must have: private and shared memory, without pages of files, which are dropped where
-        memory is short. Graphs that the compile cache holds are counted as if they had to be compiled.
-        """
+        This is what the machine must have: private and shared memory, without file pages, which are dropped if memory
+        is short. Graphs in the compile cache are counted as if they had to be compiled."""
         if self.weight_bytes is None or self.largest_tensor_bytes is None:
             return None
         exported = self.program_bytes + footprint.exporting(self.tensors, len(self.buckets))
         return {
             "native operators": self.program_bytes + self.builders * footprint.BUILDER,
-            # The tensor that is written, and a piece of the checkpoint: safetensors copies what it reads, and the C
-            # library keeps about as much again until the tensor is whole.
+            # The tensor being written, and a piece of the checkpoint: safetensors copies what it reads, and the C
+            # library keeps about as much again until the tensor is complete.
             "export and weights": exported + self.largest_tensor_bytes + 4 * READ_BYTES,
             "compile": exported + self.compile_processes * footprint.compiling(self.tensors),
         }
 
     @property
     def trace_peak_bytes(self) -> int | None:
-        """The most of :attr:`phases`."""
+        """The maximum of :attr:`phases`."""
         return None if self.phases is None else max(self.phases.values())
 
     @property
@@ -76,14 +75,14 @@ class TracePlan:
         return self.tp_degree * (SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
 
     def table(self) -> str:
-        """The plan as text."""
+        """Return the plan as text."""
         unknown = "known once func has run in the ranks"
         rows = [
             ("tensor parallel degree", str(self.tp_degree)),
             ("backend", self.backend),
             ("graphs to compile", str(self.graphs) if self.compile_processes else "none (run as exported)"),
-            ("weights a rank", size(self.weight_bytes) if self.weight_bytes is not None else unknown),
-            ("states a rank", size(self.state_bytes) if self.state_bytes is not None else unknown),
+            ("weights per rank", size(self.weight_bytes) if self.weight_bytes is not None else unknown),
+            ("states per rank", size(self.state_bytes) if self.state_bytes is not None else unknown),
             ("peak memory, tracing", _about(self.trace_peak_bytes) or unknown),
             ("memory, serving", _about(self.serve_bytes) or unknown),
         ]
@@ -102,7 +101,7 @@ def _about(count: int | None) -> str:
 
 
 def planned_inputs(names: Sequence[str], tensors: Sequence) -> tuple[str, ...]:
-    """Inputs as text."""
+    """Return inputs as text."""
     return tuple(
         f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         for name, tensor in zip(names, tensors, strict=True)

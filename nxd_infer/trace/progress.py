@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called from the thread that traces, in order; stages follow one another and ``done`` never falls in one."""
+    """Called from the tracing thread, in order; stages follow one another, and ``done`` never decreases within one."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         """``stage`` is ``trace ranks``, ``compile graphs`` or ``write artifact``."""

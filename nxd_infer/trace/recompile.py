@@ -1,8 +1,8 @@
-"""Compile a saved model again, for another machine or backend, out of the canonical graphs that the artifact keeps.
+"""Compile a saved model again, for another machine or backend, from the canonical graphs in the artifact.
 
-Neither the model's code nor its checkpoint is needed: the weight files are taken over as they are, and the backend
-makes of the stored graphs what it makes of them after a trace. Of an artifact of format 1.0, whose graphs were stored
-as the CPU's passes had left them, these very graphs are compiled.
+Neither the model's code nor its checkpoint is needed: the weight files are reused as they are, and the backend
+processes the stored graphs as after a trace. An artifact of format 1.0 stores its graphs as the CPU's passes left them,
+so these are compiled unchanged.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ def parallel_model_recompile(
     progress: Progress | None = None,
     compile_timeout: float = 7200.0,
 ) -> dict[str, Any]:
-    """Write the artifact ``load_dir`` to ``save_dir`` with its graphs compiled anew; weights and the rest stay.
+    """Write the artifact ``load_dir`` to ``save_dir`` with its graphs compiled again; weights and the rest stay.
 
     Args:
-        load_dir: what ``parallel_model_save`` wrote; its code need not run on this machine.
-        save_dir: written whole or not at all; an artifact that is there is replaced in one step.
+        load_dir: a directory of ``parallel_model_save``; its code need not run on this machine.
+        save_dir: written completely or not at all; an existing artifact is replaced in one step.
         backend: default: the artifact's own.
-        compiler_args, compiler_workdir, max_parallel_compilations: as in ``parallel_model_trace``; those that the
-            artifact was traced with are not remembered. ``cpu_target`` chooses the CPU.
-        replace: False refuses a ``save_dir`` that exists.
+        compiler_args, compiler_workdir, max_parallel_compilations: as in ``parallel_model_trace``; the values used for
+            tracing are not remembered. ``cpu_target`` chooses the CPU.
+        replace: False rejects an existing ``save_dir``.
         progress: called as ``progress(stage, done, total, note)``.
-        compile_timeout: seconds that each graph may take.
+        compile_timeout: time limit in seconds for each graph.
 
     Returns:
         ``{"graphs", "compiled", "cached", "ignored_compiler_args", "seconds"}``.
 
     Raises:
         ArtifactError, ArtifactCorruptError, ArtifactVersionError: as ``load_artifact``.
-        TraceConfigError: arguments that the backend does not take. BackendUnavailableError: it cannot compile here, or
-            the graphs call operators that cannot be compiled for it. TraceError: compiling failed.
+        TraceConfigError: invalid arguments of the backend. BackendUnavailableError: it cannot compile here, or the
+            graphs call operators that cannot be compiled for it. TraceError: compiling failed.
     """
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
@@ -130,21 +130,21 @@ class _Made:
     """Graphs to be compiled."""
 
     directories: dict[str, Path] = field(default_factory=dict)
-    """By digest."""
+    """Graphs by digest."""
     renamed: dict[str, str] = field(default_factory=dict)
     """The digest in the artifact -> the new one."""
     libraries: dict[str, Path] = field(default_factory=dict)
-    """Of operators that the graphs call, by content."""
+    """Operator libraries that the graphs call, by content hash."""
     encodings: dict[str, str] = field(default_factory=dict)
-    """In which graphs read their weights."""
+    """The encodings in which graphs read their weights."""
 
 
 def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
-    """What ``backend`` makes of the canonical graphs, below ``build``."""
+    """Lower the canonical graphs with ``backend``, below ``build``."""
     backend.prepare_trace(source.manifest.tp_degree)
     made = _Made()
     ranks = zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True)
-    for digests in dict.fromkeys(ranks):  # ranks whose graphs are equal are lowered once
+    for digests in dict.fromkeys(ranks):  # ranks with equal graphs are lowered once
         graphs = [stored_graph(source.graph_dir(digest)) for digest in digests]
         for old, graph, lowered in zip(digests, graphs, backend.passes(graphs, options), strict=True):
             ir = graph.ir()
@@ -161,7 +161,7 @@ def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], bu
 
 
 def _take_over(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
-    """The graphs of an artifact of format 1.0 as they are: only a backend with the operators in them can."""
+    """Take the graphs of an artifact of format 1.0 unchanged: only a backend with their operators can run them."""
     made = _Made(encodings={weight.name: weight.encoding for weight in source.manifest.weights})
     for old in source.manifest.graphs:
         graph, ir = read_graph(source.graph_dir(old), old), read_ir(source.graph_dir(old))
@@ -181,7 +181,7 @@ def _take_over(source: LoadedArtifact, backend: Backend, options: dict[str, Any]
 
 
 def _check_operators(source: LoadedArtifact, backend: Backend, text: str) -> None:
-    """Raise unless the operators of a graph, given as canonical text, can be had here, and compiled."""
+    """Raise unless the operators of a graph, given as canonical text, are available here and can be compiled."""
     if not backend.native:
         raise BackendUnavailableError(
             f"the graphs of {source.path} were stored by an earlier version, in a form that the {backend.name} backend "
@@ -192,7 +192,7 @@ def _check_operators(source: LoadedArtifact, backend: Backend, text: str) -> Non
         raise ArtifactVersionError(
             f"the artifact {source.path} was traced on {arch} and this machine is {architecture()}: trace it again here"
         )
-    if backend.compiles and '"nxd.' in text:  # run on the rank's transport, which is Python
+    if backend.compiles and '"nxd.' in text:  # these operators use the rank's transport, which is Python
         raise BackendUnavailableError(
             f"the graphs of {source.path} were traced where the native collectives could not be built, and the "
             f"{backend.name} backend needs them: trace the model again where there is a C++ compiler"

@@ -1,4 +1,4 @@
-"""What is asked of a trace, and what one rank answers: plain data that crosses process boundaries."""
+"""The request of a trace, and one rank's result: plain data that crosses process boundaries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nxd_infer.trace.buckets import Bucket
 
 @dataclass
 class TraceRequest:
-    """Arguments of ``parallel_model_trace``, checked, as the ranks need them."""
+    """Checked arguments of ``parallel_model_trace``, in the form that the ranks need."""
 
     func: Callable[..., Any]
     buckets: list[Bucket]
     tp_degree: int
     backend: str
     options: dict[str, Any]
-    """Of the backend, checked."""
+    """Options of the backend, checked."""
     states: list[Any] = field(default_factory=list)
     shared_states: list[Tensor] | None = None
     state_preprocessor: Callable[..., Any] | None = None
@@ -43,7 +43,7 @@ class TracedBucket(BaseModel):
 
 
 class TracedRank(BaseModel):
-    """What one rank leaves behind: ``rank_NN/result.json``, beside its graphs and its weight file."""
+    """The result of one rank: ``rank_NN/result.json``, beside its graphs and its weight file."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -62,5 +62,5 @@ def rank_directory(build: Path, rank: int) -> Path:
 
 
 def distinct(items: Sequence[Any]) -> list[Any]:
-    """Without repeats, in order of first appearance."""
+    """Return the items without repeats, in order of first appearance."""
     return list(dict.fromkeys(items))

@@ -367,5 +367,5 @@ def test_the_limit_of_the_cache_is_a_size(monkeypatch):
         assert compile_cache.cache_limit() == size, text
     for text in ("4 gigabytes", "-1", "1.5G", "G"):
         monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", text)
-        with pytest.raises(TraceConfigError, match=rf"NXD_INFER_CACHE_LIMIT='{text}' is no size"):
+        with pytest.raises(TraceConfigError, match=rf"NXD_INFER_CACHE_LIMIT='{text}' is not a size"):
             compile_cache.cache_limit()

@@ -105,7 +105,7 @@ def test_a_tensor_whose_name_is_no_text(tmp_path: Path):
     torch.save({"model": {7: torch.ones(1), "w": torch.ones(1)}}, _place(tmp_path))
     archive = open_reference(tmp_path / "a", None)
     archive.know({})
-    with pytest.raises(CheckpointError, match="named 7, which is no text"):
+    with pytest.raises(CheckpointError, match="named 7, which is not text"):
         archive.pieces("model")
 
 

@@ -35,7 +35,7 @@ def test_a_plan_without_a_compiler_is_within_a_tenth_or_48_mib_of_what_its_trace
         *("--batch-sizes", 16, "--prompt-buckets", 32, "--max-len", 8192),
         sample=peak,
     )
-    assert re.search(r"states a rank +1\d\d\.\d MiB", text)
+    assert re.search(r"states per rank +1\d\d\.\d MiB", text)
     margin = max(0.10 * peak.held, HEAP_BYTES)
     assert abs(planned(text) - peak.held) <= margin, (planned(text), peak.held)
     assert peak.with_files > peak.held

@@ -1,4 +1,4 @@
-"""What the supervisor tells a rank process, as JSON on its command line."""
+"""The configuration of a rank process, as JSON on its command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankConfig:
     artifact: str
     digest: str
     rank: int
-    """Which rank this process is, or 0 where it runs all of them."""
+    """The rank of this process, or 0 if it runs all ranks."""
     degree: int
     together: bool
     """Whether this process runs all ranks."""
@@ -23,13 +23,13 @@ class RankConfig:
     threads: int
     cores: list[int]
     crew: bool
-    """Whether operators share work among threads of their own, one on each of ``cores``."""
+    """Whether operators share work among their own threads, one on each of ``cores``."""
     timeout: float
     libraries: list[tuple[str, int]]
     """Native libraries to connect, each with the descriptor of its shared memory; the first is the transport of
     operators that are not compiled into a graph."""
     rendezvous: str
-    """File through which ranks without a native library find each other (gloo)."""
+    """File through which ranks without a native library find one another (gloo)."""
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)

@@ -1,4 +1,4 @@
-"""Inside a rank process, once torch is imported: load the rank, then answer requests until the caller is gone."""
+"""The loop of a rank process, after importing torch: load the rank, then answer requests until the caller is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nxd_infer.runtime.ranks.channel import Channel, Kind
 
 
 def run(config: RankConfig) -> int:
-    """Be the rank of ``config``; return the exit status."""
+    """Run the rank of ``config``; return the exit status."""
     torch.set_num_threads(config.threads)
     if config.crew:
         os.sched_setaffinity(0, config.cores[:1])
@@ -44,7 +44,7 @@ def run(config: RankConfig) -> int:
         arena = Arena(config.arena, rank.artifact.manifest, writable_inputs=False)
     except BaseException:
         channel.send_response(request, time.monotonic_ns() - started, traceback.format_exc())
-        channel.receive_request()  # stay until the caller has read it: an end would look like the cause
+        channel.receive_request()  # stay until the caller has read the answer, else this exit would look like the cause
         return 1
     gc.freeze()
     gc.enable()
@@ -68,7 +68,7 @@ def run(config: RankConfig) -> int:
 
 
 class _Steps:
-    """Runs steps over the arena: from a side's inputs to its outputs, which rank 0 writes."""
+    """Runs steps in the arena: from a side's inputs to its outputs, which rank 0 writes."""
 
     def __init__(self, rank: Rank, arena: Arena):
         self._rank, self._arena = rank, arena
@@ -77,7 +77,7 @@ class _Steps:
         self._failed = False
 
     def run(self, side: int, bucket: int) -> None:
-        if self._failed:  # the others may still be in that step, and would take this one's collectives for its own
+        if self._failed:  # other ranks may still be in that step, and would mix up the collectives
             raise RuntimeError("an earlier step of this rank has raised")
         self._failed = True
         self._run(side, bucket)
@@ -96,7 +96,7 @@ class _Steps:
                     view.copy_(output)
 
     def _outputs(self, side: int, bucket: int) -> list[tuple[Tensor, int, int]]:
-        """Where each output goes: the arena's tensor, its address and bytes."""
+        """Return the destination of each output: the arena's tensor, its address and size."""
         found = self._places.get((side, bucket))
         if found is None:
             views = self._arena.sides[side].outputs[bucket]
@@ -105,7 +105,7 @@ class _Steps:
 
 
 def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
-    """Anything but a step."""
+    """Handle any request except a step."""
     if kind == Kind.RESET:
         rank.reset_states()
     elif kind in (Kind.ROUTE, Kind.PREPARE_WEIGHTS):
@@ -124,9 +124,9 @@ def _serve(kind: Kind, fds: list[int], rank: Rank) -> None:
 
 
 def load_rank(config: RankConfig, stamps: int) -> Rank:
-    """This process's rank: its context and transport, then its weights, states and graphs. ``stamps``: a descriptor of
-    those of the files that the caller has verified."""
-    # The caller verified the contents; a digest that differs means the directory was replaced since.
+    """Create this process's rank: its context and transport, then its weights, states and graphs. ``stamps``: the
+    descriptor of the stamps of the files that the caller has verified."""
+    # The caller verified the contents; a different digest means that the directory was replaced since.
     artifact = load_artifact(config.artifact, verify=False)
     artifact.stamps.update(read_stamps(stamps))
     os.close(stamps)
@@ -147,7 +147,7 @@ def load_rank(config: RankConfig, stamps: int) -> Rank:
 
 
 def connect(config: RankConfig, context: ParallelContext) -> None:
-    """Register this rank's transport: shared memory, or gloo where there is no native library."""
+    """Register this rank's transport: shared memory, or gloo if there is no native library."""
     if not config.libraries:
         register_collectives(context.collectives, join_on_this_host(context, config.rendezvous, config.timeout))
         return

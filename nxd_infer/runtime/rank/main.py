@@ -1,7 +1,7 @@
-"""A rank process: ``python -m nxd_infer.runtime.rank.main rank N --config JSON``. Started by the supervisor only.
+"""A rank process: ``python -m nxd_infer.runtime.rank.main rank N --config JSON``. Started only by the supervisor.
 
-It dies with its parent (PDEATHSIG), keeps to its cores and threads, imports what it needs, and then waits for records:
-read one, run, write the outputs (rank 0), answer (``loop.py``). The first one has it load its rank of the artifact,
+It dies with its parent (PDEATHSIG), sets its cores and threads, imports what it needs, and then handles records: read
+one, run, write the outputs (rank 0), answer (``loop.py``). The first record makes it load its rank of the artifact,
 whose files have been verified by then. It never unpickles anything.
 """
 
@@ -23,30 +23,30 @@ def main(arguments: list[str]) -> int:
     name_process(f"nxd rank {config.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    # Without cores: where the caller's process may be, though the thread that has started this one may keep to fewer.
+    # Without cores use those of the caller's process, because the thread that started this one may be limited to fewer.
     os.sched_setaffinity(0, config.cores or os.sched_getaffinity(config.parent))
     if config.crew:
         _settle_openmp(config.cores)
-    gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
-    from nxd_infer.runtime.rank import loop  # imports torch, which reads what was settled above
+    gc.disable()  # imported objects stay, and scanning them takes an eighth of the import
+    from nxd_infer.runtime.rank import loop  # imports torch, which reads the settings above
 
     return loop.run(config)
 
 
 def _settle_openmp(cores: list[int]) -> None:
-    """OpenMP runs the larger loops of a compiled graph, on the cores of the operators' crew. Before torch is imported.
+    """Set OpenMP's threads, which run larger loops of graphs, to the cores of the operators' crew. Call before torch.
 
-    Its threads keep to a core each, the first of them to the first core, which the engine leaves alone; and they wait
-    asleep: one that waits awake, as they do by default for some milliseconds, takes half a core from the crew.
+    Each of its threads has a core, the first one the first core, which the engine leaves free. They sleep while they
+    wait: by default they spin for some milliseconds, which takes half a core from the crew.
     """
-    for name in ("OMP_PLACES", "OMP_PROC_BIND"):  # they would go before the next
+    for name in ("OMP_PLACES", "OMP_PROC_BIND"):  # they would override the next variable
         os.environ.pop(name, None)
     os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # some 100 microseconds
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # about 100 microseconds
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing to tidy: states end with the process, and torch's exit handlers can hang on a dead peer
+    os._exit(code)  # nothing to clean up, and torch's exit handlers can hang on a dead peer

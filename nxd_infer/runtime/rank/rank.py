@@ -1,4 +1,4 @@
-"""What one process runs of an artifact: one rank, or all where the backend says so. Knows nothing of processes."""
+"""The part of an artifact that one process runs: one rank, or all if the backend says so. Knows no processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nxd_infer.runtime.bucket_kernel import answer, load_kernel
 
 @dataclass
 class Runtime:
-    """What this process offers the graphs it loads (``backends.RankRuntime``)."""
+    """The services of this process for the graphs it loads (``backends.RankRuntime``)."""
 
     context: ParallelContext
     threads: int
@@ -33,25 +33,25 @@ class Runtime:
     _libraries: dict[str, Any] = field(default_factory=dict)
 
     def library(self, content_hash: str) -> Any:
-        """The operator library ``ops/<hash>.so`` of the artifact, registered once in this process.
+        """Return the artifact's operator library ``ops/<hash>.so``, registered once in this process.
 
-        A rank process has connected it to its peers before any graph is loaded.
+        A rank process connects it to its peers before any graph is loaded.
         """
         if content_hash not in self._libraries:
             self._libraries[content_hash] = native.load_file(self.artifact.op_file(content_hash))
         return self._libraries[content_hash]
 
     def engage_crews(self, cores: Sequence[int]) -> None:
-        """Have the operators of the libraries loaded so far share work among threads of their own, one a core."""
+        """Let the operators of the libraries loaded so far share work among their own threads, one per core."""
         for library in self._libraries.values():
             library.engage_crew(self.threads, cores)
 
 
 class Rank:
-    """The tensors and graphs of rank ``rank`` of an artifact, or of all its ranks, whose files the caller has verified
+    """The tensors and graphs of rank ``rank`` of an artifact, or of all its ranks. The caller has verified its files
     (``verify_again``).
 
-    Raises ArtifactCorruptError when they have changed until all is read.
+    Raises ArtifactCorruptError if they change before everything is read.
     """
 
     def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
@@ -80,12 +80,12 @@ class Rank:
         self._broken = ""
 
     def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """One step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
+        """Run one step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
         return self.bind(bucket, inputs)()
 
     def bind(self, bucket: int, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """A function that runs steps on these very tensors. They are checked now and results at the first one: a rank
-        that decodes has some hundred microseconds to spare between two steps, and would take as much for it."""
+        """Return a function that runs steps on these tensors. They are checked now, and results at the first step,
+        because a decoding rank has only a few hundred microseconds between two steps, as much as the check takes."""
         graph = self._buckets[bucket].bind(inputs)
         specs = self.artifact.manifest.buckets[bucket].outputs
         checked = False
@@ -103,17 +103,17 @@ class Rank:
         return step
 
     def route(self, fd: int) -> None:
-        """Ask the bucket kernel; see ``kernel.py``. It is rank 0's alone."""
+        """Ask the bucket kernel, on rank 0 only; see ``bucket_kernel.py``."""
         if self._kernel is not None:
             answer(self._kernel, fd)
 
     def reset_states(self) -> None:
-        """Put every state back to its traced value."""
+        """Reset every state to its traced value."""
         for place in self._places:
             place.reset_states()
 
     def prepare_weights(self, files: Sequence[str | os.PathLike[str]]) -> None:
-        """Map new weights, a file for each rank, check them and read them from disk, without using them yet. Raises
+        """Map new weights, one file per rank, check them and read them from disk, without using them yet. Raises
         WeightSchemaError."""
         self.abort_weights()
         for file in files:
@@ -129,7 +129,7 @@ class Rank:
         encoded = {spec.name for spec in specs if spec.encoding}
         kept = {name: tensor for name, tensor in found.items() if name not in encoded}
         for tensor in kept.values():
-            _touch(tensor)  # here, where it may take as long as a start: the next call has a call's time
+            _touch(tensor)  # read now, with the time limit of a start, not of the next call
         return _Staged(kept, list(found), entries, os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def commit_weights(self) -> None:
@@ -154,7 +154,7 @@ class Rank:
                 os.close(new.fd)
 
     def _reader(self, new: _Staged) -> Callable[[str], Tensor]:
-        """Those that are encoded are read again, each by itself: its pages are given back as soon as that is done."""
+        """Return a reader of the new weights. Encoded ones are read one by one, and their pages released at once."""
         source = Path(f"/proc/self/fd/{new.fd}")
         specs = {spec.name: spec for spec in self.artifact.manifest.weights}
 
@@ -189,8 +189,8 @@ def _check_outputs(outputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> No
 
 @dataclass
 class _Staged:
-    """One rank's new weights, checked: the plain ones mapped, the names of all, entries of the tables of adapters by
-    table and slot, and their open file."""
+    """One rank's new weights, checked: the plain ones mapped, the names of all, entries of adapter tables by table and
+    slot, and their open file."""
 
     tensors: dict[str, Tensor]
     names: list[str]
@@ -199,6 +199,6 @@ class _Staged:
 
 
 def _touch(tensor: Tensor) -> None:
-    """Have the pages of a mapped tensor in memory."""
-    if tensor.is_contiguous() and tensor.numel() > 0:  # another one was copied out of its file
+    """Load the pages of a mapped tensor into memory."""
+    if tensor.is_contiguous() and tensor.numel() > 0:  # others were copied from their file
         tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()

@@ -1,1 +1,1 @@
-"""The ranks as their caller sees them: processes, the channel and memory to them, what became of them."""
+"""The ranks from the caller's side: their processes, the channel and the shared memory, their failures."""

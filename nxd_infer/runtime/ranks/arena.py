@@ -1,5 +1,5 @@
-"""Tensors between the caller's process and its ranks: one memfd, laid out from the manifest alone, so that both compute
-the same offsets.
+"""Tensors shared by the caller's process and its ranks: one memfd, laid out from the manifest alone, so that both
+compute the same offsets.
 
 ====================  ============================================================================
 a counter page        per rank: steps begun, steps finished, clock of the last begin (nanoseconds)
@@ -7,10 +7,10 @@ the inputs, twice     every bucket's inputs, each aligned to 64 bytes; buckets o
 the outputs, twice    every bucket's outputs, likewise; written by rank 0
 ====================  ============================================================================
 
-There are two *sides* of inputs and outputs, so that a step can be handed over while the one before it runs; who waits
-for each step uses one of them, and pages that nobody touches take no memory. Regions start on page boundaries; a rank
-maps the inputs read-only, so a graph that wrote to its inputs, which all ranks share, would fault rather than corrupt
-them silently.
+There are two *sides* of inputs and outputs, so that a step can be submitted while the previous one runs; each step
+uses one of them, and untouched pages take no memory. Regions start on page boundaries. A rank maps the inputs
+read-only, so a graph that wrote to its inputs, which all ranks share, would fault instead of silently corrupting
+them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ALIGNMENT = 64
 SIDES = 2
 _PAGE = mmap.PAGESIZE
 _COUNTERS = 8
-"""Eight 64-bit counters a rank: one cache line."""
+"""Eight 64-bit counters per rank: one cache line."""
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Where everything lies in the arena; a pure function of the manifest."""
+    """The offsets of everything in the arena; a pure function of the manifest."""
 
     inputs: list[list[int]]
-    """``inputs[bucket][input]``: offset in a side's inputs."""
+    """``inputs[bucket][input]``: offset within a side's inputs."""
     outputs: list[list[int]]
     input_start: int
     input_size: int
-    """Bytes of one side."""
+    """Size of one side in bytes."""
     output_start: int
     output_size: int
 
@@ -88,7 +88,7 @@ def arena_layout(manifest: Manifest) -> ArenaLayout:
 
 
 def create_arena(layout: ArenaLayout) -> int:
-    """A memfd of the arena's size that nobody can resize. It has no name and ends with its last holder."""
+    """Create a memfd of the arena's size that cannot be resized. It has no name and ends with its last holder."""
     fd = os.memfd_create("nxd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, layout.size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -98,7 +98,7 @@ def create_arena(layout: ArenaLayout) -> int:
 class Arena:
     """The arena mapped into this process.
 
-    ``writable_inputs`` belongs to the caller's process; ranks map the inputs read-only.
+    ``writable_inputs`` is for the caller's process; ranks map the inputs read-only.
     """
 
     def __init__(self, fd: int, manifest: Manifest, *, writable_inputs: bool):
@@ -112,7 +112,7 @@ class Arena:
         self._words = memoryview(self._counters).cast("Q")
 
     def begin(self, rank: int, clock: int) -> None:
-        """Rank ``rank`` starts a step at ``clock`` (monotonic nanoseconds)."""
+        """Record that rank ``rank`` starts a step at ``clock`` (monotonic nanoseconds)."""
         place = rank * _COUNTERS
         self._words[place + 2] = clock
         self._words[place] += 1
@@ -121,20 +121,20 @@ class Arena:
         self._words[rank * _COUNTERS + 1] += 1
 
     def progress(self, rank: int) -> tuple[int, int, int]:
-        """Steps begun, steps finished, and the clock of the last begin (0 before the first)."""
+        """Return steps begun, steps finished, and the clock of the last begin (0 before the first)."""
         place = rank * _COUNTERS
         return self._words[place], self._words[place + 1], self._words[place + 2]
 
 
 class Side:
-    """Inputs and outputs of one step at a time: every bucket's tensors, as torch's and, where NumPy has their types, as
-    arrays. Tensors and arrays keep the mapping alive."""
+    """Inputs and outputs of one step at a time: every bucket's tensors, as torch tensors and, if NumPy has their
+    dtypes, as arrays. Both keep the mapping alive."""
 
     def __init__(self, buckets: Sequence[BucketSpec], layout: ArenaLayout, inputs: Any, outputs: Any, number: int):
         self.taken = False
-        """Whether a step was begun here whose outputs nobody has taken yet."""
+        """Whether a step has begun here whose outputs were not taken yet."""
         self.last: Any = None
-        """The exchange of the last step that was begun here."""
+        """The exchange of the last step that began here."""
         self._inputs = _Region(
             inputs, number * layout.input_size, layout.inputs, [list(bucket.inputs) for bucket in buckets]
         )
@@ -156,19 +156,19 @@ class Side:
 
     @cached_property
     def output_arrays(self) -> Sequence[dict[str, np.ndarray]]:
-        """By name."""
+        """Outputs by name."""
         arrays = zip(self._outputs.specs, self._outputs.each(_array), strict=True)
         return [{spec.name: array for spec, array in zip(specs, row, strict=True)} for specs, row in arrays]
 
     @cached_property
     def input_bytes(self) -> Sequence[memoryview]:
-        """Each bucket's inputs as they lie."""
+        """Each bucket's inputs as raw bytes."""
         return self._inputs.whole()
 
 
 @dataclass
 class _Region:
-    """Where every bucket's tensors lie in ``memory``."""
+    """The places of every bucket's tensors in ``memory``."""
 
     memory: mmap.mmap
     start: int
@@ -176,7 +176,7 @@ class _Region:
     specs: list[list[TensorSpec]]
 
     def each(self, view: Callable[[Any, int, TensorSpec], Any]) -> Any:
-        """``[bucket][tensor]``: what ``view`` makes of its place."""
+        """Return ``[bucket][tensor]``: ``view`` of each tensor's place."""
         return tuple(
             tuple(view(self.memory, self.start + place, spec) for place, spec in zip(row, specs, strict=True))
             for row, specs in zip(self.places, self.specs, strict=True)
@@ -187,8 +187,8 @@ class _Region:
 
 
 class InputBlock(Mapping[str, "np.ndarray"]):
-    """The inputs of ``bucket`` as arrays over one piece of memory, laid out as in the arena: checked in one pass and
-    handed over in one copy. They start at their defaults, or zero. TypeError where NumPy lacks a type."""
+    """The inputs of ``bucket`` as arrays in one block of memory, laid out as in the arena: checked in one pass and
+    passed on in one copy. They start at their defaults, or zero. Raises TypeError if NumPy lacks a dtype."""
 
     def __init__(self, bucket: BucketSpec):
         import numpy as np
@@ -225,7 +225,7 @@ class InputBlock(Mapping[str, "np.ndarray"]):
         return len(self._arrays)
 
     def check(self) -> None:
-        """Raises InputMismatchError for a value outside its input's limits."""
+        """Raise InputMismatchError for a value outside its input's limits."""
         count = self._count
         if count(self._words < self._low) or count(self._words > self._high):
             self._check_each(self._limited)
@@ -241,19 +241,19 @@ class InputBlock(Mapping[str, "np.ndarray"]):
 
 
 def _view(buffer: mmap.mmap, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """A contiguous tensor over shared memory."""
+    """Return a contiguous tensor over shared memory."""
     import torch
 
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "not writable": that is what the input region is for
+        warnings.simplefilter("ignore", UserWarning)  # "not writable", which is intended for the inputs
         flat = torch.frombuffer(buffer, dtype=spec.torch_dtype, count=math.prod(spec.shape), offset=offset)
     return flat.view(spec.shape)
 
 
 def _array(buffer: Any, offset: int, spec: TensorSpec) -> np.ndarray:
-    """As ``_view``, an array."""
+    """Like ``_view``, as an array."""
     import numpy as np
 
     return np.ndarray(spec.shape, np.dtype(spec.dtype), buffer, offset if spec.nbytes else 0)

@@ -1,4 +1,4 @@
-"""What a model calls its ranks by, wherever they run."""
+"""The interface of a model's ranks, wherever they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """Where the graphs run: processes (:class:`Supervisor`) or, at degree 1, this one (:class:`LocalRank`)."""
+    """Runs the graphs: in processes (:class:`Supervisor`) or, at degree 1, in this one (:class:`LocalRank`)."""
 
     @property
     def sides(self) -> Sequence[Any]:
@@ -22,7 +22,7 @@ class Ranks(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the ranks, once something has."""
+        """The error that ended the ranks, if any."""
         ...
 
     def start(self) -> None: ...

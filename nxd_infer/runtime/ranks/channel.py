@@ -1,8 +1,8 @@
-"""How the caller's process and its ranks talk: fixed binary records over a socket. Tensors lie in the arena.
+"""The protocol between the caller's process and its ranks: fixed binary records over a socket. Tensors use the arena.
 
-A *record* starts one thing on one rank (a step in a bucket, a reset, ...) or answers it. Records travel over a
+A *record* starts one operation on one rank (a step in a bucket, a reset, ...) or answers it. Records travel over a
 ``SOCK_SEQPACKET`` Unix socket pair: boundaries are kept, a peer's end is noticed, and file descriptors can be passed.
-A rank does what it is asked in order, so the next record may be sent before the last one is answered.
+A rank handles requests in order, so the next record may be sent before the last one is answered.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _REQUEST = struct.Struct("<IBBHQ")
 _RESPONSE = struct.Struct("<IHHQQI")
 _MAX_TEXT = 48 << 10
 _DESCRIPTORS = socket.CMSG_SPACE(4 * 253)
-"""Room for as many descriptors as Linux lets a record carry: a process that runs all ranks gets one for each."""
+"""Room for as many descriptors as Linux allows per record: a process that runs all ranks gets one for each."""
 AWAKE_SECONDS = 0.005
-"""How long a rank that has answered stays awake for the next request; between steps of decoding pass 0.1 to 0.4 ms."""
+"""How long a rank polls for the next request after an answer; the gap between decode steps is 0.1 to 0.4 ms."""
 
 
 class Kind(enum.IntEnum):
-    """What a record asks for."""
+    """The operation that a record requests."""
 
     START = 0
     STEP = 1
@@ -39,12 +39,12 @@ class Kind(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """For error texts."""
+        """The name in error messages."""
         return self.name.lower().replace("_", " ")
 
 
 class Request(NamedTuple):
-    """``side``: of the arena, where a step's inputs and outputs lie."""
+    """``side`` of the arena holds a step's inputs and outputs."""
 
     kind: Kind
     bucket: int
@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """``ok`` or the text of what went wrong; ``nanoseconds`` is how long the rank worked on it."""
+    """``ok``, or the text of the error; ``nanoseconds`` is how long the rank worked on it."""
 
     ok: bool
     kind: int
@@ -66,7 +66,7 @@ class Response(NamedTuple):
 
 
 class ChannelClosed(Exception):
-    """The peer's end is gone."""
+    """The peer has closed its end."""
 
 
 class Channel:
@@ -99,7 +99,7 @@ class Channel:
         self.send(request.record(), fds)
 
     def send(self, record: bytes, fds: tuple[int, ...] = ()) -> None:
-        """As :meth:`send_request`, of a request's record: the same one goes to every rank."""
+        """Like :meth:`send_request`, for an encoded request: every rank gets the same record."""
         try:
             if fds:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -110,7 +110,7 @@ class Channel:
             raise ChannelClosed from error
 
     def receive_response(self) -> Response:
-        """The next answer; call it when ``poll`` says there is one. Raises ChannelClosed at the peer's end."""
+        """Return the next answer; call it when ``poll`` reports one. Raises ChannelClosed if the peer has ended."""
         try:
             size = self.socket.recv_into(self._answer)
         except ConnectionResetError as error:
@@ -126,15 +126,14 @@ class Channel:
     # --- the rank's end ---
 
     def receive_request(self) -> tuple[Request, list[int]] | None:
-        """Wait for the next request and the descriptors sent with it; None when the caller is gone.
+        """Wait for the next request and the descriptors sent with it; None if the caller is gone.
 
-        For a moment it is awaited awake: a model that decodes is asked again at once, and a core that has gone to sleep
-        wakes late. The host of a virtual machine, besides, puts a core that another one wakes next to that one, where
-        the two share one way to memory.
-        """
+        It polls for a moment instead of sleeping, because in decoding the next request follows soon and a sleeping core
+        wakes up late. Also, the host of a virtual machine moves a core that another one wakes up next to that one,
+        where both share one path to memory."""
         awake = time.monotonic() + AWAKE_SECONDS
         while not self._poll.poll(0) and time.monotonic() < awake:
-            os.sched_yield()  # the caller may need this core to ask
+            os.sched_yield()  # the caller may need this core to send
         try:
             data, ancillary, _, _ = self.socket.recvmsg(_REQUEST.size, _DESCRIPTORS)
         except ConnectionResetError:
@@ -168,5 +167,5 @@ class Answers:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, seconds: float) -> list[int]:
-        """The ranks whose channels can be read or are at their end, after ``seconds`` at most."""
+        """Return the ranks whose channels are readable or closed, after at most ``seconds``."""
         return [self._ranks[fd] for fd, _ in self._poll.poll(min(max(0.0, seconds), 1e6) * 1000)]

@@ -1,9 +1,9 @@
-"""Which cores the ranks of this process's models keep to.
+"""Choose the cores to which the ranks of this process's models are pinned.
 
-Two unpinned compute threads beside a busy process went from 3-8 ms a step to 128 ms, so ranks are pinned when the
-machine has a core for every thread of every rank. Models share the cores out among themselves: those of one process by
-count, those of other processes of the same user by locked files. Where a container's quota limits the process and not a
-set of cores, its neighbours would choose the same ones: there the kernel places the ranks, as with ``NXD_INFER_PIN=0``.
+Two unpinned compute threads beside a busy process went from 3-8 ms to 128 ms per step, so ranks are pinned if the
+machine has a core for every thread of every rank. Models divide the cores among themselves: those of one process by
+counts, those of other processes of the same user by locked files. If a container's quota limits time instead of a set
+of cores, its neighbours would choose the same cores: then the kernel places the ranks, as with ``NXD_INFER_PIN=0``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.processors import available_cores, compute_threads, physical_core, processor_share
 
-_lock = threading.RLock()  # a signal handler may close a model while its thread is in here
+_lock = threading.RLock()  # reentrant: a signal handler may close a model while its thread is in here
 _used: collections.Counter[int] = collections.Counter()
-_leads: collections.Counter[int] = collections.Counter()  # ranks whose first thread has the core
+_leads: collections.Counter[int] = collections.Counter()  # number of ranks whose first thread is on the core
 _claims: dict[int, int] = {}  # core -> descriptor of its locked file
 
 
 def choose_cores(ranks: int, threads: int) -> list[list[int]]:
-    """The cores of each rank, none twice. Empty lists mean "not pinned".
+    """Return the cores of each rank, none twice. Empty lists mean "not pinned".
 
-    First those that no model uses, then one of each physical core, then high numbers: low ones serve the system. The
-    first core of a rank, which its first thread keeps to, is one that is the first of as few others as possible.
+    Prefers cores that no model uses, then one per physical core, then high numbers, because low ones serve the system.
+    The first core of a rank, for its first thread, is the first core of as few other ranks as possible.
     """
     cores = available_cores()
     needed = ranks * threads
@@ -36,7 +36,7 @@ def choose_cores(ranks: int, threads: int) -> list[list[int]]:
     if needed > len(cores) or not pinned:
         return [[] for _ in range(ranks)]
     seen: collections.Counter[str] = collections.Counter()
-    siblings: dict[int, int] = {}  # of the same physical core that come before it
+    siblings: dict[int, int] = {}  # number of earlier cores on the same physical core
     for core in reversed(cores):
         physical = physical_core(core)
         siblings[core] = seen[physical]
@@ -44,7 +44,7 @@ def choose_cores(ranks: int, threads: int) -> list[list[int]]:
     with _lock:
         ordered = sorted(cores, key=lambda core: (_used[core], siblings[core], -core))
         chosen: list[int] = []
-        others: list[int] = []  # that another process has
+        others: list[int] = []  # cores that another process has
         for core in ordered:
             if len(chosen) < needed:
                 (chosen if _claim(core) else others).append(core)
@@ -53,7 +53,7 @@ def choose_cores(ranks: int, threads: int) -> list[list[int]]:
         groups = [chosen[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
         for group in groups:
             if set(group) <= set(others):
-                group.reverse()  # its ranks begin at the other end
+                group.reverse()  # start its ranks at the other end
             lead = min(group, key=lambda core: _leads[core])
             group.remove(lead)
             group.insert(0, lead)
@@ -62,22 +62,22 @@ def choose_cores(ranks: int, threads: int) -> list[list[int]]:
 
 
 def release_cores(cores: list[list[int]]) -> None:
-    """Give back what :func:`choose_cores` returned."""
+    """Release the cores returned by :func:`choose_cores`."""
     with _lock:
         _leads.subtract(group[0] for group in cores if group)
         for core in (core for group in cores for core in group):
             _used[core] -= 1
             if not _used[core] and core in _claims:
-                fcntl.flock(_claims[core], fcntl.LOCK_UN)  # closing alone leaves it to a process that was forked
+                fcntl.flock(_claims[core], fcntl.LOCK_UN)  # closing alone would leave the lock to a forked process
                 os.close(_claims.pop(core))
 
 
 def _begin_anew() -> None:
-    """In a process that was forked: what its parent has is another's."""
+    """Reset everything in a forked process, because the cores belong to its parent."""
     global _lock
-    _lock = threading.RLock()  # another thread may have had it
+    _lock = threading.RLock()  # another thread may have held it
     for found in _claims.values():
-        os.close(found)  # without unlocking, which would be for the parent too
+        os.close(found)  # without unlocking, which would also unlock it for the parent
     _claims.clear()
     _used.clear()
     _leads.clear()
@@ -87,7 +87,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _claim(core: int) -> bool:
-    """Whether no other process of this user has the core; it is ours until released, or until this process ends."""
+    """Claim a core until it is released or this process ends; False if another process of this user has it."""
     if core in _claims:
         return True
     try:
@@ -96,7 +96,7 @@ def _claim(core: int) -> bool:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(place).st_uid != os.getuid():
-                return True  # somebody else's: no place to agree
+                return True  # another user's file: coordination is not possible
             found = os.open(str(core), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
         finally:
             os.close(place)
@@ -112,9 +112,9 @@ def _claim(core: int) -> bool:
 
 
 def check_degree(degree: int) -> None:
-    """Raise ParallelConfigError for more ranks than this machine can be meant to hold.
+    """Raise ParallelConfigError for more ranks than this machine can reasonably hold.
 
-    The limit is 64, or 8 a core where that is more; ``NXD_INFER_MAX_RANKS`` sets another.
+    The limit is 64, or 8 per core if that is more; ``NXD_INFER_MAX_RANKS`` overrides it.
     """
     given = os.environ.get("NXD_INFER_MAX_RANKS", "")
     limit = int(given) if given.isdigit() else max(64, 8 * len(available_cores()))
@@ -127,7 +127,7 @@ def check_degree(degree: int) -> None:
 
 
 def default_threads(ranks: int, recorded: object = None) -> int:
-    """Threads of each rank: what the graphs were compiled for, else an equal part of what computes here, at least 1."""
+    """Return threads per rank: what the graphs were compiled for, else an equal share of the machine, at least 1."""
     if isinstance(recorded, int) and recorded > 0:
         return recorded
     return max(1, compute_threads() // ranks)

@@ -1,4 +1,4 @@
-"""One rank as the process that owns it sees it."""
+"""The health of one rank, as seen by the process that owns it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankHealth:
     steps: int
     """Exchanges finished since the start."""
     collectives: int
-    """Collectives passed since the start; 0 when the transport does not count them."""
+    """Collectives passed since the start; 0 if the transport does not count them."""
     busy_seconds: float
     """How long the exchange in progress has taken so far; 0 between exchanges."""
     last_step_age: float | None

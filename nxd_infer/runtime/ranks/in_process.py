@@ -1,4 +1,4 @@
-"""Degree 1 in the caller's process: the same exchanges as with rank processes, over ordinary memory."""
+"""Degree 1 in the caller's process: the same exchanges as with rank processes, in ordinary memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nxd_infer.runtime.ranks.health import RankHealth
 
 @dataclass
 class LocalSide:
-    """The tensors that a side of an arena would hold: inputs and outputs of every bucket."""
+    """The tensors of one side of an arena: inputs and outputs of every bucket."""
 
     inputs: list[list[Tensor]]
     outputs: list[list[Tensor]]
@@ -29,9 +29,9 @@ class LocalSide:
 
 
 class LocalRank:
-    """Run an artifact of degree 1 here.
+    """Run an artifact of degree 1 in this process.
 
-    A call that raises, or that an interrupt ends, leaves states undefined, so it closes a rank with states.
+    A call that raises or is interrupted leaves states undefined, so it closes a rank with states.
     """
 
     def __init__(self, artifact: LoadedArtifact, *, threads: int):
@@ -61,7 +61,7 @@ class LocalRank:
         fds: list[int] | None = None,
         fatal: bool = True,
     ) -> None:
-        """Do what the record asks for, now. ``timeout`` cannot act here. For ``fatal`` see Supervisor."""
+        """Do what the record requests, immediately. ``timeout`` has no effect here. For ``fatal`` see Supervisor."""
         self.check()
         assert self._rank is not None
         self._clock = time.monotonic()
@@ -99,11 +99,11 @@ class LocalRank:
         self._steps += 1
 
     def begin(self, kind: Kind, bucket: int = 0, side: int = 0, *, timeout: float | None = None) -> None:
-        """As :meth:`exchange`: there is nobody who would do it meanwhile."""
+        """Like :meth:`exchange`: nothing can run in the background."""
         self.exchange(kind, bucket)
 
     def finish(self, exchange: None, timeout: float | None = None) -> None:
-        """What was begun is done."""
+        """Do nothing: ``begin`` has finished it."""
 
     def _failed(self, error: BaseException, fatal: bool) -> None:
         if fatal and self.artifact.manifest.states:
@@ -126,7 +126,7 @@ class LocalRank:
         return [RankHealth(0, os.getpid(), alive, "running" if alive else "ended", self._steps, 0, 0.0, age)]
 
     def close(self) -> None:
-        """Free the graphs; by a signal handler amid a call, at its end."""
+        """Free the graphs; if called by a signal handler during a call, at that call's end."""
         if self._inside:
             self._closing = True
             return

@@ -1,4 +1,4 @@
-"""Whose turn it is to call a model: one caller at a time."""
+"""The lock of a model: one caller at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from nxd_infer.errors import ModelClosedError
 
 
 class Turns:
-    """``with turns.take():`` is one caller's. Who would wait for itself, or for a thread that a fork left behind, is
-    refused.
+    """``with turns.take():`` makes the caller the only one. Raises if it would wait for itself, or for a thread that
+    does not exist in a forked process.
 
-    The lock itself is what is entered: it is taken and given back whatever a signal handler raises meanwhile.
+    Returns the lock itself as context manager, so that it is released whatever a signal handler raises.
     """
 
     def __init__(self) -> None:
@@ -26,6 +26,6 @@ class Turns:
                 f"the ranks of this model belong to process {self.owner}; "
                 "a forked process must load the artifact itself"
             )
-        if self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # like threading.Condition
             raise ModelClosedError("the model was used by a signal handler in the middle of one of its calls")
         return self.lock

@@ -1,4 +1,4 @@
-"""Steps that were handed to ranks: each has a side of the arena until its outputs are taken."""
+"""Steps that were given to the ranks: each occupies a side of the arena until its outputs are taken."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def free_side(ranks: Ranks) -> tuple[int, Any]:
-    """A place for the next step's inputs and outputs, and its number. StepsPendingError when there is none."""
+    """Return number and side for the next step's inputs and outputs. Raises StepsPendingError if none is free."""
     for number, side in enumerate(ranks.sides):
         if not side.taken:
             if side.last is not None:
-                ranks.finish(side.last)  # whoever waited for it was interrupted, or did not want to know
+                ranks.finish(side.last)  # its caller was interrupted, or dropped it
             return number, side
     raise StepsPendingError("two steps were begun already: take the result of one of them first")
 
 
 class PendingStep:
-    """A step that was handed to the ranks. Whoever drops it wants no outputs."""
+    """A step that was given to the ranks. A caller that drops it discards the outputs."""
 
     def __init__(self, ranks: Ranks, turn: Turns, side: Side, bucket: int, bounds: Bounds):
         self._ranks, self._turn, self._side, self._exchange = ranks, turn, side, side.last
@@ -35,21 +35,21 @@ class PendingStep:
 
     @property
     def seconds(self) -> float:
-        """How long the slowest rank worked on it, once it is over."""
+        """How long the slowest rank worked on it; valid once it is over."""
         return self._exchange.seconds
 
     def result(self, copy: bool = True) -> dict[str, np.ndarray]:
-        """Wait for the step, at most the call's timeout; outputs by name. Without ``copy`` they hold until the next
-        step is begun.
+        """Wait for the step, at most the call's timeout; return outputs by name. Without ``copy`` they are valid until
+        the next step begins.
 
-        Raises what ``run_bucket`` raises when ranks fail, in this step or in one that was begun before it, and
-        StepsPendingError when the outputs were taken already, or a wait for them was interrupted.
+        Raises what ``run_bucket`` raises if ranks fail, in this step or an earlier one, and StepsPendingError if the
+        outputs were already taken, or a wait for them was interrupted.
         """
         with self._turn.take():
             return self.take(copy)
 
     def take(self, copy: bool) -> dict[str, np.ndarray]:
-        """As :meth:`result`, for a caller whose turn it is."""
+        """Like :meth:`result`, for a caller that holds the lock."""
         if not self._waits:
             raise StepsPendingError("the step's outputs were taken, or a wait for them was interrupted: run it again")
         try:
@@ -64,7 +64,7 @@ class PendingStep:
         return self._side.taken and self._side.last is self._exchange
 
     def drop(self) -> None:
-        """Nobody takes the outputs any more."""
+        """Discard the outputs."""
         if self._waits:
             self._side.taken = False
 

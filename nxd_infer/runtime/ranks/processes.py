@@ -1,8 +1,8 @@
-"""Start the processes of a model's ranks, follow them, and end them.
+"""Start, watch and end the processes of a model's ranks.
 
-A thread of this module starts the ranks and lives as long as they do. That matters: PDEATHSIG follows the *thread*
-that started a process. The thread also drains the ranks' output, keeping its end for error texts, and notices a rank
-that ends while nobody calls.
+A thread of this module starts the ranks and lives as long as they do. That matters, because PDEATHSIG is sent when the
+*thread* that started a process ends. The thread also reads the ranks' output, keeps its end for error messages, and
+notices a rank that ends between calls.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from nxd_infer.util.python_command import child_environment, python_module
 
 _TAIL = 16 << 10
 _COUNTER_BYTES = 64 << 10
-"""The part of a collectives segment that holds the counters."""
+"""Size of the counters in a collectives segment."""
 _BEGIN_SECONDS = 0.5
-"""How long a thread whose start was interrupted gets to begin."""
+"""How long a thread whose start was interrupted may take to begin."""
 
 MOST_THREADS = 64
-"""Of a crew (``csrc/crew.h``); ranks of more use torch's."""
+"""Maximum threads of a crew (``csrc/crew.h``); ranks with more use torch's threads."""
 
 
 class RankProcesses:
-    """The processes of all ranks of ``artifact``, with what they share with the caller.
+    """The processes of all ranks of ``artifact``, and the resources that they share with the caller.
 
-    ``on_exit(rank, text)`` is called from the following thread for every rank that ends; ``text`` says how, with the
-    end of what the rank printed.
+    ``on_exit(rank, text)`` is called from the watching thread for every rank that ends; ``text`` says how, with the end
+    of the rank's output.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class RankProcesses:
         self.degree = artifact.manifest.tp_degree
         self.together = registry.get(artifact.manifest.backend).one_process
         self.count = 1 if self.together else self.degree
-        """How many processes there are: one for each rank, or one that runs all."""
+        """Number of processes: one per rank, or one that runs all."""
         self.threads = threads
         self.arena: Arena | None = None
         self.channels: list[Channel] = []
         self.ended = threading.Event()
-        """Set once all ranks have ended and their output is read."""
+        """Set once all ranks have ended and their output has been read."""
         self._collective_timeout = collective_timeout
         self._on_exit = on_exit
         self._processes: list[ChildProcess] = []
@@ -75,10 +75,10 @@ class RankProcesses:
         self._cores: list[list[int]] = []
         self._crews = know_crews(artifact)
         self._directory: str | None = None
-        self._mutex = threading.RLock()  # a signal handler may end the ranks while its thread does
+        self._mutex = threading.RLock()  # reentrant: a signal handler may end the ranks while its thread does
         self._stopped = False
         self._following: threading.Thread | None = None
-        self._begun = False  # no event: a signal handler may ask, and an event's lock cannot be taken twice
+        self._begun = False  # not an event, whose lock is not reentrant for a signal handler
 
     @property
     def lead_cores(self) -> list[int]:
@@ -89,7 +89,7 @@ class RankProcesses:
         return 1 < len(cores) <= MOST_THREADS and self._crews
 
     def start(self) -> None:
-        """Start every rank. Raises what kept a process from starting, RankStartError where that is the system; those
+        """Start every rank. Raises what kept a process from starting, RankStartError if that is the system; processes
         that did start are left to ``kill``."""
         spawned = threading.Event()
         errors: list[BaseException] = []
@@ -104,12 +104,12 @@ class RankProcesses:
                 spawned.set()
             self._follow()
             self.ended.set()
-            self._on_exit = _nothing  # no cycle keeps the channels and the shared memory open
+            self._on_exit = _nothing  # breaks a cycle that would keep the channels and the shared memory open
 
         thread = self._following = threading.Thread(target=live, name="nxd-ranks", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system has no thread to give
+        except RuntimeError:  # the system cannot start a thread
             self._following = None
             raise
         spawned.wait()
@@ -120,11 +120,11 @@ class RankProcesses:
             raise error
 
     def kill(self) -> None:
-        """End every rank, and wait for its end and, five seconds at most, for the following thread's; no rank starts
+        """End every rank, and wait for it and, at most five seconds, for the watching thread; no rank starts
         afterwards.
 
-        SIGKILL: a rank in native code runs no handler of Python's. The thread may be the last holder of the arena: one
-        that gives back its tensors while the interpreter ends aborts the process (SIGABRT).
+        Uses SIGKILL, because a rank in native code runs no Python handlers. The thread may be the last holder of the
+        arena: if it frees the arena's tensors while the interpreter exits, the process aborts (SIGABRT).
         """
         with self._mutex:
             self._stopped = True
@@ -132,7 +132,7 @@ class RankProcesses:
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait(5.0)  # one in the kernel is beyond any signal; it ends when its system call does
+            process.wait(5.0)  # a process inside the kernel ends only when its system call returns
         with self._mutex:
             cores, self._cores = self._cores, []
             directory, self._directory = self._directory, None
@@ -150,12 +150,12 @@ class RankProcesses:
             time.sleep(0.001)
         if self._begun:
             thread.join(5.0)
-        self._following = None  # nobody waits twice
+        self._following = None  # never wait twice
 
-    # --- what the ranks are doing ---
+    # --- state of the ranks ---
 
     def process_of(self, rank: int) -> int:
-        """The process that runs the rank, as a rank: that one, or the one that runs all."""
+        """Return the process that runs the rank: its own, or the one that runs all."""
         return 0 if self.together else rank
 
     def pid(self, rank: int) -> int | None:
@@ -168,15 +168,15 @@ class RankProcesses:
         return process_state(self._processes[rank].pid)
 
     def collectives(self, rank: int) -> int:
-        """Collectives the rank has passed, over all native libraries; counted natively, also inside a graph."""
+        """Collectives that the rank has passed, over all native libraries; counted natively, also inside graphs."""
         return sum(read_counters(segment)[rank].collectives for segment in self._counters)
 
     def tail(self, rank: int) -> str:
-        """The end of what the rank printed, under a heading; "" when it printed nothing."""
+        """Return the end of the rank's output, under a heading; "" without output."""
         text = b"".join(tuple(self._tails[rank]))[-_TAIL:].decode("utf-8", "replace").strip()
         return f"\n--- last output of rank {rank} ---\n{text}" if text else ""
 
-    # --- the thread that starts and follows ---
+    # --- the thread that starts and watches ---
 
     def _spawn(self) -> None:
         manifest = self.artifact.manifest
@@ -192,12 +192,12 @@ class RankProcesses:
                 size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
                 self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
             with self._going():
-                # Without one where they meet in shared memory, nothing is left of a caller that is killed.
+                # Without a rendezvous file if they meet in shared memory, so a killed caller leaves nothing behind.
                 if self.count > 1 and not libraries:
                     self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
                 directory = self._directory or ""
                 cores = self._cores = choose_cores(self.count, self.threads * self.degree // self.count)
-            for rank in range(self.count):  # with what was made here: kill() takes the fields away at any moment
+            for rank in range(self.count):  # use local variables: kill() may clear the fields at any moment
                 self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))
         finally:
             for fd in fds:
@@ -205,7 +205,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def _going(self) -> Iterator[None]:
-        """``kill`` comes before this block, which then raises ModelClosedError, or sees what the block has made."""
+        """Guard a block against ``kill``: either this raises ModelClosedError, or ``kill`` sees its results."""
         with self._mutex:
             if self._stopped:
                 raise ModelClosedError("the model was closed while its ranks were starting")
@@ -251,7 +251,7 @@ class RankProcesses:
         return ours
 
     def _follow(self) -> None:
-        """Drain the ranks' output and report their ends, until all have ended."""
+        """Read the ranks' output and report their ends, until all have ended."""
         poll = select.poll()
         outputs: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -263,7 +263,7 @@ class RankProcesses:
             try:
                 ends[rank] = os.pidfd_open(process.pid)
             except OSError:
-                continue  # an old kernel: look at the processes four times a second
+                continue  # an old kernel: poll the processes four times per second
             poll.register(ends[rank], select.POLLIN)
         ranks = {fd: rank for rank, fd in outputs.items()}
         running = set(ranks.values())
@@ -285,7 +285,7 @@ class RankProcesses:
             process.end()
 
     def _drain(self, fd: int, rank: int) -> bool:
-        """Keep what the rank printed; False at the end of its output."""
+        """Keep the rank's output; False at its end."""
         while True:
             try:
                 data = os.read(fd, 1 << 16)
@@ -302,13 +302,13 @@ class RankProcesses:
 
 
 def _nothing(rank: int, text: str) -> None:
-    """The report of a rank's end when nobody waits for one any more."""
+    """Ignore a rank's end, once nobody waits for one any more."""
 
 
 def _libraries(artifact: LoadedArtifact) -> list[str]:
-    """The native libraries that the ranks connect: the artifact's own, else this package's where it can be built.
+    """Return the native libraries that the ranks connect: the artifact's own, else this package's if it can be built.
 
-    Empty at degree 1 (nothing to connect), and where there is neither: the ranks then use gloo, slower and the same.
+    Empty at degree 1 (nothing to connect), and if there is neither: then the ranks use gloo, which is slower.
     """
     manifest = artifact.manifest
     if manifest.tp_degree == 1:
@@ -324,9 +324,9 @@ def _libraries(artifact: LoadedArtifact) -> list[str]:
 
 
 def know_crews(artifact: LoadedArtifact) -> bool:
-    """Whether the artifact's operators can have threads of their own; those of older artifacts cannot."""
+    """Whether the artifact's operators can have their own threads; those of older artifacts cannot."""
     try:
         libraries = [artifact.op_file(digest).read_bytes() for digest in artifact.manifest.ops]
     except OSError:
-        return False  # whoever verifies the files says what is wrong with them
+        return False  # the verification of the files will report the error
     return bool(libraries) and all(b"nxd_engage_crew" in content for content in libraries)

@@ -1,7 +1,7 @@
-"""Drive the ranks of one model: one record to all, one answer from each, within a bounded time.
+"""Drive the ranks of one model: one record to all, one answer from each, within a time limit.
 
-Whatever goes wrong first is *the* failure: a rank that raised, ended, or did not answer in time. Every rank is then
-ended, and every later exchange raises ModelClosedError that says why.
+The first error is *the* failure: a rank that raised, ended, or did not answer in time. Then every rank is ended, and
+every later exchange raises ModelClosedError with that cause.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class Exchange:
-    """A record that every rank was sent, and what has come back."""
+    """A record that was sent to every rank, and the answers so far."""
 
     kind: Kind
     sequence: int
     waiting: set[int]
-    """Ranks that have not answered yet; 0 stands for all where one process runs them."""
+    """Ranks that have not answered yet; 0 stands for all if one process runs them."""
     failures: dict[int, str] = field(default_factory=dict)
     """Tracebacks of the ranks that raised."""
     nanoseconds: int = 0
-    """What the slowest rank worked on it."""
+    """How long the slowest rank worked on it."""
     timeout: float | None = None
-    """Seconds that it may take; None: the model's ``call_timeout``."""
+    """Time limit in seconds; None: the model's ``call_timeout``."""
 
     @property
     def seconds(self) -> float:
@@ -51,7 +51,7 @@ class Exchange:
 
 
 class Supervisor:
-    """Start, drive and end the ranks of ``artifact``. Not thread-safe: the model's lock serialises its callers."""
+    """Starts, drives and ends the ranks of ``artifact``. Not thread-safe: the model's lock serialises its callers."""
 
     def __init__(
         self,
@@ -61,24 +61,24 @@ class Supervisor:
         bounds: Bounds,
         before_load: Callable[[], None] | None = None,
     ):
-        """``before_load`` is called once the processes run and import torch; no rank reads the artifact before its end,
-        or ever, when it raises."""
+        """``before_load`` is called once the processes run and import torch; no rank reads the artifact before it
+        returns, or at all if it raises."""
         self.degree = artifact.manifest.tp_degree
         self._before_load = before_load
         self.bounds = bounds
         self.failure: NxdError | None = None
-        """What ended the ranks, once something has."""
+        """The error that ended the ranks, if any."""
         self._processes = RankProcesses(
             artifact,
             threads=threads,
-            # The deadlines of `bounds` come first; this one frees ranks whose caller cannot end them.
+            # The limits in `bounds` are shorter; this one frees ranks whose caller cannot end them.
             collective_timeout=1.5 * max(bounds.longest_call, bounds.load),
             on_exit=self._on_exit,
         )
         self._owner = os.getpid()
         self._sequence = 0
         self._open: dict[int, Exchange] = {}
-        """Exchanges that nobody has finished yet, by number, in order."""
+        """Unfinished exchanges by number, in order."""
         self._answers = Answers([])
         self._mutex = threading.RLock()
         self._closing = False
@@ -99,8 +99,8 @@ class Supervisor:
     def start(self) -> None:
         """Start every rank and wait until all have loaded their graphs.
 
-        Raises RankFailedError (with the rank's traceback), RankDiedError or RankTimeoutError, or what
-        ``before_load`` raises; no rank is left then.
+        Raises RankFailedError (with the rank's traceback), RankDiedError or RankTimeoutError, or what ``before_load``
+        raises; then no rank is left.
         """
         _live.add(self)
         try:
@@ -112,7 +112,7 @@ class Supervisor:
                 load = self.begin(Kind.START, fds=[fd] * self.degree)
                 self.finish(load, self.bounds.load)
             self.bounds.least_load = min(self.bounds.least_load, load.seconds)
-        except ModelClosedError as error:  # because of a rank's end, perhaps, that was noticed before the exchange
+        except ModelClosedError as error:  # perhaps caused by a rank's end before the exchange
             self.close()
             raise self.failure or error from None
         except BaseException:
@@ -130,7 +130,7 @@ class Supervisor:
         fds: list[int] | None = None,
         fatal: bool = True,
     ) -> None:
-        """Send one record to every rank, alone, and wait for all answers: ``settle``, ``begin`` and ``finish``."""
+        """Send one record to every rank, with no other pending, and wait for all answers (settle, begin, finish)."""
         self.settle(timeout)
         self.finish(self.begin(kind, bucket, fds=fds), timeout, fatal)
 
@@ -143,10 +143,10 @@ class Supervisor:
         fds: list[int] | None = None,
         timeout: float | None = None,
     ) -> Exchange:
-        """Send one record to every rank; ``fds`` holds one descriptor for each. Ranks do what they are sent in order.
-        ``timeout``: seconds that it may take, from when somebody waits for it.
+        """Send one record to every rank; ``fds`` holds one descriptor for each. Ranks handle records in order.
+        ``timeout``: time limit in seconds, counted from when the caller starts waiting.
 
-        Raises RankDiedError or ModelClosedError; the ranks have been ended then.
+        Raises RankDiedError or ModelClosedError; then the ranks have been ended.
         """
         self.check()
         self._sequence += 1
@@ -166,13 +166,12 @@ class Supervisor:
         return exchange
 
     def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
-        """Wait until every rank has done ``exchange``, and what was begun before it. Harmless the second time.
+        """Wait until every rank has done ``exchange``, and everything begun before it. Idempotent.
 
-        Each wait lasts at most ``timeout`` seconds (default: what the exchange was begun with, else the model's
-        call_timeout) and leaves the interpreter to other threads. With ``fatal`` False a rank that raises leaves the
-        ranks running.
+        Each wait lasts at most ``timeout`` seconds (default: the exchange's own, else the model's call_timeout) and
+        releases the GIL. With ``fatal=False`` a rank that raises leaves the ranks running.
 
-        Raises RankFailedError, RankDiedError, RankTimeoutError (the ranks have been ended then), ModelClosedError.
+        Raises RankFailedError, RankDiedError, RankTimeoutError (then the ranks have been ended), ModelClosedError.
         """
         self.check()
         while exchange.sequence in self._open:
@@ -181,13 +180,13 @@ class Supervisor:
             self._collect(first, seconds, fatal or first is not exchange)
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait out whatever was begun, so that the ranks are idle and the arena is free."""
+        """Wait for all pending exchanges, so that the ranks are idle and the arena is free."""
         self.check()
         while self._open:
             self.finish(next(iter(self._open.values())), timeout)
 
     def check(self) -> None:
-        """Raise ModelClosedError unless the ranks are there to be called."""
+        """Raise ModelClosedError unless the ranks can be called."""
         if os.getpid() != self._owner:
             raise ModelClosedError(
                 f"the ranks of this model belong to process {self._owner}; "
@@ -202,11 +201,11 @@ class Supervisor:
             raise ModelClosedError("the model was closed; call restart() to start its ranks again")
 
     def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
-        """Read answers until none to ``exchange`` is missing. The first error, end or lapse of time ends all ranks and
-        is raised."""
+        """Read answers until ``exchange`` is complete. The first error, end or timeout ends all ranks and is
+        raised."""
         deadline, left = time.monotonic() + seconds, seconds
         while exchange.waiting:
-            hurried = fatal and exchange.failures  # the others may wait for the one that failed
+            hurried = fatal and exchange.failures  # the others may be waiting for the one that failed
             ready = self._answers.wait(min(left, _GRACE) if hurried else left)
             for rank in ready:
                 self._take_answer(rank)
@@ -235,14 +234,14 @@ class Supervisor:
             exchange.failures[rank] = answer.text
 
     def _lost(self, rank: int) -> NoReturn:
-        """A rank's end of the channel is gone: wait for its exit status, then end all and raise."""
+        """Handle a rank that has closed its channel: wait for its exit status, then end all ranks and raise."""
         if self._closing:
             raise ModelClosedError("the model was closed during the call")
-        self._processes.ended.wait(5.0)  # the following thread reports the first end, which ends the others
+        self._processes.ended.wait(5.0)  # the watching thread reports the first end, which ends the others
         raise self.fail(RankDiedError(f"rank {rank} of {self.degree} closed its channel and did not end", rank))
 
     def _late(self, exchange: Exchange, seconds: float) -> NxdError:
-        """The time is over: say who is missing and what it was doing, and end all ranks."""
+        """Handle a timeout: report which ranks are missing and what they were doing, and end all ranks."""
         states = {rank: self._processes.state(rank) for rank in exchange.waiting}
         passed = {rank: self._processes.collectives(rank) for rank in exchange.waiting}
         stopped = [rank for rank in sorted(states) if states[rank] == "stopped"]
@@ -259,10 +258,10 @@ class Supervisor:
         )
         return self.fail(RankTimeoutError(text + self._processes.tail(rank), rank))
 
-    # --- the end ---
+    # --- ending ---
 
     def fail(self, error: NxdError) -> NxdError:
-        """Record ``error`` unless something failed before it, end every rank, and return the recorded one."""
+        """Record ``error`` unless there was an earlier failure, end every rank, and return the recorded error."""
         with self._mutex:
             if self.failure is None:
                 self.failure = error
@@ -275,7 +274,7 @@ class Supervisor:
             self.fail(RankDiedError(f"rank {rank} of {self.degree} {text}", rank))
 
     def close(self) -> None:
-        """End every rank. Safe to call twice, from any thread, and at interpreter exit."""
+        """End every rank. Idempotent; may be called from any thread, and at interpreter exit."""
         if os.getpid() != self._owner:
             return
         self._closing = True
@@ -283,7 +282,7 @@ class Supervisor:
         _live.discard(self)
 
     def health(self) -> list[RankHealth]:
-        """Every rank as it is now. Reads shared counters; disturbs nothing and takes no lock."""
+        """Return the current health of every rank. Reads shared counters; disturbs nothing and takes no lock."""
         ranks = []
         for rank in range(self.degree):
             process = self._processes.process_of(rank)
@@ -306,7 +305,7 @@ class Supervisor:
 
 
 def _raised(failures: dict[int, str], degree: int, what: str) -> RankFailedError:
-    """The error for the lowest rank that raised, with its traceback."""
+    """Return the error for the lowest rank that raised, with its traceback."""
     rank, text = min(failures.items())
     last = text.strip().splitlines()[-1] if text.strip() else "no message"
     return RankFailedError(

@@ -1,1 +1,1 @@
-"""New weights and adapters for ranks that run."""
+"""New weights and adapters for running ranks."""

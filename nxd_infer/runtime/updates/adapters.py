@@ -1,8 +1,8 @@
-"""An adapter for a traced model: PEFT's two files, cut to one slot of every rank's tables. Nothing is compiled.
+"""An adapter for a traced model: PEFT's two files, sharded into one slot of every rank's tables. Compiles nothing.
 
-A model with slots (``nxd_infer.modules.lora.add_adapter_slots``) has tables A and B beside each targeted layer, whose
-first dimension is the slot. ``manifest.layout["adapters"]`` says of each table, as ``layout["weights"]`` does of
-weights, how a rank's is made of the logical one. A rank gets a safetensors file with the entries of one slot, named
+A model with slots (``nxd_infer.modules.lora.add_adapter_slots``) has tables A and B for each targeted layer, whose
+first dimension is the slot. ``manifest.layout["adapters"]`` describes how a rank's table is assembled from the logical
+one, as ``layout["weights"]`` does for weights. A rank gets a safetensors file with the entries of one slot, named
 ``<table>[<slot>]``, and copies them into its tables between two steps.
 """
 
@@ -32,7 +32,7 @@ class _Table:
 
     spec: WeightSpec
     logical: tuple[int, ...]
-    """The whole shape: slots + 1 first, then the slot's matrix."""
+    """The full shape: first slots + 1, then the slot's matrix."""
     ranks: Sequence[Any]
 
     @property
@@ -46,19 +46,19 @@ class _Table:
 
 
 class AdapterUpdate:
-    """One checked adapter for one slot; :meth:`write` cuts it for a rank."""
+    """One checked adapter for one slot; :meth:`write` shards it for a rank."""
 
     def __init__(self, manifest: Manifest, slot: int, folder: str | os.PathLike[str] | None):
         """``folder`` holds ``adapter_config.json`` and ``adapter_model.safetensors``; None empties the slot.
 
-        Raises AdapterError naming what does not fit: the value, the limit, and what to do.
+        Raises AdapterError naming what does not fit: the value, the limit, and the fix.
         """
         tables = manifest.layout.get("adapters", {})
         if not tables or "inline-weights" in manifest.requires:
             raise AdapterError("the model was traced without slots for adapters: trace it again with --lora-slots")
         specs = {spec.name: spec for spec in manifest.weights}
         self._tables: dict[str, _Table] = {}
-        """By the name that PEFT gives the factor."""
+        """Tables by PEFT's name of the factor."""
         for name, entry in tables.items():
             ((logical, shape),) = entry["logical"].items()
             self._tables[PREFIX + logical] = _Table(specs[name], tuple(shape), entry["ranks"])
@@ -68,7 +68,7 @@ class AdapterUpdate:
         if isinstance(slot, bool) or not isinstance(slot, int) or not 1 <= slot < first.logical[0]:
             raise AdapterError(f"slot {slot!r} is none of this model's, which are 1 to {first.logical[0] - 1}")
         self.rank, self.scaling = 0, 1.0
-        """Of the adapter; rank 0 is none."""
+        """The adapter's rank and scaling; rank 0 means none."""
         self._source: SafetensorsSource | None = None
         self._held: frozenset[str] = frozenset()
         self._folder = folder
@@ -113,7 +113,7 @@ class AdapterUpdate:
         self._held = frozenset(shapes)
 
     def _check_names(self, folder: AnyPath, found: Collection[str]) -> None:
-        """Every tensor is a factor that has a table, and none comes without its other half."""
+        """Check that every tensor is a factor with a table, and none lacks its counterpart."""
         for name in found:
             if name in self._tables:
                 continue
@@ -136,16 +136,16 @@ class AdapterUpdate:
             raise AdapterError(f"{folder}: the adapter holds no tensors")
 
     def require_unchanged(self) -> None:
-        """Raise AdapterError when the files were written to while they were read."""
+        """Raise AdapterError if the files were written to while they were read."""
         try:
             require_unchanged(self._folder)
         except CheckpointError as error:
             raise AdapterError(str(error)) from error
 
-    # --- cutting --------------------------------------------------------------------------------------
+    # --- sharding --------------------------------------------------------------------------------------
 
     def write(self, rank: int) -> BinaryIO:
-        """The slot's entries of every table of ``rank``, as an anonymous safetensors file; zeros where it has none."""
+        """Write the slot's entries of a rank's tables to an anonymous safetensors file; zeros if there are none."""
         tables = {entry_name(table.spec.name, self.slot): (name, table) for name, table in self._tables.items()}
         specs = [
             WeightSpec.of(name, torch.empty(table.spec.shape[1:], dtype=table.spec.torch_dtype, device="meta"))

@@ -1,4 +1,4 @@
-"""Weights swapped into a model's ranks: all ranks check before any uses them, and a new start gets them again."""
+"""Swap weights in a model's ranks: all ranks check them before any uses them, and restarted ranks get them again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class WeightSwaps:
-    """What was swapped in since the artifact was loaded, oldest first. The caller holds the model's lock."""
+    """The updates since the artifact was loaded, oldest first. The caller holds the model's lock."""
 
     def __init__(self, manifest: Manifest, bounds: Bounds):
-        """``bounds``: how long the ranks may take to check new weights, and to use them."""
+        """``bounds``: time limits for the ranks to check new weights, and to use them."""
         self._manifest = manifest
         self._bounds = bounds
         self._entries: list[NewWeights] = []
 
     def swap(self, ranks: Any, new: NewWeights) -> None:
-        """Give the ranks ``new`` and keep it; closed when that fails. Raises as ``update_weights`` does.
+        """Give the ranks ``new`` and keep it; close it if that fails. Raises as ``update_weights`` does.
 
-        Ranks that were told to use it do so, even when their caller is interrupted meanwhile: then it is kept, too.
+        Ranks that were told to use it do so even if the caller is interrupted; then it is kept, too.
         """
         if new in self._entries or any(file.closed for file in new.files):
             raise WeightSchemaError("these weights were swapped in before, or given back: call cut_weights() again")
@@ -59,13 +59,13 @@ class WeightSwaps:
         self._entries.append(new)
 
     def replay(self, ranks: Any) -> None:
-        """Give ranks that were just started what was swapped in before."""
+        """Give newly started ranks the weights that were swapped in before."""
         for entry in self._entries:
             self._prepare(ranks, entry)
             self._commit(ranks)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        """A rank's swapped weights, memory-mapped, by name."""
+        """Return a rank's swapped weights, memory-mapped, by name."""
         from nxd_infer.artifact.rank_weights import load_weights
 
         found: dict[str, Tensor] = {}

@@ -1,8 +1,8 @@
-"""New weights for a traced model: logical tensors cut to each rank's through the manifest's layout.
+"""New weights for a traced model: logical tensors sharded for each rank using the manifest's layout.
 
 ``manifest.layout`` is ``{"weights": {name: {"logical": {logical name: shape}, "ranks": [tensor layout, ...]}}}``: how
-each rank's tensor is made of logical tensors (``nxd_infer.layout``). Weights that are not listed (constants, buffers
-that no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` says the same of tables of adapters.
+each rank's tensor is assembled from logical tensors (``nxd_infer.layout``). Unlisted weights (constants, buffers that
+no checkpoint holds) stay as they are. ``manifest.layout["adapters"]`` describes adapter tables likewise.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nxd_infer.util.beneath import require_unchanged
 
 
 class WeightUpdate:
-    """Checked new weights, cut one rank at a time."""
+    """Checked new weights, sharded for one rank at a time."""
 
     def __init__(self, manifest: Manifest, weights: Weights, *, strict: bool = True, tag: str | None = None):
-        """``strict`` wants every logical tensor of the layout and no other; without it any part of them will do.
-        States of the same names are passed over.
+        """``strict`` requires every logical tensor of the layout and no others; without it any subset is accepted.
+        States with the same names are ignored.
 
-        Raises WeightSchemaError listing all that is missing, unexpected, of another shape or of another kind of dtype.
+        Raises WeightSchemaError listing what is missing, unexpected, or has another shape or kind of dtype.
         """
         if "inline-weights" in manifest.requires:
             raise WeightSchemaError(
@@ -50,11 +50,11 @@ class WeightUpdate:
         self.names = self._check(strict)
 
     def _check(self, strict: bool) -> list[str]:
-        """The weights to change, by name."""
+        """Return the names of the weights to change."""
         present = set(self.source.keys())
         missing, problems, names = [], [], []
         known = {key for entry in self._layout.values() for key in entry["logical"]}
-        known |= {state.name for state in self.manifest.states}  # a state dict holds them; the ranks keep theirs
+        known |= {state.name for state in self.manifest.states}  # a state dict includes them; the ranks keep theirs
         for name in self.entries:
             logical = self._readable(name, present)["logical"]
             absent = [key for key in logical if key not in present]
@@ -78,18 +78,18 @@ class WeightUpdate:
         return names
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError when files were written to while they were read."""
+        """Raise CheckpointError if files were written to while they were read."""
         require_unchanged(self._given)
 
     def _readable(self, name: str, present: set[str]) -> dict[str, Any]:
-        """The layout to read weight ``name`` by: a tied weight's other name where only that is stored."""
+        """Return the layout for reading weight ``name``: that of a tied name if only that one is stored."""
         entry = self.entries[name]
         first = entry.get("alias_of") or name
         ties = [e for other, e in self._layout.items() if first in (other, e.get("alias_of"))]
         return next((e for e in [entry, *ties] if set(e["logical"]) <= present), entry)
 
     def write(self, rank: int) -> BinaryIO:
-        """The rank's new weights as an anonymous safetensors file: it has no name and ends with its last user."""
+        """Write the rank's new weights to an anonymous safetensors file, which is deleted with its last user."""
         specs = [self._specs[name] for name in self.names]
         present = set(self.source.keys())
 
@@ -104,16 +104,16 @@ class WeightUpdate:
 
 
 def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], Tensor]) -> BinaryIO:
-    """A safetensors file of what ``tensor`` returns for each of ``specs``; the caller closes it, and it has no name.
+    """Write ``tensor(spec)`` of each of ``specs`` to an unnamed safetensors file, which the caller closes.
 
-    Raises ArtifactSpaceError when there is no room for it, ArtifactError when it cannot be written at all.
+    Raises ArtifactSpaceError if there is no space for it, ArtifactError if it cannot be written at all.
     """
     try:
         file = tempfile.TemporaryFile(prefix="nxd-weights-")  # noqa: SIM115
         try:
             write_safetensors(file, specs, tensor)
         except BaseException:
-            with contextlib.suppress(OSError):  # what is left in its buffer still has no room
+            with contextlib.suppress(OSError):  # flushing its buffer fails again
                 file.close()
             raise
     except OSError as error:
@@ -126,7 +126,7 @@ def anonymous_file(specs: Sequence[WeightSpec], tensor: Callable[[WeightSpec], T
 
 
 class Update(Protocol):
-    """What was checked and can be cut for a rank: a WeightUpdate, or an adapter."""
+    """A checked update that can be sharded for a rank: a WeightUpdate, or an adapter."""
 
     manifest: Manifest
     names: list[str]
@@ -137,13 +137,13 @@ class Update(Protocol):
 
 
 class NewWeights:
-    """Weights that were checked and cut for every rank of one artifact, in anonymous files: ready to be swapped in."""
+    """Weights that were checked and sharded for every rank of one artifact, in anonymous files, ready to swap in."""
 
     def __init__(self, update: Update):
         self.manifest = update.manifest
         self.names = frozenset(update.names)
         self.files: list[BinaryIO] = []
-        """One a rank."""
+        """One per rank."""
         try:
             for rank in range(update.manifest.tp_degree):
                 self.files.append(update.write(rank))
@@ -153,10 +153,10 @@ class NewWeights:
             raise
 
     def close(self) -> None:
-        """Give the files back; ranks that have mapped theirs keep them."""
+        """Release the files; ranks that have mapped theirs keep them."""
         for file in self.files:
             file.close()
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
+    return separator.join(names[:12]) + (f", ... ({len(names)} in total)" if len(names) > 12 else "")

@@ -1,1 +1,1 @@
-"""Tracing each rank: in a process of its own, or all in this one from a checkpoint."""
+"""Tracing each rank: in its own process, or all in this one from a checkpoint."""

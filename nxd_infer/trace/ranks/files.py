@@ -1,4 +1,4 @@
-"""What a rank leaves behind: its graphs, its weight file, and how its weights are made of logical ones."""
+"""A rank's results as files: its graphs, its weights, and how these are assembled from logical weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WEIGHTS_FILE = "weights.safetensors"
 def write_weights(
     graphs: RankGraphs, states: Mapping[str, Tensor], value: Callable[[WeightSpec], Tensor], path: Path
 ) -> None:
-    """The rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``.
+    """Write the rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``.
 
-    Order and contents are the same on every run. Raises TraceError for a type that files cannot hold.
+    Order and contents are the same on every run. Raises TraceError for a dtype that the file cannot hold.
     """
     specs = [graphs.weights[name] for name in sorted(graphs.weights)]
     specs += [WeightSpec.of(STATE_PREFIX + name, states[name]) for name in sorted(states)]
@@ -42,7 +42,7 @@ def write_weights(
 
     def checked(spec: WeightSpec) -> Tensor:
         if spec.nbytes >= 1 << 20:
-            give_back()  # what was read for the tensor before
+            give_back()  # memory that was read for the previous tensor
         if spec.name.startswith(STATE_PREFIX):
             return states[spec.name.removeprefix(STATE_PREFIX)]
         tensor = value(spec)
@@ -59,7 +59,7 @@ def write_weights(
 
 
 def write_graphs(graphs: RankGraphs, directory: Path) -> None:
-    """``graphs/<digest>/`` below ``directory``, with the canonical text of each for comparing ranks."""
+    """Write ``graphs/<digest>/`` below ``directory``, with the canonical text of each for comparing ranks."""
     for ir, entry in zip(graphs.ir, graphs.lowered, strict=True):
         path = directory / "graphs" / entry.digest
         if not path.exists():
@@ -68,7 +68,7 @@ def write_graphs(graphs: RankGraphs, directory: Path) -> None:
 
 
 def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tensor]:
-    """The states that do not start as zeros."""
+    """Return the states that do not start as zeros."""
     shared = dict(zip(shared_names(request, graphs), request.shared_states or (), strict=True))
     values: dict[str, Tensor] = {}
     for name in graphs.states:
@@ -82,13 +82,13 @@ def initial_states(request: TraceRequest, graphs: RankGraphs) -> dict[str, Tenso
 
 
 def shared_names(request: TraceRequest, graphs: RankGraphs) -> list[str]:
-    """The states that start as the tensors of the shared state buffer, in its order."""
+    """Return the states that start as the tensors of the shared state buffer, in its order."""
     first = graphs.built[0]
     return [] if request.shared_states is None else list(first.aliases.values()) or first.states
 
 
 def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
-    """How the states that a checkpoint may hold (parameters, persistent buffers) are made of logical tensors."""
+    """Return the layouts of states that a checkpoint may hold (parameters, persistent buffers)."""
     found: dict[str, Any] = {}
     for module in {id(b.module): b.module for b in reversed(graphs.built)}.values():
         found.update({name: entry for name, entry in weight_layout(module).items() if name in graphs.states})
@@ -96,7 +96,7 @@ def state_layouts(graphs: RankGraphs) -> dict[str, Any]:
 
 
 def layouts(graphs: RankGraphs) -> dict[str, Any]:
-    """How each weight of the tables is made of logical tensors; weights without a logical tensor are left out."""
+    """Return the layout of each weight in the tables; weights without a logical tensor are omitted."""
     found: dict[str, Any] = {}
     tables: dict[int, Any] = {}
     for name, (index, own) in graphs.origin.items():
@@ -104,7 +104,7 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
         table = tables.setdefault(id(module), weight_layout(module))
         if own in table:
             found[name] = table[own]
-            # Under which other names a checkpoint may hold a tied weight; the graph may know it by any of them.
+            # Other names under which a checkpoint may hold a tied weight; the graph may use any of them.
             first = table[own].alias_of or own
             ties = {other: entry for other, entry in table.items() if first in (other, entry.alias_of)}
             found.update({other: entry for other, entry in ties.items() if other not in found})
@@ -112,7 +112,7 @@ def layouts(graphs: RankGraphs) -> dict[str, Any]:
 
 
 def described_layout(graphs: RankGraphs, weights: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """``manifest.layout``: how each weight, and each table of adapters, is made of logical tensors."""
+    """Return ``manifest.layout``: how each weight and each adapter table is assembled from logical tensors."""
     tables = {
         name: layout.resolved(path, own)
         for module in {id(b.module): b.module for b in graphs.built}.values()

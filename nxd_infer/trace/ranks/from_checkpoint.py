@@ -1,6 +1,6 @@
-"""loader mode: all ranks traced in this process on parameters without memory, weights cut from a checkpoint.
+"""Loader mode: all ranks are traced in this process on parameters without memory, weights come from a checkpoint.
 
-``func`` builds the module of each rank in turn. A parameter loses its memory the moment the module registers it;
+``func`` builds the module of each rank in turn. A parameter loses its memory as soon as the module registers it;
 buffers, which hold computed values (rotary frequencies, masks, rank offsets), stay real. For export the parameters
 become fake CPU tensors. Each rank's weights are then read from the checkpoint slice by slice and written.
 """
@@ -60,7 +60,7 @@ def trace_ranks_here(
 
         with _as_rank(request, rank):
             results.append(_trace(request, rank, rank_directory(build, rank), source, report))
-        gc.collect()  # graphs are cycles: neither the next rank nor the compilers should find them in memory
+        gc.collect()  # graphs are cycles; free them before the next rank or the compilers
         give_back()
     progress("trace ranks", total, total, "")
     return results
@@ -68,7 +68,7 @@ def trace_ranks_here(
 
 @contextlib.contextmanager
 def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
-    """This thread is ``rank`` inside the block; a collective that is not being exported is an error."""
+    """Make this thread ``rank`` inside the block; a collective that is not being exported is an error."""
     key = f"loader-{id(request)}-{rank}"
     register_collectives(key, _NoCollectives())
     try:
@@ -102,7 +102,7 @@ def _trace(request: TraceRequest, rank: int, out: Path, source: Any, report: Cal
         return one_rank.value_of(graphs, *graphs.origin[spec.name])
 
     states = rank_files.initial_states(request, graphs)
-    for name, layout in state_layouts.items():  # as load_state_dict would: what the checkpoint holds goes first
+    for name, layout in state_layouts.items():  # like load_state_dict: the checkpoint's values take precedence
         if set(layout.logical_names) <= names:
             dtype = graphs.states[name].torch_dtype
             states[name] = shard_tensor(source, layout.rank_layout(request.tp_degree, rank), dtype)
@@ -137,7 +137,7 @@ def _build(request: TraceRequest, rank: int) -> list[one_rank.Built]:
 
 
 def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[str]) -> ParamLayout | None:
-    """The layout to read by: its own, or that of another name of the same tensor; None when neither is stored."""
+    """Return the layout to read: its own, or that of another name of the same tensor; None if neither is stored."""
     if set(layout.logical_names) <= names:
         return layout
     own = next((name for name, entry in layouts.items() if entry is layout), None)
@@ -150,7 +150,7 @@ def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[s
 def _check(
     graphs: one_rank.RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any
 ) -> None:
-    """Every parameter that the graphs read or change is in the checkpoint, with its shape."""
+    """Check that the checkpoint has every parameter that the graphs read or change, with its shape."""
     parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
     stored = set(source.keys())
     needed = {
@@ -176,7 +176,7 @@ def _check(
 
 @contextlib.contextmanager
 def _weightless() -> Iterator[None]:
-    """Modules built in this thread inside the block have parameters on the meta device, and buffers that are real."""
+    """Put parameters of modules built in this thread inside the block on the meta device; buffers stay real."""
     thread = threading.get_ident()
     original = nn.Module.register_parameter
 
@@ -222,7 +222,7 @@ def _make_fake(module: nn.Module, mode: Any) -> None:
 
 
 class _NoCollectives:
-    """The transport of a rank that is only being exported."""
+    """The transport of a rank that is only exported."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CollectiveError(
@@ -233,12 +233,12 @@ class _NoCollectives:
     all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 @dataclass
 class Measured:
-    """Sizes of one rank, counted without memory for parameters."""
+    """Sizes of one rank, computed without memory for parameters."""
 
     modules: list[nn.Module]
     weight_bytes: int

@@ -1,7 +1,7 @@
 """Trace one rank: build its module for each bucket, export, lower, and name what the graphs share.
 
-The buckets of a rank share states (always) and weights (where name and value are equal). A state of one bucket is a
-state of every bucket that touches it, even one that only reads it.
+The buckets of a rank share states (always) and weights (if name and value are equal). A state of one bucket is a
+state of every bucket that uses it, even one that only reads it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Built:
-    """The user's module for one bucket, and the states it names."""
+    """The user's module for one bucket, and its declared states."""
 
     module: nn.Module
     aliases: dict[int, str]
     states: list[str]
     overlaps: dict[str, str]
-    """Tensors that share memory, as ``func`` returned them: what comes after stores each on its own."""
+    """Tensors that shared memory when ``func`` returned them; later code stores each separately."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RankGraphs:
     _tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Parameters and buffers of a bucket's module, by every name; buckets may share one."""
+        """Return parameters and buffers of a bucket's module, by every name; buckets may share one module."""
         module = self.built[index].module
         if id(module) not in self._tensors:
             self._tensors[id(module)] = named_tensors(module)
@@ -66,9 +66,9 @@ class RankGraphs:
 
 
 def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = None) -> list[Built]:
-    """Call ``func`` for each bucket; once for buckets whose arguments are the same.
+    """Call ``func`` for each bucket, but only once for buckets with equal arguments.
 
-    ``prepare(module)`` runs after the names of the states are known, since it may replace parameters.
+    ``prepare(module)`` runs after the names of the states are known, because it may replace parameters.
     """
     built: list[Built] = []
     told = wants_bucket_rank(request.func)
@@ -93,7 +93,7 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         try:
             if not bool(a == b):
                 return False
-        except Exception:  # objects that cannot be compared count as different
+        except Exception:  # treat objects that cannot be compared as different
             return False
     return True
 
@@ -125,7 +125,7 @@ def _call(request: TraceRequest, kwargs: dict[str, Any], prepare: Callable[[nn.M
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Store every parameter and buffer contiguously: files hold nothing else, and a stride is part of a graph."""
+    """Make every parameter and buffer contiguous: files hold nothing else, and a stride is part of a graph."""
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for tensor in table.values():
@@ -134,9 +134,9 @@ def make_contiguous(module: nn.Module) -> None:
 
 
 def require_values(module: nn.Module) -> None:
-    """Every parameter and buffer is a real CPU tensor. Raises TraceError naming one that is not.
+    """Check that every parameter and buffer is a real CPU tensor. Raises TraceError naming one that is not.
 
-    ``load_state_dict`` on a module built on the meta device reports success and leaves it there, without values.
+    ``load_state_dict`` on a module built on the meta device reports success but leaves it there, without values.
     """
     for name, tensor in named_tensors(module).items():
         if tensor.is_meta:
@@ -184,7 +184,7 @@ def _step(request: TraceRequest, bucket: Bucket, built: list[Built]) -> Step:
 
 
 def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], step: Step) -> None:
-    """States of the shared state buffer: their memory is the buffer's, the module sees a view of it."""
+    """Set the step's states of the shared state buffer: the buffer provides the memory, the module sees a view."""
     buffers = request.shared_states or []
     shared = list(step.aliases.values()) or step.states
     if len(buffers) != len(shared):
@@ -221,7 +221,7 @@ def _share_buffers(request: TraceRequest, bucket: Bucket, built: list[Built], st
 def _views(
     function: Any, shapes: list[list[list[int]]], shared: dict[str, Tensor], bucket: Bucket, own: dict[str, Tensor]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Run the preprocessor once and read off which slice of each buffer it returns: ``(dim, start, length)``."""
+    """Run the preprocessor once and find which slice of each buffer it returns: ``(dim, start, length)``."""
     bases = [torch.empty(t.shape, dtype=t.dtype) for t in shared.values()]
     found = function(shapes, bases, torch.tensor([bucket.index]))
     if len(found) != len(bases):
@@ -257,7 +257,7 @@ def _trace(bucket: Bucket, step: Step) -> Graph:
 
 
 def _states_read_elsewhere(steps: list[Step], traced: list[Graph]) -> list[int]:
-    """Declare the states of one bucket in every other that reads them; the buckets to trace again."""
+    """Declare the states of one bucket in all others that read them; return the buckets to trace again."""
     union = list(dict.fromkeys(name for step in steps for name in step.states))
     again = []
     for index, (step, graph) in enumerate(zip(steps, traced, strict=True)):
@@ -270,9 +270,9 @@ def _states_read_elsewhere(steps: list[Step], traced: list[Graph]) -> list[int]:
 
 
 def _share(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> None:
-    """Fill the tables of states and weights; a weight of another value under a known name gets a name of its own.
+    """Fill the tables of states and weights; a weight whose value differs from one of the same name is renamed.
 
-    ``constants`` keep the names the module knows.
+    ``constants`` keep the names that the module uses.
     """
     for bucket, graph in zip(request.buckets, traced, strict=True):
         for spec in graph.file.states:
@@ -312,7 +312,7 @@ def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) 
     if first is second:
         return True
     if is_symbolic(first) or is_symbolic(second):
-        return True  # not real yet: both are cut from the one checkpoint under this name
+        return True  # no values yet: both will be read from the checkpoint under this name
     return torch.equal(first, second)
 
 
@@ -323,7 +323,7 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 
 def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
-    """The tensor a bucket's module (or its constants) holds under ``name``; fake where it was built fake."""
+    """Return the tensor ``name`` of a bucket's module (or its constants); fake if it was built fake."""
     constants = graphs.constants[index]
     if name in constants:
         return constants[name]
@@ -331,7 +331,7 @@ def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
 
 
 def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> TracedBucket:
-    """The bucket's inputs and outputs with what the module declares about them."""
+    """Describe the bucket's inputs and outputs, with the module's declarations about them."""
     module = step.module
     declared_inputs = dict(getattr(module, "nxd_inputs", {}) or {})
     declared_outputs = dict(getattr(module, "nxd_outputs", {}) or {})
@@ -341,7 +341,7 @@ def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> T
         ("nxd_outputs", declared_outputs, [spec.name for spec in graph.outputs], ("role", "cut")),
     ):
         unknown = [name for name in declared if name not in known]
-        # A bucket given by name may leave inputs out that another one has.
+        # A bucket with inputs by name may omit some that another one has.
         if unknown and not (step.keyword and what == "nxd_inputs"):
             raise TraceConfigError(
                 f"{what} of {type(module).__name__} names {unknown[0]!r}, but bucket {bucket.name!r} has {known}"
@@ -366,7 +366,7 @@ def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> T
         raise TraceConfigError(
             f"nxd_inputs or nxd_outputs of {type(module).__name__}: {where + ': ' if where else ''}{first['msg']}"
         ) from error
-    for spec in inputs:  # what fills a tensor up reaches the graph, too
+    for spec in inputs:  # padding and defaults reach the graph, too
         for value in [*spec.pad.values(), *([] if spec.default is None else [spec.default])]:
             if not spec.allows(value):
                 raise TraceConfigError(

@@ -1,6 +1,6 @@
 """A rank process of func mode: ``main(descriptor)``. Imports the caller's script, runs func, exports, writes, reports.
 
-Whatever goes wrong here, the import of the script included, is one message to the parent, which raises it.
+Any error here, including one in importing the script, becomes a message to the parent, which raises it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ importing_script = False
 
 
 REQUEST_FILE = "request.pickle"
-"""In the trace's private directory: the request. Read once the rank can report what cannot be unpickled."""
+"""File with the request in the trace's private directory. Read late enough for a rank to report unpickling errors."""
 
 
 @dataclass
 class RankSettings:
-    """What a rank process is told besides the request."""
+    """The settings of a rank process besides the request."""
 
     rank: int
     degree: int
@@ -55,7 +55,7 @@ class RankSettings:
     port: int
     parent: int
     preparation: dict[str, Any]
-    """What ``multiprocessing.spawn.prepare`` takes: the caller's script, arguments and directory."""
+    """The argument of ``multiprocessing.spawn.prepare``: the caller's script, arguments and directory."""
     compat: bool
     """Whether the caller's script imports this package as ``neuronx_distributed``."""
     threads: int
@@ -63,14 +63,14 @@ class RankSettings:
 
 
 def main(descriptor: int) -> None:
-    """Be the rank that the settings on the connection describe. Does not return."""
+    """Run the rank described by the settings on the connection. Does not return."""
     global importing_script
     connection = Connection(descriptor)
     settings: RankSettings = connection.recv()
     die_with_parent(settings.parent)
     try:
         if settings.compat:
-            compat.install(force=True)  # the caller has decided already whom to hide
+            compat.install(force=True)  # the caller has already decided what to hide
         importing_script = True
         spawn.prepare(settings.preparation)
         importing_script = False
@@ -115,7 +115,7 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     torch.set_num_threads(settings.threads)
     _connect(settings)
     packed = (Path(settings.build) / REQUEST_FILE).read_bytes()
-    request: TraceRequest = pickle.loads(packed)  # nosec B301  # of our parent, in a directory that is its own (0700)
+    request: TraceRequest = pickle.loads(packed)  # nosec B301  # from our parent, in its private directory (0700)
     out = rank_directory(Path(settings.build), settings.rank)
     connection.send(["place", "func"])
     built = one_rank.build(request, one_rank.require_values)
@@ -143,7 +143,7 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
 
 
 def _connect(settings: RankSettings) -> None:
-    """Make this process the rank it is: a default context, and a transport or one that refuses."""
+    """Turn this process into its rank: a default context, and a transport, or one that raises."""
     context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
     together = settings.together
     transport = join_on_this_host(context, settings.rendezvous, settings.timeout) if together else RefusingCollectives()
@@ -152,7 +152,7 @@ def _connect(settings: RankSettings) -> None:
 
 
 class RefusingCollectives:
-    """The transport of ranks that run in turns: every call is an error that says why."""
+    """The transport of ranks that run in turns: every call raises an error with the reason."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CollectiveError("a collective was called while the ranks are traced in turns")
@@ -160,4 +160,4 @@ class RefusingCollectives:
     all_reduce = all_gather = reduce_scatter = broadcast = send = recv = barrier = _refuse
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""

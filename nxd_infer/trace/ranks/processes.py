@@ -1,8 +1,8 @@
-"""func mode: one spawned process a rank runs the user's function on real weights, exports, and writes what it found.
+"""Func mode: one spawned process per rank runs the user's function on real weights, exports, and writes its results.
 
 Without ``max_parallel_compilations`` all ranks run at once, joined by gloo, so that ``func`` may use collectives.
-With a smaller number they run in turns: func, export and writing together, so that no more than that many hold
-weights at a time; a collective inside ``func`` would wait for a rank that has not started, and is an error.
+With a smaller number they run in turns (func, export and writing together), so that no more than that many hold
+weights at a time; then a collective inside ``func`` would wait for a rank that has not started, and is an error.
 
 Every wait is bounded; whatever ends the trace ends the processes.
 """
@@ -34,14 +34,14 @@ from nxd_infer.util.python_command import preparation, python_of_caller
 
 Message = list[Any]
 GRACE = 1.0
-"""Seconds other ranks have to report after the first failure, so that the cause is shown and not its echo."""
+"""Seconds for other ranks to report after the first failure, so that the cause is shown and not a consequence."""
 
 
 # --- the request as bytes -----------------------------------------------------------------------------
 
 
 def pack(request: TraceRequest) -> bytes:
-    """The request for another process. Raises TraceConfigError when a spawned process could not import ``func``."""
+    """Pickle the request for another process. Raises TraceConfigError if a new process could not import ``func``."""
     reason = _unimportable(request.func)
     if reason is None:
         try:
@@ -63,7 +63,7 @@ def pack(request: TraceRequest) -> bytes:
 
 
 def _unimportable(func: Callable[..., Any]) -> str | None:
-    """Why a spawned process could not import ``func`` by its name, or None."""
+    """Return why a spawned process could not import ``func`` by its name, or None."""
     name = getattr(func, "__qualname__", "")
     if "<lambda>" in name:
         return "it is a lambda"
@@ -101,16 +101,16 @@ def trace_ranks(
     timeout: float,
     progress: Callable[[str, int, int, str], None],
 ) -> list[TracedRank]:
-    """Trace every rank in a process of its own; results in rank order.
+    """Trace every rank in its own process; return results in rank order.
 
-    Raises TraceError with the rank and its traceback (TraceConfigError where that is what the rank raised).
+    Raises TraceError with the rank and its traceback (TraceConfigError if that is what the rank raised).
     """
     if process_main.importing_script:
         raise TraceConfigError(
             "the script calls parallel_model_trace at its top level, and every rank process imports the script: put "
             "the call under `if __name__ == '__main__':`"
         )
-    # A file, not a message: a pipe holds little, and writing to one waits for a rank that may never read.
+    # A file instead of a message: a pipe holds little, and writing would wait for a rank that may never read.
     (build / process_main.REQUEST_FILE).write_bytes(pack(request))
     degree = request.tp_degree
     together = max_parallel is None or max_parallel >= degree
@@ -182,7 +182,7 @@ def _start(settings: process_main.RankSettings) -> _Rank:
 
 
 def _messages(running: list[_Rank], deadline: float) -> Iterator[tuple[Message, _Rank]]:
-    """What the ranks have to say, waiting for at least one of them. Raises TraceError for a dead or late rank."""
+    """Yield the ranks' messages, waiting for at least one of them. Raises TraceError for a dead or late rank."""
     left = deadline - time.monotonic()
     by_object: dict[Any, _Rank] = {m.connection: m for m in running}
     ready = wait(list(by_object), timeout=max(0.0, left))
@@ -208,7 +208,7 @@ def _died(member: _Rank) -> str:
 
 
 def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Message]]:
-    """Failures of other ranks that follow closely: the first one heard may be the echo of another."""
+    """Return failures of other ranks that follow soon: the first one received may be a consequence of another."""
     found: list[tuple[int, Message]] = []
     others: dict[Any, _Rank] = {m.connection: m for m in running if m is not first}
     end = time.monotonic() + GRACE
@@ -227,10 +227,10 @@ def _other_failures(running: list[_Rank], first: _Rank) -> list[tuple[int, Messa
 
 
 def _raise_failure(failures: list[tuple[int, Message]]) -> None:
-    """Raise for the failure that is a cause: one that is not about a collective, of the lowest rank."""
+    """Raise the failure that is a cause: the lowest rank's that is not about a collective."""
     rank, (_, kind, text, remote) = min(failures, key=lambda f: (issubclass(_class(f[1][1]), CollectiveError), f[0]))
     cls = _class(kind)
-    if issubclass(cls, TraceConfigError):  # says itself what to change
+    if issubclass(cls, TraceConfigError):  # its message already says what to change
         raise TraceConfigError(f"rank {rank}: {text}", rank=rank, remote_traceback=remote)
     message = f"rank {rank}: {kind}: {text}\n\n--- traceback of rank {rank} ---\n{remote}"
     raise TraceError(message, rank=rank, remote_traceback=remote)
@@ -242,7 +242,7 @@ def _class(name: str) -> type:
 
 
 def _free_port() -> int:
-    """A port nobody uses now, for ``MASTER_PORT`` of code in ``func`` that wants one; the ranks meet in a file."""
+    """Return a currently free port, for ``MASTER_PORT`` of code in ``func``; the ranks themselves meet in a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
