@@ -39,7 +39,7 @@ class Watcher:
         self.seen = Seen()
         self._input = b""
 
-    def told(self) -> None:
+    def report(self) -> None:
         """Print what was seen since the last time, if requested; SystemExit at the end of input."""
         while select.select([0], [], [], 0.0)[0]:
             data = os.read(0, 1000)
@@ -52,7 +52,7 @@ class Watcher:
     def livez(self) -> None:
         """Probe every 20 ms, each time on a new connection, like a kubelet."""
         while True:
-            self.told()
+            self.report()
             begun = time.perf_counter()
             self.seen.sent += 1
             try:
@@ -71,7 +71,7 @@ class Watcher:
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
         while True:
-            self.told()
+            self.report()
             self.seen.sent += 1
             self.seen.tokens += tokens
             good = False
@@ -97,7 +97,7 @@ class Watcher:
                 if last is not None:
                     self.seen.seconds.append(now - last)
                 last = now
-            self.told()
+            self.report()
         return b"data: [DONE]" in tail and b'"error":' not in tail
 
 

@@ -116,7 +116,7 @@ def save_checkpoint(
     inner = local_module(model) if isinstance(model, nn.Module) else None
     if isinstance(inner, LoRAModel):
         contents[0].adapter = collect_adapter(inner)  # a collective
-    counter = _number_of(context, _told(storage, lambda: folders.begin(storage, tag)))
+    counter = _number_of(context, _typed_errors(storage, lambda: folders.begin(storage, tag)))
     folder = folders.folder_of(storage, tag, counter)
     facts = {
         "world_size": context.world_size,
@@ -142,11 +142,11 @@ def save_checkpoint(
             raise
 
     if async_save:
-        outstanding.start(storage, folder, context.rank, _told(storage, write_and_finish))
+        outstanding.start(storage, folder, context.rank, _typed_errors(storage, write_and_finish))
         return
     try:
-        in_turns(context, context.world_size if use_xser else num_workers, _told(storage, write), of_world=True)
-        _together(context, _told(storage, finish))
+        in_turns(context, context.world_size if use_xser else num_workers, _typed_errors(storage, write), of_world=True)
+        _together(context, _typed_errors(storage, finish))
     except Exception:
         if context.rank == 0:
             folders.abandon(storage, tag, counter)
@@ -192,7 +192,7 @@ def load_checkpoint(
     context, storage = current_context(), storage_of(path)
     tag = None if tag is None else str(tag)
     _together(context, outstanding.wait)
-    counter = _number_of(context, _told(storage, lambda: _find(storage, tag)))
+    counter = _number_of(context, _typed_errors(storage, lambda: _find(storage, tag)))
     if counter == NOTHING:
         if context.rank == 0:
             logger.warning("%s holds no checkpoint: nothing is loaded, training starts from the beginning", path)
@@ -200,7 +200,7 @@ def load_checkpoint(
     archive = _open(storage, counter, tag, context, verify)
     wanted = {"model": model, "optimizer": optimizer}
     kinds = ["values", *(kind for kind, target in wanted.items() if target is not None)]
-    verify_share = _told(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
+    verify_share = _typed_errors(storage, lambda: archive.verify(kinds, context.rank, context.world_size))
     in_turns(context, num_workers, verify_share, of_world=True)
     user_content: list[Any] = []
     changes: list[Callable[[], object]] = []
@@ -232,7 +232,7 @@ def load_checkpoint(
             one()
 
     for step in (compare, change):  # no rank changes anything unless all have checked what they read
-        in_turns(context, num_workers, _told(storage, step), of_world=True)
+        in_turns(context, num_workers, _typed_errors(storage, step), of_world=True)
     return user_content[0]
 
 
@@ -257,10 +257,10 @@ def _check_workers(num_workers: Any) -> None:
         raise CheckpointError(f"num_workers must be a whole number of 1 to {WORKERS[-1]}, got {num_workers!r}")
 
 
-def _told(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
+def _typed_errors(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
     """Wrap ``action``, so that its failures to read and write are CheckpointErrors that name the folder."""
 
-    def told() -> T:
+    def run() -> T:
         try:
             return action()
         except OSError as error:
@@ -309,5 +309,5 @@ def _open(storage: Storage, counter: int, tag: str | None, context: ParallelCont
         found.append(Archive(checkpoint, verify))
 
     found: list[AnyArchive] = []
-    _together(context, _told(storage, find))
+    _together(context, _typed_errors(storage, find))
     return found[0]

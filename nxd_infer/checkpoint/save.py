@@ -22,22 +22,22 @@ from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora.peft import SUBFOLDER, write_adapter
 from nxd_infer.util.reading import sha256_of
 
-SILENCE = 600.0
+SILENCE_SECONDS = 600.0
 """Seconds without a new or longer file after which rank 0 abandons an asynchronous save: another rank is gone."""
-SIGN_EVERY = 30.0
+HEARTBEAT_SECONDS = 30.0
 """Seconds between two signs of a rank whose save continues without visible changes to files."""
 
 
 def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> None:
     """Write this rank's files, its JSON with their checksums last."""
-    last, sign = f"{rank_stem(rank)}.json", SignOfLife(storage, f"{folder}/{rank_stem(rank)}.alive")
-    with storage.writing(folder, last, sign) as place:
+    last, heartbeat = f"{rank_stem(rank)}.json", HeartbeatFile(storage, f"{folder}/{rank_stem(rank)}.alive")
+    with storage.writing(folder, last, heartbeat) as place:
         readers = stat.S_IMODE(place.stat().st_mode) & 0o666  # safetensors creates files that only their owner can read
         for name, tensors in content.files.items():
             with replacing(place / name) as temporary:
                 save_file(tensors, temporary)
                 temporary.chmod(readers)
-            sign(0)
+            heartbeat(0)
         written = {name: place / name for name in content.files}
         if content.adapter is not None and rank == 0:
             inside = content.adapter[1].get("save_lora_config_adapter", False)
@@ -45,13 +45,13 @@ def write_rank(storage: Storage, folder: str, rank: int, content: Content) -> No
             adapter = [path for path in (place / SUBFOLDER).iterdir() if path.is_file()]
             written |= {path.relative_to(place).as_posix(): path for path in adapter}
         # Files just written are still in memory, and every rank reads its own.
-        sha256 = {name: sha256_of(path, sign) for name, path in written.items()}
-        sign.end()
+        sha256 = {name: sha256_of(path, heartbeat) for name, path in written.items()}
+        heartbeat.end()
         with replacing(place / last) as temporary:
             temporary.write_text(json.dumps({**content.record, "sha256": sha256}), encoding="utf-8")
 
 
-class SignOfLife:
+class HeartbeatFile:
     """A small file that grows while a rank reads or uploads large ones; removed before the rank's JSON appears."""
 
     def __init__(self, storage: Storage, name: str):
@@ -59,7 +59,7 @@ class SignOfLife:
         self._signs, self._last, self._there = 0, time.monotonic(), False
 
     def __call__(self, count: int, /) -> None:
-        if time.monotonic() - self._last < SIGN_EVERY:
+        if time.monotonic() - self._last < HEARTBEAT_SECONDS:
             return
         self._signs += 1
         with contextlib.suppress(OSError, CheckpointError):  # rank 0 may have given up and removed the folder
@@ -97,8 +97,8 @@ def wait_for_ranks(storage: Storage, folder: str, world_size: int) -> dict[str, 
             raise CheckpointError(f"{storage.where(folder)}/{failed[0]}: {reason}")
         if names != there:
             there, last = names, time.monotonic()
-        elif time.monotonic() - last > SILENCE:
+        elif time.monotonic() - last > SILENCE_SECONDS:
             raise CheckpointError(
-                f"{storage.where(folder)}: nothing came for {SILENCE:.0f} s; missing: {sorted(missing)[:8]}"
+                f"{storage.where(folder)}: nothing came for {SILENCE_SECONDS:.0f} s; missing: {sorted(missing)[:8]}"
             )
         time.sleep(0.01 if storage.local else 1.0)

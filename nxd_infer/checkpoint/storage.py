@@ -22,14 +22,14 @@ from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
 from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 
-__all__ = ["LocalStorage", "RemoteStorage", "Sign", "Storage", "storage_of"]
+__all__ = ["LocalStorage", "RemoteStorage", "Heartbeat", "Storage", "storage_of"]
 
 
 MOST_MARK = 4096
 """Maximum size of DONE, which holds a checksum and a number."""
 
 
-class Sign(Protocol):
+class Heartbeat(Protocol):
     """Called with the bytes processed, to show others that a long save continues; ``end`` before its last file."""
 
     def __call__(self, count: int, /) -> None: ...
@@ -81,7 +81,7 @@ class LocalStorage:
         return self.root / name
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str, sign: Sign | None = None) -> Iterator[Path]:
+    def writing(self, folder: str, last: str, heartbeat: Heartbeat | None = None) -> Iterator[Path]:
         """Yield a folder whose files are in ``folder`` afterwards; ``last`` never appears before the others."""
         yield self.root / folder
 
@@ -165,7 +165,7 @@ class RemoteStorage:
         return f"{self._root}/{name}" if name else self._root
 
     def folders(self) -> list[str]:
-        with self._told(""):
+        with self._typed_errors(""):
             self._fs.invalidate_cache()  # other processes write there too
             try:
                 entries = self._fs.ls(self._path(""), detail=True)
@@ -178,13 +178,13 @@ class RemoteStorage:
 
     def files(self, folder: str) -> dict[str, int]:
         base = self._path(folder)
-        with self._told(folder):
+        with self._typed_errors(folder):
             self._fs.invalidate_cache()
             found = self._fs.find(base, detail=True)
         return {path[len(base) + 1 :]: info["size"] for path, info in found.items() if info["type"] == "file"}
 
     def read(self, name: str) -> bytes:
-        with self._told(name):
+        with self._typed_errors(name):
             return self._fs.cat_file(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
@@ -195,7 +195,7 @@ class RemoteStorage:
     def _writing_to(self, name: str) -> Iterator[IO[bytes]]:
         """Yield a file of the store to write to; it exists once it is closed."""
         path = self._path(name)
-        with self._told(name):
+        with self._typed_errors(name):
             try:
                 file = self._fs.open(path, "wb")
             except FileNotFoundError:  # a store with real folders, such as sftp
@@ -205,7 +205,7 @@ class RemoteStorage:
                 yield file
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._told(name):
+        with contextlib.suppress(FileNotFoundError), self._typed_errors(name):
             self._fs.rm_file(self._path(name))
 
     def path(self, name: str) -> Path:
@@ -215,23 +215,23 @@ class RemoteStorage:
         copy = Path(self._copies.name) / name
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with self._told(name), replacing(copy) as temporary:
+            with self._typed_errors(name), replacing(copy) as temporary:
                 self._fs.get_file(self._path(name), str(temporary))
         return copy
 
     @contextlib.contextmanager
-    def writing(self, folder: str, last: str, sign: Sign | None = None) -> Iterator[Path]:
+    def writing(self, folder: str, last: str, heartbeat: Heartbeat | None = None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="nxd-checkpoint-") as place:
             yield Path(place)
             names = [path.relative_to(place).as_posix() for path in sorted(Path(place).rglob("*")) if path.is_file()]
             for name in sorted(names, key=lambda name: name == last):
-                if sign is not None and name == last:
-                    sign.end()
+                if heartbeat is not None and name == last:
+                    heartbeat.end()
                 with open(Path(place) / name, "rb") as data, self._writing_to(f"{folder}/{name}") as file:
                     while block := data.read(_BLOCK):
                         file.write(block)
-                        if sign is not None and name != last:
-                            sign(len(block))
+                        if heartbeat is not None and name != last:
+                            heartbeat(len(block))
 
     def make(self, folder: str) -> None:
         """Do nothing: a folder exists with its first file."""
@@ -247,7 +247,7 @@ class RemoteStorage:
         """Do nothing: files are removed one by one, ``done`` first."""
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _typed_errors(self, name: str) -> Iterator[None]:
         """Convert errors to FileNotFoundError or CheckpointError, with the name."""
         try:
             yield

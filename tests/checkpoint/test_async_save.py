@@ -71,7 +71,7 @@ class Folder(LocalStorage):
 
 def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """However long it takes in all; one where nothing happens is given up."""
-    monkeypatch.setattr(checkpoint_write, "SILENCE", 0.0)
+    monkeypatch.setattr(checkpoint_write, "SILENCE_SECONDS", 0.0)
     whole = {f"{rank_stem(0)}.json": 1}
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / f"{rank_stem(0)}.json").write_text('{"sha256": {"file": "its"}}')
@@ -85,7 +85,7 @@ def test_a_save_that_makes_progress_is_waited_for(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 def test_a_rank_says_that_it_goes_on(tmp_path: Path, where: str, request, monkeypatch: pytest.MonkeyPatch):
     """While it uploads, or reads a large file for its checksum, a small file grows; it goes before the rank's JSON."""
-    monkeypatch.setattr(checkpoint_write, "SIGN_EVERY", 0.0)
+    monkeypatch.setattr(checkpoint_write, "HEARTBEAT_SECONDS", 0.0)
     files = {"model.tp_rank_00.pp_rank_00.safetensors": {"a": torch.zeros(1 << 20)}}
     content = Content(files, {"place": {}})
     if where == "bucket":

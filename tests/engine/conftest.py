@@ -30,5 +30,5 @@ def engines():
     for engine in made:
         engine.close()
         assert engine.stats().slots_free == engine.slots
-        assert engine.parts.queue.inside == engine.parts.queue.untold == engine.stats().waiting_tokens == 0
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == engine.stats().waiting_tokens == 0
         assert not engine.gate._begun and not engine.gate.wanted

@@ -67,7 +67,7 @@ def engines():
     yield make
     for engine in made:
         engine.close()
-        assert engine.parts.queue.inside == engine.parts.queue.untold == 0
+        assert engine.parts.queue.inside == engine.parts.queue.unreported == 0
 
 
 def request(first):

@@ -328,4 +328,4 @@ def test_texts_in_waves_are_of_one_version():
         assert engine.update_weights(7, timeout=60) == 2  # what was cancelled holds up nothing
     finally:
         engine.close()
-    assert engine.parts.queue.inside == engine.parts.queue.untold == 0 and not engine.gate._begun
+    assert engine.parts.queue.inside == engine.parts.queue.unreported == 0 and not engine.gate._begun

@@ -207,7 +207,7 @@ class ContinuousBatcher:
         self._send(choice, event(Usage(len(choice.prompt), len(choice.output)), times))
         ticket.close_one()
         self._gate.end(ticket.whole)
-        self._queue.told()
+        self._queue.reported()
 
     def _send(self, choice: Choice, event: Event) -> None:
         try:

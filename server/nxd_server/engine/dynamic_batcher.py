@@ -118,7 +118,7 @@ class DynamicBatcher:
             self._pending.remove(job)
             job.future.set_running_or_notify_cancel()
             self._queue.ended("cancelled", 0.0)
-            self._told(job)
+            self._report_end(job)
 
     def _take(self, jobs: list[Job]) -> None:
         """Move ``jobs`` into the step, except those cancelled at the last moment."""
@@ -130,7 +130,7 @@ class DynamicBatcher:
                 self._current.append(job)
             else:
                 self._queue.ended("cancelled", 0.0)
-                self._told(job)
+                self._report_end(job)
 
     def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
         """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
@@ -241,7 +241,7 @@ class DynamicBatcher:
             return
         self._queue.ended("done", time.monotonic() - job.arrived)
         job.future.set_result(result)
-        self._told(job)
+        self._report_end(job)
 
     def _fail(self, job: Job, error: Exception) -> None:
         if job.future.cancelled():
@@ -251,11 +251,11 @@ class DynamicBatcher:
         self._queue.ended(outcome, time.monotonic() - job.arrived)
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(error)
-        self._told(job)
+        self._report_end(job)
 
-    def _told(self, job: Job) -> None:
+    def _report_end(self, job: Job) -> None:
         self._gate.end(job.whole)
-        self._queue.told()
+        self._queue.reported()
 
     def fail_all(self, error: Exception) -> None:
         with self._lock:

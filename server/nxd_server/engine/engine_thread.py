@@ -126,7 +126,9 @@ class EngineThread:
             self._gate.abandon("draining")
             self._lock.notify_all()
             done = self._lock.wait_for(
-                lambda: (self._queue.untold == 0 and not self._gate.changing) or self._state in ("failed", "closed"),
+                lambda: (
+                    (self._queue.unreported == 0 and not self._gate.changing) or self._state in ("failed", "closed")
+                ),
                 timeout,
             )
         return done and self._state != "failed"

@@ -19,9 +19,9 @@ class Lookup:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}
+        self._next: dict[tuple[int, ...], int] = {}
         """The position after the latest occurrence of an n-gram, except one at the end of the text."""
-        self.share = 0.5
+        self.acceptance = 0.5
         """The acceptance rate of recent guesses whose predecessors were accepted."""
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -30,14 +30,14 @@ class Lookup:
         for token in tokens:
             for run in RUNS:
                 if len(text) >= run:
-                    self._behind[tuple(text[-run:])] = len(text)
+                    self._next[tuple(text[-run:])] = len(text)
             text.append(token)
 
     def draft(self, count: int) -> tuple[int, ...]:
         """Return the next ``count`` tokens, or none. A repetition up to the end of the text is assumed to continue."""
         text = self.tokens
         for run in RUNS:
-            place = self._behind.get(tuple(text[-run:]))
+            place = self._next.get(tuple(text[-run:]))
             if place is not None:
                 return tuple(text[place + i % (len(text) - place)] for i in range(count))
         return ()
@@ -45,8 +45,8 @@ class Lookup:
     def learn(self, right: int, tried: int) -> None:
         """Record that of ``tried`` guesses the first ``right`` were accepted; those after a wrong guess are ignored."""
         for place in range(min(right + 1, tried)):
-            self.share += RECENT * ((place < right) - self.share)
+            self.acceptance += RECENT * ((place < right) - self.acceptance)
 
     def expected(self, count: int) -> float:
         """Return the expected number of accepted guesses out of ``count``: each needs all earlier ones to be right."""
-        return sum(self.share ** (place + 1) for place in range(count))
+        return sum(self.acceptance ** (place + 1) for place in range(count))

@@ -26,7 +26,7 @@ class QueueLimit:
         """Whether new requests are rejected."""
         self.inside = 0
         """Accepted and unfinished requests; only changed with the lock held."""
-        self.untold = 0
+        self.unreported = 0
         """Requests whose end has not been reported to the caller yet; a drain waits for them."""
         self.submitted = 0
         self.finished: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class QueueLimit:
     def taken(self, requests: int) -> None:
         """Count accepted requests; call with the lock held."""
         self.inside += requests
-        self.untold += requests
+        self.unreported += requests
         self.submitted += requests
 
     def ended(self, outcome: str, seconds: float) -> None:
@@ -67,8 +67,8 @@ class QueueLimit:
         with self._lock:
             self.inside -= 1
 
-    def told(self) -> None:
+    def reported(self) -> None:
         """Record that the end of a request has been reported to its caller."""
         with self._lock:
-            self.untold -= 1
+            self.unreported -= 1
             self._lock.notify_all()
