@@ -266,7 +266,7 @@ def _typed_errors(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:
         except OSError as error:
             raise CheckpointError(f"{storage.where()} cannot be read or written: {error}") from error
 
-    return told
+    return run
 
 
 def _together(context: ParallelContext, action: Callable[[], object]) -> None:

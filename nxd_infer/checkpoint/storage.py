@@ -22,7 +22,7 @@ from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
 from nxd_infer.util.beneath import MOST_TEXT, AnyPath, BeneathPath
 
-__all__ = ["LocalStorage", "RemoteStorage", "Heartbeat", "Storage", "storage_of"]
+__all__ = ["Heartbeat", "LocalStorage", "RemoteStorage", "Storage", "storage_of"]
 
 
 MOST_MARK = 4096
