@@ -1,4 +1,4 @@
-"""Change what an artifact on disk says of itself, checksum included."""
+"""Change the manifest of an artifact on disk, including its checksum."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_what_cannot_be_in_two_places_is_refused(how: Any, said: str) -> None:
 
 @pytest.mark.check
 def test_what_follows_the_host_stays_on_the_host() -> None:
-    """A product behind the sampler is the host's, weight and all: nothing goes back to the device."""
+    """A product after the sampler runs on the host, including its weight: nothing returns to the device."""
     rank, split = split_module(_both_sides)
     values = [*rank.states, *rank.inputs, *rank.weights]
     programs = {id(part): program(part.module) for part in (split.head, split.body, split.tail)}

@@ -1,4 +1,4 @@
-"""Saves that go on beside the training: what fails is told, what makes progress is waited for."""
+"""Asynchronous saves: failures are reported, and saves that make progress are waited for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def failing(root: Path, before: str = "", after: str = "") -> subprocess.Complet
 
 
 def test_a_failed_last_save_is_no_success(tmp_path: Path):
-    """Nobody waits for it: the process ends with an error, after its own clean-up, and what there was stays."""
+    """Without a call that waits: the process ends with an error, after its own clean-up, and older checkpoints stay."""
     save_checkpoint(tmp_path, "first", torch.nn.Linear(3, 3), user_content=1)
     done = failing(tmp_path, before="import atexit; atexit.register(lambda: print('cleaned up'))")
     assert done.returncode == 1, done

@@ -32,7 +32,7 @@ def saved(endpoint: str, options: dict) -> None:
 
 
 def untouched(endpoint: str, options: dict, verify: bool) -> str:
-    """What this rank is told, with a model and an optimizer that must stay as they are."""
+    """This rank's error, for a model and an optimizer that must stay unchanged."""
     os.environ.update(KEYS, AWS_ENDPOINT_URL=endpoint)
     model, optimizer = training(mlp, seed=4, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -74,7 +74,7 @@ def test_a_file_of_several_parts(tmp_path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_whole_checkpoint_survives_a_failure_to_tidy_up(async_save: bool, monkeypatch: pytest.MonkeyPatch):
-    """An older one cannot be removed, halfway through: that is told, and the new one is there."""
+    """Removing an older one fails halfway: that is reported, and the new one exists."""
     with s3_server(kept={"models/job/a.00000001/manifest.json"}) as (endpoint, objects, _):
         for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)

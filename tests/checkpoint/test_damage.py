@@ -113,7 +113,7 @@ def test_an_older_checkpoint_that_is_damaged_stands_in_nobodys_way(tmp_path: Pat
 
 
 def of_two_ranks(root: str) -> list[str]:
-    """A first start, a save, and what this rank is told when each of the files in turn is damaged."""
+    """A first start, a save, and this rank's error for damage to each of the files in turn."""
     context = current_context()
     model, optimizer = training(mlp, **ZERO1)
     assert load_checkpoint(root, None, model, optimizer) is None
@@ -131,7 +131,7 @@ def of_two_ranks(root: str) -> list[str]:
 
 
 def test_each_file_is_verified_by_one_rank(tmp_path: Path):
-    """Two ranks share the work; whoever finds the damage names the file, and none goes on."""
+    """Two ranks share the work; the one that finds the damage names the file, and none continues."""
     first, second = run_ranks(of_two_ranks, 2, str(tmp_path), tp=1)
     assert len(first) == len(second) == 5  # one model, two optimizers, two random states
     for one, other in zip(first, second, strict=True):

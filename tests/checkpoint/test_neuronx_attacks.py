@@ -70,7 +70,7 @@ def test_a_file_that_unpacks_to_more_than_it_is(tmp_path: Path):
 
 
 def test_a_rank_of_any_number(tmp_path: Path):
-    """The count of ranks is that of a file's name: nobody goes through all of them."""
+    """The count of ranks comes from a file's name, so no code may loop over all of them."""
     for name in ("tp_rank_00_pp_rank_00", f"tp_rank_{10**17}_pp_rank_{10**17}"):
         (tmp_path / "a" / name).mkdir(parents=True)
         torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a" / name / "checkpoint.pt")

@@ -104,7 +104,7 @@ def test_an_empty_mark_is_damage(tmp_path: Path):
     ],
 )
 def test_a_manifest_that_cannot_be_meant_is_named(tmp_path: Path, change: dict[str, object], message: str):
-    """It is the newest, so an older one is not taken for it in silence; with and without a checksum of its own."""
+    """It is the newest, so an older one must not silently replace it; with and without its own checksum."""
     saved(tmp_path, "a", "b")
     path = tmp_path / "b" / "manifest.json"
     text = json.dumps({**json.loads(path.read_text()), **change}).encode()

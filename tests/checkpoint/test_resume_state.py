@@ -1,4 +1,4 @@
-"""What schedulers and groups hold beside numbers comes back as it was: training goes on bit by bit."""
+"""State of schedulers and groups other than numbers is restored exactly: training continues bit for bit."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_masters_are_filled_as_the_weights_are(tmp_path: Path):
 
 @pytest.mark.check
 def test_a_group_that_cannot_be_saved_is_named(tmp_path: Path):
-    """Left out in silence, it would be missing from the job that goes on."""
+    """Silently omitted, it would be missing from the resumed job."""
     config = nxd.neuronx_distributed_config()
     group = {"params": [torch.nn.Parameter(torch.ones(2))], "note": object()}
     optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, [group], lr=1e-3)

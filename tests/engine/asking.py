@@ -19,7 +19,7 @@ def ask(engine, prompt, params=GREEDY, timeout=60.0, **options):
 
 @contextlib.contextmanager
 def held(model):
-    """The next step that ``model`` runs, and all behind it, wait for the end of this block."""
+    """Hold the next step of ``model``, and all after it, until the end of this block."""
     go, fail = threading.Event(), model.fail
 
     def wait(name, inputs):

@@ -163,7 +163,7 @@ def test_dead_ranks_fail_every_request_with_a_typed_error_and_come_back(engines)
 
 @pytest.mark.parametrize("foreseen", [True, False])
 def test_a_restart_that_fails_leaves_the_engine_failed(engines, caplog, foreseen):
-    """What is foreseen is one line of the log; a traceback is for what nobody thought of."""
+    """Expected errors are one log line; only unexpected ones have a traceback."""
     model = ToyModel()
     engine = engines(model)
 

@@ -15,7 +15,7 @@ from nxd_server.engine.speculation import RETRY, Speculation, room
 
 
 def searched(text: list[int], count: int) -> tuple[int, ...]:
-    """What stands behind the newest earlier place of the last 3 tokens, or else of the last 2, read on in circles."""
+    """The tokens after the latest earlier occurrence of the last 3 tokens, else of the last 2, read cyclically."""
     for run in RUNS:
         for place in range(len(text) - 1, run - 1, -1):
             if len(text) > run and text[place - run : place] == text[-run:]:

@@ -1,4 +1,4 @@
-"""Tiny traced BERTs behind the one-shot engine: the vectors transformers gives, alone and in company."""
+"""Tiny traced BERTs behind the one-shot engine: the same vectors as transformers, alone and in a batch."""
 
 from __future__ import annotations
 

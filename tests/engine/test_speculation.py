@@ -125,7 +125,7 @@ def test_whatever_a_request_asks_for_stays_right(llms):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 13])
 def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
-    """By its length, by a stop token, by a stop string: nothing behind it is sent or counted."""
+    """Ended by its length, a stop token or a stop string: no later token is sent or counted."""
     biased = GREEDY.replace(logit_bias={7: 50.0})
     compare(llms, [7] * 9, biased.replace(max_tokens=length))
     whole = llms[0].generate(REPETITIVE[2], GREEDY)[0].outputs[0]

@@ -120,7 +120,7 @@ def test_a_number_outside_its_limits_is_refused_and_its_row_can_be_used_again(
 @pytest.mark.check
 @pytest.mark.parametrize("name", ["bias_ids", "adapter"])
 def test_numbers_of_the_sampler_are_checked_when_a_row_changes_hands(name):
-    """Steps are handed over as checked: nobody looks again."""
+    """Steps are submitted as already checked, and not checked again."""
     inputs = StepInputs(BUCKETS["decode_b2"], SLOTS, True)
     owner, sampler = sequence(1, [3], 0, 0)
     bad = Sampler({**sampler.values, "adapter": 3}, (), ()) if name == "adapter" else Sampler({}, ((VOCAB, 1.0),), ())

@@ -11,7 +11,7 @@ from nxd_server.engine.core.step_runner import OVERDUE_FACTOR, OVERDUE_SECONDS, 
 
 
 class Model:
-    """Takes the seconds that are written down, call by call, of a clock of its own."""
+    """Takes a given number of seconds per call, on its own clock."""
 
     def __init__(self, *seconds: float):
         self.seconds = list(seconds)

@@ -41,7 +41,7 @@ def swapping(engine, weights, **options):
 
 
 def wanted_of(ticket):
-    """What all choices of a greedy request must be, by the version it says it is of."""
+    """The text that all choices of a greedy request must have, given the reported version."""
     return naive_generate(ticket.choices[0].prompt, max_tokens=6, ignore_eos=True, weights=ticket.whole.version)
 
 
@@ -239,7 +239,7 @@ def test_a_change_whose_caller_was_interrupted_is_never_made(engines):
 
 
 def test_a_change_that_has_begun_is_the_engines_when_its_caller_is_interrupted(engines):
-    """The interrupt is told at once; the files are still the model's, and no second change comes between."""
+    """The interrupt is raised at once; the files still belong to the model, and no other change comes in between."""
     engine = engines()
     cut, begun, go = [], threading.Event(), threading.Event()
     engine.model.cut_weights = lambda weights, tag: cut.append(ToyWeights(weights)) or cut[-1]

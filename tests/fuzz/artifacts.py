@@ -28,7 +28,7 @@ from tests.fuzz.target import Target, object_with
 
 
 def _sealed(data: bytes) -> bytes:
-    """With the checksum that the manifest has of itself made to fit: whoever changes it can do that, too."""
+    """With the manifest's own checksum corrected, as an attacker could do, too."""
     try:
         fields = json.loads(data)
         fields[CHECKSUM_KEY] = manifest_checksum(fields)

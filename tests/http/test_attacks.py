@@ -1,4 +1,4 @@
-"""Bodies that are legal, and that nobody should have to wait for."""
+"""Legal bodies that must not delay other requests."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_the_one_that_owes_for_longest_makes_room_whatever_it_trickles():
 
 @pytest.mark.check
 def test_to_find_it_only_those_are_asked_that_owe_for_longer():
-    """Where every new connection evicts one, a look at all of them kept /livez waiting behind each."""
+    """If every new connection evicts one, scanning all connections delayed /livez each time."""
     asked: list[Owing] = []
 
     class Owing:

@@ -131,7 +131,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def test_files_that_are_made_to_hurt_are_refused(server, root):
-    """Nested beyond what anybody reads, sparse, of no adapter's values: each is a 400 and changes nothing."""
+    """Too deeply nested, sparse, or with invalid values: each is a 400 and changes nothing."""
     folder = root / "files" / "hurt"
     folder.mkdir()
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"

@@ -61,7 +61,7 @@ def other_pids(server, pids):
 
 
 def errors_of(server):
-    """What the log says that is no one line of an error: nothing."""
+    """Return the log's lines that are not one-line errors; there must be none."""
     assert "Traceback" not in server.log and "most recent call" not in server.log
     return [line for line in server.lines if " ERROR " in line or " CRITICAL " in line]
 
@@ -73,7 +73,7 @@ def written(pid):
 
 
 def test_a_rank_lost_during_a_recovery_begins_it_again(server, texts):
-    """Under load, twice: whoever asks is answered right or told 503, and /health says how far it is."""
+    """Under load, twice: every answer is right or a 503, and /health reports the progress."""
     pids = rank_pids(server)
     stages = set()
     with Load(server, *texts) as load:
@@ -114,7 +114,7 @@ def test_ranks_that_are_lost_in_every_start_end_the_server_within_max_restarts(a
 
 
 def test_a_swap_of_all_weights_under_load_while_a_rank_dies(server, texts):
-    """However far the swap has come: every answer is of the version that it names, and the swap's caller is told what
+    """At any stage of the swap: every answer is of the version that it names, and the swap's caller is told what
     has become of it."""
     with Load(server, *texts) as load, concurrent.futures.ThreadPoolExecutor(1) as pool:
         wait_for(lambda: len(load.answers) > 20)

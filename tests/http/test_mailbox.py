@@ -1,4 +1,4 @@
-"""From the engine's thread to coroutines: nothing is lost, nobody waits too long, one call of the loop does for all."""
+"""From the engine's thread to coroutines: nothing is lost, no wait is too long, one call of the loop is enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as bytes: what parsers have disagreed about, which is what smuggling is made of.
+"""HTTP/1.1 as bytes: input that parsers have disagreed about, which makes request smuggling possible.
 
 The cases are those that http-garden, h11 and llhttp look at, written anew. A case is the bytes of one connection and
 the statuses of all that is answered on it, in order; the connection is closed after the last. A refusal is a 400 after

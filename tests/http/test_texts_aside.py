@@ -1,4 +1,4 @@
-"""Templates and long texts run beside the server: they end, leave nothing behind, and hold up nobody."""
+"""Templates and long texts run outside the server: they end, leave nothing behind, and delay nobody."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_long_text_that_is_generated_from_ends_with_its_client(impatient, path
 
 
 def test_no_threads_are_left_of_texts_that_are_tokenised_in_one():
-    """The library started one for every core, for good."""
+    """The library started one per core and kept them."""
     with toy_server(access_log=False) as server:
         tasks = f"/proc/{server.process.pid}/task"
         server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})

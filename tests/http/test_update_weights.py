@@ -96,7 +96,7 @@ def test_a_link_to_a_folder_is_followed_while_it_stays_inside(root):
 
 @pytest.mark.check
 def test_a_folder_is_read_while_a_trainer_saves_into_it(tmp_path):
-    """Files and folders come and go: what has gone is no fault of whoever names the folder."""
+    """Files and folders come and go: a deleted entry is not an error of the request that names the folder."""
     stop, saved = threading.Event(), 0
 
     def save():

@@ -1,4 +1,4 @@
-"""A family that is not ours, in a package of its own, through every path that ours take; nothing here is told of it."""
+"""A family in another package works on every path that ours take, without changes to this package."""
 
 from __future__ import annotations
 

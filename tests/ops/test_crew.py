@@ -1,4 +1,4 @@
-"""The native operators' own threads (``csrc/crew.h``): who comes changes no bit, and nobody waits for who does not."""
+"""The native operators' own threads (``csrc/crew.h``): who takes part changes no bit, and nobody waits for a missing thread."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ for _ in range(3):
 
 
 def test_what_is_fetched_ahead_may_be_gone():
-    """The weights that came behind these the last time were given back to the system since."""
+    """The weights that followed these last time have since been released to the system."""
     code = """
 import mmap
 lib.engage_crew(2)
@@ -155,7 +155,7 @@ for _ in range(20):
 
 
 def test_more_weights_than_are_remembered():
-    """Those that came long ago are forgotten; results are right all the same, in turns and in another order."""
+    """Old entries are forgotten; results stay right, in turns and in another order."""
     code = """
 x, table = draw(1, 32), draw(32 * 4200 + 1024, 32)
 shifted = [table[32 * i : 32 * i + 1024] for i in range(4200)]  # enough work for two threads

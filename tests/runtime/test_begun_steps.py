@@ -1,4 +1,4 @@
-"""A step handed over while the one before it runs: in order, apart, and failing as one that was waited for."""
+"""A step submitted while the previous one runs: in order, separate, and failing like one that was waited for."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_step_that_raises_ends_the_one_behind_it(model):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("second", ["b2_s4", "b2_s8"])
 def test_a_rank_that_raised_goes_on_to_no_step_that_the_others_may_not_have_reached(tmp_path, rank, second):
-    """It would meet them in the first one's collective, and theirs would be the error that is told."""
+    """It would meet them in the first step's collective, and their error would be reported instead."""
     path = toy.build(tmp_path / "artifact", shifts={rank: 50})
     with RankModel(load_artifact(path), start_timeout=600, call_timeout=60) as model:
         steps = [model.begin_bucket("b2_s4", inputs(0))]

@@ -1,4 +1,4 @@
-"""Models that are closed, at whatever moment and by whoever: no orphan, no thread, no abort."""
+"""Closing a model at any moment and from anywhere: no orphan, no thread, no abort."""
 
 from __future__ import annotations
 

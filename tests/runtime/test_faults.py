@@ -225,7 +225,7 @@ def test_weights_that_one_rank_refuses_wait_for_the_others_and_end_nothing(path,
 
 
 def test_weights_whose_swap_was_interrupted_are_those_of_a_restart_too(path, monkeypatch):
-    """Ranks that were told to use them do: the next call, and ranks that are started again, are of one mind."""
+    """Ranks that were told to use new weights do: the next call and restarted ranks agree."""
     model = started(path)
     slow = pids_of(model)[1]
     commit = swap.WeightSwaps._commit

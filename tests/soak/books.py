@@ -128,7 +128,7 @@ def _any_between(faults: list[Fault], begun: float, ended: float) -> bool:
 
 
 def check_any_moment(text: str, slots: int, most_waiting: int) -> None:
-    """What holds of ``/metrics`` whatever goes on."""
+    """What always holds for ``/metrics``."""
     values = dict(line.split(" ") for line in text.splitlines() if line.startswith(("nxd_slots_free ", "nxd_num_")))
     free, running, waiting = (
         float(values[name]) for name in ("nxd_slots_free", "nxd_num_requests_running", "nxd_num_requests_waiting")

@@ -109,7 +109,7 @@ async def oversized(soak: Soak, rng: random.Random) -> None:
 
 
 async def half(soak: Soak, rng: random.Random) -> None:
-    """A body whose end never comes is told so at the deadline."""
+    """A body that never ends gets an error at the deadline."""
     soak.books.sent[COMPLETIONS] += 1
     begun = time.monotonic()
     wire = await Wire.open(soak.port)

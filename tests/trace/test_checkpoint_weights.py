@@ -201,7 +201,7 @@ def test_ranks_lost_during_a_swap_start_again_with_the_old_weights(tmp_path):
 
 
 def refused_shard() -> str:
-    """What one of two ranks is told when it gives its shard for the whole."""
+    """The error of one of two ranks that passes its shard as the full weights."""
     model, _ = training(llama)
     from nxd_infer.checkpoint.source import weight_source
 

@@ -1,4 +1,4 @@
-"""What the cache holds is code: nobody else may be able to write there, and what others have put there is refused.
+"""The cache holds code: nobody else may be able to write there, and files of others are rejected.
 
 Other owners are tested where the tests run as root, who alone can give files away; elsewhere the modes are.
 """

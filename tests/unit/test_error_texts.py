@@ -1,4 +1,4 @@
-"""An error has one text: two places that raise the same one drift apart, and nobody sees which was meant to change."""
+"""An error has one text: if two places raise the same one, their texts drift apart unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend of another package: all ranks are threads of one process, on a device whose memory nobody else can read.
+"""A backend of another package: all ranks are threads of one process, on a device whose memory only it can read.
 
 It takes the functional form, compiles (to a file of its own), and registers by an entry point. Nothing in nxd_infer
 knows of it.
@@ -61,7 +61,7 @@ class Place:
 
 
 class Lockstep:
-    """The collectives of the device: every rank's thread brings its tensor, and takes what it needs of all."""
+    """The collectives of the device: every rank's thread contributes its tensor, and takes what it needs from all."""
 
     def __init__(self, degree):
         self._barrier = threading.Barrier(degree)
