@@ -1,4 +1,4 @@
-"""The native operators' own threads (``csrc/crew.h``): who takes part changes no bit, and nobody waits for a missing thread."""
+"""The native operators' own threads (``csrc/crew.h``): they change no bit, and no thread waits for a missing one."""
 
 from __future__ import annotations
 
