@@ -1,8 +1,8 @@
 """The numbers that a sampler in the graphs takes per row, each declared once: limits, neutral value, what it does.
 
 A traced step has an input of each name (``nxd_models.serving.decoder_step``). The checks of the server's
-``SamplingParams``, the fields of a request's body, the inputs of a step, what is read of ``generation_config.json`` and
-the options of ``nxd-infer generate`` are made of this table.
+``SamplingParams``, the fields of a request's body, the inputs of a step, the fields of ``generation_config.json`` and
+the options of ``nxd-infer generate`` are derived from this table.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SamplerField:
-    """A number that the graphs' sampler takes for every row."""
+    """A number that the graphs' sampler takes per row."""
 
     says: str
     default: float
-    """Of a request that does not say."""
+    """The value if a request does not set it."""
     off: float
-    """With it the sampler does nothing of this kind: rows without a request hold it, and graphs may lack the input."""
+    """Disables the parameter: rows without a request hold this value, and graphs may lack the input."""
     low: float
     high: float | None
     whole: bool = False
     own: bool = True
-    """If a request does not say, the model's ``generation_config.json`` may."""
+    """Whether the model's ``generation_config.json`` may set it if a request does not."""
     counts: bool = False
-    """It depends on the tokens before: guesses cannot be verified with it."""
+    """Whether its effect depends on earlier tokens: guesses cannot be verified with it."""
 
     @property
     def kind(self) -> type[int] | type[float]:

@@ -15,7 +15,7 @@ from nxd_server.settings import ServerSettings
 
 
 def setting_options() -> Iterator[CommandOption]:
-    """Every setting, in the order in which they are declared."""
+    """Yield every setting in the order of declaration."""
     for name, field in ServerSettings.model_fields.items():
         extra = cast("dict[str, Any]", field.json_schema_extra)
         kind, repeats, choices = _kind(field.annotation)
@@ -51,7 +51,7 @@ def _kind(annotation: Any) -> tuple[type, bool, tuple[str, ...]]:
 
 
 def _help(field: FieldInfo, repeats: bool) -> str:
-    """The setting's description, with its default if that is one value."""
+    """Return the setting's description, followed by its default if that is a single value."""
     if repeats:
         return f"{field.description} Repeat it for several."
     return with_default(str(field.description), field.get_default(call_default_factory=True))

@@ -12,11 +12,11 @@ from nxd_models.hf.config_file import Flag, Problem, SpecialTokens, read_json
 from nxd_models.spec import DecoderConfig
 
 OWN = {name: field for name, field in SAMPLER_FIELDS.items() if field.own}
-"""What a model may say of its own sampling."""
+"""The sampling parameters that a model's file may set."""
 
 
 def _sampler_fields() -> dict[str, Any]:
-    """The sampler's numbers as fields of the file, in the limits of a request."""
+    """Return the sampler's numbers as fields of the file, with the limits of a request."""
     made: dict[str, Any] = {}
     for name, field in OWN.items():
         problem = Problem(f"expected a {'whole number of ' if field.whole else 'number '}{field.limits}")
@@ -41,7 +41,7 @@ class GenerationConfig(create_model("SamplerDefaults", __base__=SpecialTokens, *
         return bos, list(self.eos or config.eos_token_ids)
 
     def sampling_defaults(self) -> dict[str, float]:
-        """Sampling by the names of a request's fields, as far as the file says; not to sample is temperature 0."""
+        """Return the sampling defaults by request field; disabled sampling becomes temperature 0."""
         found = {name: value for name in OWN if (value := getattr(self, name)) is not None}
         if "top_k" in found:
             found["top_k"] = max(0, found["top_k"])

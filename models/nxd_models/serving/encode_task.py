@@ -16,7 +16,7 @@ from nxd_models.spec import EncoderConfig, ModelDirectory
 
 
 def plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> TaskPlan:
-    """One call of an encoder, for every batch size and length; see :func:`nxd_models.serving.tasks.plan`."""
+    """Plan one call of an encoder, for every batch size and length; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, EncoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not an encoder")

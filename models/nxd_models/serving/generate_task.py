@@ -20,7 +20,7 @@ PROMPT_ROWS = 16
 
 
 def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
-    """One step of generation, in every shape that the engine uses; see :func:`nxd_models.serving.tasks.plan`."""
+    """Plan one generation step, in every shape that the engine uses; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, DecoderConfig):
         raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is no decoder")

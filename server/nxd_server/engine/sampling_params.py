@@ -1,7 +1,7 @@
 """How one request's tokens are sampled, checked before anything is queued.
 
-The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`: their checks here,
-their fields in a request's body (``http.openai.schemas``) and their inputs of a step (``core.step_inputs``) are made of
+The numbers that the graphs' sampler takes are declared in :mod:`nxd_infer.artifact.sampler_fields`. Their checks here,
+their fields in a request's body (``http.openai.schemas``) and their step inputs (``core.step_inputs``) are derived from
 that table.
 """
 
@@ -34,7 +34,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    """Tokens to generate at most; None means up to the model's maximum length. More than fits is refused."""
+    """Maximum number of generated tokens; None: up to the model's maximum length. More than fits is an error."""
     temperature: float = _sampler("temperature")
     """0 is greedy; 0 to 2."""
     top_p: float = _sampler("top_p")
@@ -48,7 +48,7 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     n: int = 1
     logprobs: int | None = None
-    """None: none; 0: of the chosen token; k: of the k likeliest too."""
+    """None: none; 0: of the chosen token; k: also of the k most likely tokens."""
     presence_penalty: float = _sampler("presence_penalty")
     frequency_penalty: float = _sampler("frequency_penalty")
     repetition_penalty: float = _sampler("repetition_penalty")
@@ -85,7 +85,7 @@ class SamplingParams:
         put(self, "top_p", max(self.top_p, SMALLEST_TOP_P))
         if self.min_p < 1e-30:
             put(self, "min_p", 0.0)
-        counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.uses_history)
+        counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.counts)
         put(self, "_penalised", any(getattr(self, name) != off for name, off in counting))  # read at every step
 
     @property
@@ -103,7 +103,7 @@ class SamplingParams:
 
 
 def _of(name: str, check: Callable[..., Any], *value: Any) -> Any:
-    """``check(*value)``, whose ValueError becomes a RequestError that names the parameter."""
+    """Call ``check(*value)``; its ValueError becomes a RequestError that names the parameter."""
     try:
         return check(*value)
     except ValueError as error:
