@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first touched."""
+"""Names of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
+    package: str, homes: Mapping[str, str] | None = None, modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``::
 
@@ -18,7 +18,11 @@ def lazy_names(
     Args:
         homes: the module of each name; one that begins with a dot lies in the package.
         modules: modules of the package that are names of it as well.
+
+    Type checkers need the same names in an ``if TYPE_CHECKING`` block of the package. Code that must not import a slow
+    module at its start imports the package instead, and writes ``package.module.name``.
     """
+    homes = homes or {}
 
     def find(name: str) -> Any:
         if name in homes:
