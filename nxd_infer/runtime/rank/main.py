@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     if config.crew:
         _settle_openmp(config.cores)
     gc.disable()  # what is imported stays: to look through it again and again takes an eighth of the import
-    from nxd_infer.runtime.rank import loop  # imports torch, which reads what was settled above
+    from nxd_infer.runtime.rank import loop  # slow: torch, which reads what was settled above
 
     return loop.run(config)
 
