@@ -144,15 +144,13 @@ def trace(
     **given: Any,
 ) -> None:
     """Shard a model, compile one graph per bucket, and write an artifact that needs neither model code nor compiler."""
-    from nxd_infer.cli.trace import run
-
     if given["checkpoint_tag"] is not None and given["checkpoint"] is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
     for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
         if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
     arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target)}
-    run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
+    cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-v3 --cpu-target x86-64-v3")
