@@ -18,7 +18,6 @@ from nxd_infer.util.memory import give_back
 from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
 from nxd_server.text.body_limits import Bounds
 from nxd_server.text.chat_template import ChatTemplate
-from nxd_server.text.strict_json import parse_json
 from nxd_server.text.text_process import START_SECONDS, read_frame, write_frame
 from nxd_server.text.tokenizer import Tokenizer
 
@@ -107,6 +106,8 @@ def _template_job(setup: dict[str, Any]) -> Job:
 
 
 def _json_job() -> Job:
+    from nxd_server.text.strict_json import parse_json  # slow: pydantic_core, which the other kinds do without
+
     # Marshalled, a value is read back by the server in a fraction of the time that JSON takes.
     return lambda header, blob: ({}, marshal.dumps(parse_json(blob, Bounds(**header["bounds"]))))
 
