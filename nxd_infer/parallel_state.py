@@ -11,11 +11,12 @@ import datetime
 import itertools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
+from nxd_infer import native
 from nxd_infer.comm.distributed import DistributedCollectives, leave_at_exit
 from nxd_infer.comm.launched import join_launched_world, launched_world
 from nxd_infer.comm.protocol import collectives_of, register_collectives, unregister_collectives
@@ -33,9 +34,6 @@ from nxd_infer.context import (
 from nxd_infer.errors import NotInitializedError, NxdError, ParallelConfigError
 from nxd_infer.layout.moving import move_model_to_device
 from nxd_infer.util.devices import HOST, transport_device
-
-if TYPE_CHECKING:
-    from nxd_infer.native import NativeLibrary
 
 log = logging.getLogger(__name__)
 
@@ -176,10 +174,8 @@ def initialize_model_parallel(
     return None
 
 
-def _native_library() -> NativeLibrary | None:
+def _native_library() -> native.NativeLibrary | None:
     """Return the native operators if they are built: training must not wait for a compiler to start."""
-    from nxd_infer import native
-
     try:
         return native.load() if native.is_built() else None
     except NxdError as error:  # a damaged file, or a cache that others can write to; training works without

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
 from nxd_models.hf.sentence_transformers import pooling_options
 from nxd_models.spec import TASKS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
@@ -181,9 +182,7 @@ def build(
 
 def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
     """Open the weights of a model directory; see :mod:`nxd_models.hf.weights`."""
-    from nxd_models.hf import weights as hf  # imports torch
-
-    return hf.weights(model_dir)
+    return hf.weights.weights(model_dir)
 
 
 def load_model(
@@ -195,9 +194,7 @@ def load_model(
     """Call :func:`build`, load this rank's weights, and switch to evaluation mode."""
     import torch  # slow, and not needed for registering
 
-    from nxd_models.hf import weights as hf
-
     directory = load_config(model_dir)
     with torch.device("meta"):
         module = build(directory, task, dtype, **options)
-    return hf.load(module, hf.weights(directory.path)).eval()
+    return hf.weights.load(module, hf.weights.weights(directory.path)).eval()

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -32,9 +31,6 @@ from nxd_infer.artifact.writer import (
 )
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError
 from nxd_infer.util.reading import unique_keys
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "LoadedArtifact",

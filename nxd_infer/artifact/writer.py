@@ -146,7 +146,6 @@ class ArtifactWriter:
         self._path: Path | None = None
         self._lock = -1
         self._known: dict[str, FileSpec] = {}
-        self._committed = False
 
     @property
     def path(self) -> Path:

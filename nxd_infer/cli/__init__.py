@@ -1,1 +1,13 @@
-"""The command line, ``nxd-infer``. A command imports what it needs when it runs, so that ``--help`` answers at once."""
+"""The command line, ``nxd-infer``. A command's module is imported when the command runs, so ``--help`` is fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from nxd_infer.cli import ckpt, demo, doctor, generate, recompile, serve, trace, verify
+
+__all__ = ["ckpt", "demo", "doctor", "generate", "recompile", "serve", "trace", "verify"]
+__getattr__, __dir__ = lazy_names(__name__, modules=__all__)

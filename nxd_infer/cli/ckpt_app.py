@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from nxd_infer import cli
+
 
 class DType(str, enum.Enum):
     float32 = "float32"
@@ -43,16 +45,10 @@ WeightsDir = Annotated[Path, typer.Option("--out", help="Where to write model.sa
 StoredType = Annotated[DType | None, typer.Option(help="Dtype of floating-point weights. Default: as saved.")]
 
 
-def _tools():
-    from nxd_infer.cli import ckpt as tools  # imports torch, which `--help` does not wait for
-
-    return tools
-
-
 @ckpt.command(epilog="Example:  nxd-infer ckpt inspect ./ckpts --tag step_100")
 def inspect(path: CheckpointDir, tag: Tag = None) -> None:
     """List the complete checkpoints of a folder, or with a tag the logical tensors of one."""
-    _tools().inspect(path, tag)
+    cli.ckpt.inspect(path, tag)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt consolidate ./ckpts --out ./weights")
@@ -65,7 +61,7 @@ def consolidate(
     rules: Rules = None,
 ) -> None:
     """Write a checkpoint's whole model, of any degrees, as one safetensors file, one tensor in memory at a time."""
-    _tools().consolidate(path, out, tag, dtype.value if dtype else None, config, rules)
+    cli.ckpt.consolidate(path, out, tag, dtype.value if dtype else None, config, rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt export-hf ./ckpts --config ./llama --out ./llama-tuned")
@@ -80,7 +76,7 @@ def export_hf(
     rules: Rules = None,
 ) -> None:
     """Write a Hugging Face model directory: the checkpoint's weights with the configuration of another directory."""
-    _tools().export_hf(path, out, config, tag, dtype.value if dtype else None, rules)
+    cli.ckpt.export_hf(path, out, config, tag, dtype.value if dtype else None, rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt reshard ./ckpts ./ckpts-tp4 --tp 4 --dp 1")
@@ -94,7 +90,7 @@ def reshard(
     rules: Rules = None,
 ) -> None:
     """Rewrite a checkpoint for other degrees, optimizer included, in one process, one tensor in memory at a time."""
-    _tools().reshard(path, out, tp, dp, tag, config, rules)
+    cli.ckpt.reshard(path, out, tp, dp, tag, config, rules)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt diff ./ckpts/step_100 ./ckpts/step_200 --tolerance 1e-5")
@@ -113,4 +109,4 @@ def diff(
     other_tag: Annotated[str | None, typer.Option("--other-tag", help="Which one of the second.")] = None,
 ) -> None:
     """Compare names, shapes, dtypes and values of two checkpoints of any degrees; exits 1 above the tolerance."""
-    raise typer.Exit(_tools().diff(first, second, tolerance, weights_only, config, rules, (tag, other_tag)))
+    raise typer.Exit(cli.ckpt.diff(first, second, tolerance, weights_only, config, rules, (tag, other_tag)))

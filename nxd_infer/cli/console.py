@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
+
+from nxd_infer.util.progress_bar import progress_bar
 
 console = Console(highlight=False)
 aside = Console(highlight=False, stderr=True)
@@ -28,31 +30,18 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _progress(on: Console, drawn: bool = True) -> Progress:
-    """Return a bar if the total is known, otherwise a spinner with elapsed time."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-    )
-    return Progress(*columns, console=on, transient=False, disable=not drawn)
-
-
 @contextmanager
 def bar(on: Console = console, *, drawn: bool = True) -> Iterator[Progress]:
     """Show progress: a bar if the total is known, otherwise a spinner with elapsed time. With ``drawn=False`` nothing
     is drawn, for callers that print lines instead."""
-    with _progress(on, drawn) as progress:
+    with progress_bar(on, drawn=drawn) as progress:
         yield progress
 
 
 @contextmanager
 def slow_bar(description: str, total: int, after: float = 2.0) -> Iterator[Callable[[], None]]:
     """Show a bar if the work takes longer than ``after`` seconds. Call the yielded function after each step."""
-    progress = _progress(console)
+    progress = progress_bar(console)
     task = progress.add_task(description, total=total, note="")
     timer = threading.Timer(after, progress.start)
     timer.daemon = True

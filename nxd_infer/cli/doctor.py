@@ -8,9 +8,12 @@ import platform
 import shutil
 import sys
 
+from nxd_infer import __version__, native
+from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
 from nxd_infer.cli.console import console, table
 from nxd_infer.errors import ArtifactBackendError, UntrustedCacheError
+from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import available_cores, compute_threads, processor_share
@@ -50,14 +53,9 @@ def version_of(package: str) -> str | None:
 
 def run() -> int:
     """Print the tables; return 0 if the default backend can run here, else 1."""
-    import nxd_infer
-    from nxd_infer import native
-    from nxd_infer.backends import registry
-    from nxd_infer.util import cache_dir as cache
-
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     rows = [
-        ("nxd_infer", nxd_infer.__version__),
+        ("nxd_infer", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", version_of("torch") or "missing"),
         ("cores", cores()),
@@ -69,7 +67,7 @@ def run() -> int:
         ),
     ]
     try:
-        rows.append(("cache", str(cache.cache_dir())))
+        rows.append(("cache", str(cache_dir())))
         found = native.availability()
         rows.append(("native operators", "ok" if found.ok else f"missing: {found.reason}"))
         if native.is_built():

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from nxd_infer import __version__, cli
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.backends import registry
 from nxd_infer.cli import stop
@@ -33,9 +34,7 @@ class Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name == "serve" and command is not None:
-            from nxd_infer.cli.serve import command as make_serve
-
-            command = make_serve(name, inspect.cleandoc(command.help or ""), command.epilog or "")
+            command = cli.serve.command(name, inspect.cleandoc(command.help or ""), command.epilog or "")
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -117,9 +116,7 @@ def version_of(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     if version:
-        import nxd_infer
-
-        print(nxd_infer.__version__)
+        print(__version__)
         raise typer.Exit()
 
 
@@ -147,15 +144,13 @@ def trace(
     **given: Any,
 ) -> None:
     """Shard a model, compile one graph per bucket, and write an artifact that needs neither model code nor compiler."""
-    from nxd_infer.cli.trace import run
-
     if given["checkpoint_tag"] is not None and given["checkpoint"] is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
     for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
         if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
     arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target)}
-    run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
+    cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-v3 --cpu-target x86-64-v3")
@@ -169,9 +164,7 @@ def recompile(
     compiler_args: CompilerArgs = None,
 ) -> None:
     """Recompile an artifact's graphs for another CPU or backend, without the model's code or checkpoint."""
-    from nxd_infer.cli.recompile import run
-
-    run(artifact, out, backend, options(compiler_args, cpu_target))
+    cli.recompile.run(artifact, out, backend, options(compiler_args, cpu_target))
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
@@ -205,8 +198,6 @@ def generate(
     **sampling: Any,
 ) -> None:
     """Continue prompts in this process, without a server."""
-    from nxd_infer.cli.generate import run
-
     if former:
         print('note: --prompt needs no name any more: nxd-infer generate ARTIFACT "PROMPT"', file=sys.stderr)
     prompts = [*(prompts or ()), *(former or ())]
@@ -214,7 +205,7 @@ def generate(
         raise typer.BadParameter("there is none; give the text to continue", param_hint="PROMPT")
     if not all(prompts):
         raise typer.BadParameter("a prompt is empty: there is nothing to continue", param_hint="PROMPT")
-    run(
+    cli.generate.run(
         artifact,
         prompts,
         as_json=as_json,
@@ -246,11 +237,9 @@ def verify(
     no_kernel: NoKernel = False,
 ) -> None:
     """Compare an artifact with the unsharded eager model, one row per bucket; exits 1 above the tolerance."""
-    from nxd_infer.cli.verify import run
-
     if tag is not None and checkpoint is None:
         raise typer.BadParameter("it names a checkpoint of --checkpoint, which is not given", param_hint="--tag")
-    raise typer.Exit(run(artifact, model_dir, tolerance, seed, checkpoint, tag, allow_kernel=not no_kernel))
+    raise typer.Exit(cli.verify.run(artifact, model_dir, tolerance, seed, checkpoint, tag, allow_kernel=not no_kernel))
 
 
 app.add_typer(ckpt, name="ckpt")
@@ -259,9 +248,7 @@ app.add_typer(ckpt, name="ckpt")
 @app.command(epilog="Example:  nxd-infer doctor")
 def doctor() -> None:
     """Show what this machine has and lacks: torch, compiler, backends, CPU features, memory, optional packages."""
-    from nxd_infer.cli.doctor import run
-
-    raise typer.Exit(run())
+    raise typer.Exit(cli.doctor.run())
 
 
 @app.command(epilog="Example:  nxd-infer demo --dir ./demo")
@@ -278,9 +265,7 @@ def demo(
     backend: Backend = registry.DEFAULT,
 ) -> None:
     """Run everything end to end on this machine's CPU: train, trace, save, load, serve, query."""
-    from nxd_infer.cli.demo.run import run
-
-    run(directory, seconds, tp, backend)
+    cli.demo.run.run(directory, seconds, tp, backend)
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import typer
 import typer.main
 
 from nxd_infer.cli.parameters import with_options
+from nxd_server.settings import load_settings
+from nxd_server.settings_options import setting_options
 
 
 def command(name: str, summary: str, epilog: str) -> Any:
     """The command with an option for each setting. Made when it is called: importing the settings takes its time."""
-    from nxd_server.settings_options import setting_options
 
     @with_options(setting_options())
     def serve(
@@ -30,7 +31,6 @@ def command(name: str, summary: str, epilog: str) -> Any:
 
 def run(artifact: Path, config: Path | None, given: dict[str, Any]) -> int:
     """Serve until a signal ends it; returns the exit status. ``given``: settings by name, None where one is not."""
-    from nxd_server.app.run import serve
-    from nxd_server.settings import load_settings
+    from nxd_server.app.run import serve  # slow: `serve --help` and completion do without
 
     return serve(artifact, load_settings(config, **given))

@@ -39,7 +39,6 @@ _MAGIC = 0x31304D485344584E
 _PAGE = 4096
 _HEADER = struct.Struct("<QIIQQ")
 _HEADER_BYTES = 512
-_FAILED, _FAILED_RANKS, _MESSAGE = 64, 72, 80
 _BLOCK_BYTES = 256
 _COUNTERS = struct.Struct("<QQqqQ")
 _COUNTERS_AT = 128
@@ -56,17 +55,6 @@ class RankCounters:
     pid: int
     """0 until the rank has connected."""
     collectives: int
-    steps: int
-    last_seconds: float
-    """``time.monotonic()`` of the last collective or step; 0 before the first."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a group failed; ``ranks`` are indices on the axis, empty if no single rank is to blame."""
-
-    message: str
-    ranks: tuple[int, ...]
 
 
 def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
@@ -92,34 +80,12 @@ def create_segment(degree: int, capacity: int = DEFAULT_CAPACITY) -> int:
 
 def read_counters(segment: int | mmap.mmap) -> list[RankCounters]:
     """Read the counters of every rank of a segment (a descriptor, or a mapping of it)."""
-    degree, _ = _sizes(segment)
     counters = []
-    for rank in range(degree):
+    for rank in range(_degree(segment)):
         data = _read(segment, _HEADER_BYTES + rank * _BLOCK_BYTES + _COUNTERS_AT, _COUNTERS.size)
-        collectives, steps, last_ns, pid, _ = _COUNTERS.unpack(data)
-        counters.append(RankCounters(rank, pid, collectives, steps, last_ns / 1e9))
+        collectives, _steps, _last, pid, _ = _COUNTERS.unpack(data)
+        counters.append(RankCounters(rank, pid, collectives))
     return counters
-
-
-def read_failure(segment: int | mmap.mmap) -> Failure | None:
-    """Return why the group of this segment failed, or None if it has not."""
-    degree, _ = _sizes(segment)
-    if struct.unpack("<I", _read(segment, _FAILED, 4))[0] != 2:
-        return None
-    (mask,) = struct.unpack("<Q", _read(segment, _FAILED_RANKS, 8))
-    text = _read(segment, _MESSAGE, _HEADER_BYTES - _MESSAGE).split(b"\0", 1)[0].decode(errors="replace")
-    return Failure(text, tuple(rank for rank in range(degree) if mask >> rank & 1))
-
-
-def fail_segment(segment: int, message: str, ranks: tuple[int, ...] = ()) -> None:
-    """End every wait in the group with ``message``, for a parent that saw a rank die. The first failure is kept."""
-    degree, _ = _sizes(segment)
-    if struct.unpack("<I", _read(segment, _FAILED, 4))[0]:
-        return
-    text = message.encode()[: _HEADER_BYTES - _MESSAGE - 1]
-    os.pwrite(segment, struct.pack("<Q", sum(1 << rank for rank in ranks if rank < degree)), _FAILED_RANKS)
-    os.pwrite(segment, text + b"\0", _MESSAGE)
-    os.pwrite(segment, struct.pack("<I", 2), _FAILED)
 
 
 class ShmCollectives:
@@ -184,11 +150,6 @@ class ShmCollectives:
         with self._typed_errors(axis):
             self._ops["barrier"](axis + self._scope)
 
-    def count_step(self, axis: str = "tp") -> int:
-        """Advance this rank's step counter, which :func:`read_counters` shows, and return it."""
-        with self._typed_errors(axis):
-            return self._ops["comm_step"](axis + self._scope)
-
     def close(self) -> None:
         """Disconnect this process; the memory is freed once every process has disconnected."""
         while self._connected:
@@ -239,10 +200,10 @@ def _read(segment: int | mmap.mmap, offset: int, size: int) -> bytes:
     return os.pread(segment, size, offset) if isinstance(segment, int) else segment[offset : offset + size]
 
 
-def _sizes(segment: int | mmap.mmap) -> tuple[int, int]:
+def _degree(segment: int | mmap.mmap) -> int:
     head = _read(segment, 0, _HEADER.size)
     if len(head) == _HEADER.size:
-        magic, degree, _, capacity, _ = _HEADER.unpack(head)
+        magic, degree, _, _capacity, _ = _HEADER.unpack(head)
         if magic == _MAGIC:
-            return degree, capacity
+            return degree
     raise CollectiveError("this is not a segment made by create_segment()")

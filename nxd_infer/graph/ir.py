@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
+import nxd_infer.comm.ops
+import nxd_infer.ops  # noqa: F401  (these two register the operators of the namespace "nxd")
 from nxd_infer.errors import ArtifactCorruptError, TraceError
 
 IN_PLACE = 1
@@ -138,9 +140,6 @@ def resolve_operator(name: str) -> Any:
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise ArtifactCorruptError(f"{name!r} in a graph is not an operator's name")
     namespace, operation, overload = parts
-    if namespace == "nxd":  # our own operators, which these imports register
-        import nxd_infer.comm.ops
-        import nxd_infer.ops  # noqa: F401
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:

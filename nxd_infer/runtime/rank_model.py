@@ -18,6 +18,8 @@ import numpy as np
 from nxd_infer.artifact.manifest import BucketSpec, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
+from nxd_infer.runtime import updates
+from nxd_infer.runtime.bucket_table import bucket_table
 from nxd_infer.runtime.ranks.arena import InputBlock
 from nxd_infer.runtime.ranks.base import Ranks
 from nxd_infer.runtime.ranks.channel import Kind
@@ -106,8 +108,6 @@ class RankModel:
 
     def bucket_table(self) -> str:
         """Return the buckets as text."""
-        from nxd_infer.runtime.router import bucket_table
-
         return bucket_table(self.buckets)
 
     # --- lifecycle ---
@@ -255,9 +255,7 @@ class RankModel:
 
         Nothing changes yet, and the ranks continue meanwhile. The caller must close the result or pass it on.
         """
-        from nxd_infer.runtime.updates.weights import NewWeights, WeightUpdate
-
-        return NewWeights(WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
+        return updates.weights.NewWeights(updates.weights.WeightUpdate(self.manifest, weights, strict=strict, tag=tag))
 
     def update_weights(self, weights: Weights | NewWeights, *, strict: bool = True, tag: str | None = None) -> None:
         """Swap the weights of every rank in place, between two calls, without compiling anything.
@@ -273,9 +271,8 @@ class RankModel:
         cannot be read. Then nothing has changed. RankFailedError if a rank failed with only some weights replaced: the
         ranks have been ended, and ``restart`` starts them with the old weights.
         """
-        from nxd_infer.runtime.updates.weights import NewWeights
-
-        new = weights if isinstance(weights, NewWeights) else self.cut_weights(weights, strict=strict, tag=tag)
+        cut = isinstance(weights, updates.weights.NewWeights)
+        new = weights if cut else self.cut_weights(weights, strict=strict, tag=tag)
         with self._turn.take():
             ranks = self._started()
             ranks.settle()  # so that a failing step is not blamed on the weights
@@ -293,10 +290,7 @@ class RankModel:
 
     def cut_adapter(self, slot: int, folder: str | os.PathLike[str] | None) -> NewWeights:
         """Do the first part of :meth:`load_adapter`, like :meth:`cut_weights`; the ranks continue meanwhile."""
-        from nxd_infer.runtime.updates.adapters import AdapterUpdate
-        from nxd_infer.runtime.updates.weights import NewWeights
-
-        return NewWeights(AdapterUpdate(self.manifest, slot, folder))
+        return updates.weights.NewWeights(updates.adapters.AdapterUpdate(self.manifest, slot, folder))
 
     def updated_weights(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's weights that ``update_weights`` has changed, memory-mapped, by name."""

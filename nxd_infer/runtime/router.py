@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nxd_infer.artifact.manifest import BucketSpec, InputSpec, dtype_name
 from nxd_infer.errors import BucketError, InputMismatchError, InputRangeError, NxdError
+from nxd_infer.runtime.bucket_table import bucket_table, shape_text
 from nxd_infer.util.devices import on_host
 
 BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
@@ -29,21 +30,6 @@ class Route:
 
     bucket: int
     inputs: Mapping[str, Tensor]
-
-
-def bucket_table(buckets: Sequence[BucketSpec]) -> str:
-    """Format the buckets, one per line; dimensions that may be smaller are marked ``<=``."""
-    width = max((len(bucket.name) for bucket in buckets), default=0)
-    lines = []
-    for bucket in buckets:
-        inputs = ", ".join(f"{spec.name}: {spec.dtype}{shape_text(spec)}" for spec in bucket.inputs)
-        lines.append(f"  {bucket.name:<{width}}  {inputs}")
-    return "\n".join(lines)
-
-
-def shape_text(spec: InputSpec) -> str:
-    """Return the allowed shape of an input: ``[1, <=128]``."""
-    return "[" + ", ".join(f"<={size}" if dim in spec.pad else str(size) for dim, size in enumerate(spec.shape)) + "]"
 
 
 class Router:

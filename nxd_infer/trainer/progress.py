@@ -112,7 +112,9 @@ class TrainingProgress:
         if self._shows:
             self._console = console or _standard_error()
             if self._console.is_terminal:
-                bar = self._bar = _bar(self._console)
+                from nxd_infer.util.progress_bar import progress_bar  # optional: rich
+
+                bar = self._bar = progress_bar(self._console)
                 self._task = bar.add_task(description, total=1.0 if total or seconds else None, note="")
                 bar.start()
 
@@ -186,17 +188,3 @@ def _standard_error() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
-
-
-def _bar(console: Console) -> Progress:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-    )
-    return Progress(*columns, console=console)

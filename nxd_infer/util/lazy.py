@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
+    package: str, homes: Mapping[str, str] | None = None, modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of ``package``::
 
@@ -18,7 +18,11 @@ def lazy_names(
     Args:
         homes: the module of each name; one that begins with a dot is inside the package.
         modules: submodules that are also names of the package.
+
+    Type checkers need the same names in an ``if TYPE_CHECKING`` block of the package. Code that must not import a slow
+    module at its start imports the package instead, and writes ``package.module.name``.
     """
+    homes = homes or {}
 
     def find(name: str) -> Any:
         if name in homes:

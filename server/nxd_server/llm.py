@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_server.engine.classifier_scores import likeliest, probabilities
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, TokenEvent, Usage
 from nxd_server.engine.generation_engine import Engine
@@ -71,8 +72,6 @@ class LLM:
         on_progress: Callable[[int, int, str], None] | None = None,
         **engine_options: Any,
     ):
-        from nxd_infer.trace import parallel_model_load
-
         self.model = parallel_model_load(
             artifact_dir,
             call_timeout=call_timeout,

@@ -157,7 +157,7 @@ def test_a_graph_that_writes_to_its_inputs_cannot_corrupt_other_ranks(tmp_path, 
 def test_records_and_descriptors_cross_the_channel():
     ours, theirs = Channel.pair()
     read, write = os.pipe()
-    ours.send_request(Request(Kind.STEP, 65535, 2**63), (read,))
+    ours.send(Request(Kind.STEP, 65535, 2**63).record(), (read,))
     os.close(read)
     message = theirs.receive_request()
     assert message is not None
@@ -176,7 +176,7 @@ def test_records_and_descriptors_cross_the_channel():
     with pytest.raises(ChannelClosed):
         ours.receive_response()
     with pytest.raises(ChannelClosed):
-        ours.send_request(request)
+        ours.send(request.record())
     os.close(write)
     os.close(fds[0])
 

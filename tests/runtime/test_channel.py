@@ -27,7 +27,7 @@ def ends():
 @pytest.mark.parametrize("seconds", [0.0, AWAKE_SECONDS / 4, 4 * AWAKE_SECONDS], ids=["at once", "awake", "asleep"])
 def test_a_request_is_received_whenever_it_comes(ends, seconds):
     caller, rank = ends
-    sender = threading.Timer(seconds, caller.send_request, [STEP])
+    sender = threading.Timer(seconds, caller.send, [STEP.record()])
     sender.start()
     assert rank.receive_request() == (STEP, [])
     sender.join(10)
@@ -66,7 +66,7 @@ def test_a_rank_that_nobody_asks_goes_to_sleep(ends, yields):
 
     wait_until(sleeps)
     assert not received
-    caller.send_request(STEP)
+    caller.send(STEP.record())
     thread.join(60)
     assert received == [(STEP, [])]
 
@@ -78,7 +78,7 @@ def test_a_rank_that_is_asked_soon_has_stayed_awake(ends, yields, monkeypatch):
 
     def send():
         wait_until(lambda: len(yields) > 100)
-        caller.send_request(STEP)
+        caller.send(STEP.record())
 
     sender = threading.Thread(target=send)
     sender.start()

@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,17 +62,31 @@ def floor_of(module: str) -> int | None:
 
 def imported(name: str, path: Path) -> set[str]:
     """Every module of ours that the file imports: inside functions and ``if TYPE_CHECKING``, too."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {target for node in nodes for target in imported_by(node, name, path)} - {name}
+
+
+def imported_by(node: ast.AST, name: str, path: Path) -> set[str]:
+    """The modules of ours that this statement imports; empty unless it is an import."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return {module_of(target) for target in found if target.split(".")[0] in ROOTS} - {name}
+    if isinstance(node, ast.Import):
+        found.update(alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+        found.update(f"{base}.{alias.name}" for alias in node.names)
+    return {module_of(target) for target in found if target.split(".")[0] in ROOTS}
+
+
+def inside_functions(name: str, path: Path) -> dict[int, str]:
+    """The imports of our own packages inside functions: the source of each, by line."""
+    text = path.read_text()
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nodes = [node for function in functions for node in ast.walk(function) if imported_by(node, name, path)]
+    lines = text.splitlines()
+    return {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -114,6 +129,16 @@ def test_no_two_modules_reach_each_other():
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
+@pytest.mark.check
+def test_few_imports_of_our_own_stand_inside_functions():
+    """And each says, on its line, which optional or slow package it waits for; ``nxd_infer.util.lazy`` does without."""
+    found = {
+        f"{name}:{line}": source for name, path in sources() for line, source in inside_functions(name, path).items()
+    }
+    assert len(found) < 15
+    assert [place for place, source in found.items() if not re.search(r"#.*\b(slow|optional): \S", source)] == []
+
+
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
@@ -139,7 +164,7 @@ def test_what_starts_ranks_and_serves_tokens_needs_no_torch():
     """Its import takes a second, which the ranks take as well: they would begin theirs only afterwards."""
     modules = loaded_by(
         "import nxd_infer.runtime.rank_model, nxd_infer.runtime.rank.main, nxd_infer.cli.main, nxd_infer.cli.serve\n"
-        "import nxd_server.app.run, nxd_server.app.start_model, nxd_server.http.app\n"
+        "import nxd_server.app.run, nxd_server.app.start_model, nxd_server.http.server\n"
         "import nxd_server.engine.generation_engine, nxd_server.text.chat_template, nxd_server.text.tokenizer"
     )
     assert {"nxd_server", "fastapi", "numpy"} <= modules

@@ -35,6 +35,39 @@ SEQUENCE = 1
 """The dimension of the sequence in hidden states [B, S, E]."""
 
 
+def first_linear(
+    config: LlamaConfig, outputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype
+) -> ColumnParallelLinear:
+    """One of the layers that read a block's input, which has entered the parallel region."""
+    return ColumnParallelLinear(
+        config.hidden_size,
+        outputs,
+        bias=bias,
+        gather_output=False,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        output_plan=axis,
+        input_is_shared=True,
+    )
+
+
+def last_linear(
+    config: LlamaConfig, inputs: int, bias: bool, axis: AxisPlan, dtype: torch.dtype, sequence_parallel: bool
+) -> RowParallelLinear:
+    """The layer that sums a block's results over the ranks."""
+    return RowParallelLinear(
+        inputs,
+        config.hidden_size,
+        bias=bias,
+        input_is_parallel=True,
+        sequence_parallel_enabled=sequence_parallel,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        sequence_dimension=SEQUENCE,
+        input_plan=axis,
+    )
+
+
 class ParallelBlock(nn.Module):
     """A block whose first layers share one input and whose last layer sums over the ranks."""
 
@@ -57,40 +90,15 @@ class Attention(ParallelBlock):
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__(sequence_parallel)
-        hidden, dim = config.hidden_size, config.head_dim
-        degree = self.context.tp.degree
+        dim, degree = config.head_dim, self.context.tp.degree
         plan = tensor_parallel_plan(config, degree)
         queries, keys, values, outputs = (plan[f"model.layers.*.self_attn.{x}_proj"].axis for x in "qkvo")
         self.heads, self.kv_heads = queries.local_size(degree) // dim, keys.local_size(degree) // dim
         self.head_dim, self.scale = dim, dim**-0.5
-        init = normal_init(config.initializer_range)
-
-        def project(heads: int, axis: AxisPlan) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden,
-                heads * dim,
-                bias=config.qkv_bias,
-                gather_output=False,
-                dtype=dtype,
-                init_method=init,
-                output_plan=axis,
-                input_is_shared=True,
-            )
-
-        self.q_proj = project(config.num_heads, queries)
-        self.k_proj = project(config.num_kv_heads, keys)
-        self.v_proj = project(config.num_kv_heads, values)
-        self.o_proj = RowParallelLinear(
-            config.num_heads * dim,
-            hidden,
-            bias=config.output_bias,
-            input_is_parallel=True,
-            sequence_parallel_enabled=sequence_parallel,
-            dtype=dtype,
-            init_method=init,
-            sequence_dimension=SEQUENCE,
-            input_plan=outputs,
-        )
+        self.q_proj = first_linear(config, config.num_heads * dim, config.qkv_bias, queries, dtype)
+        self.k_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, keys, dtype)
+        self.v_proj = first_linear(config, config.num_kv_heads * dim, config.qkv_bias, values, dtype)
+        self.o_proj = last_linear(config, config.num_heads * dim, config.output_bias, outputs, dtype, sequence_parallel)
         self.q_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps, dtype) if config.qk_norm else None
         self.rotary = Rotary(dim, config.rope)
@@ -142,36 +150,12 @@ class FeedForward(ParallelBlock):
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_parallel: bool = False):
         super().__init__(sequence_parallel)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        init = normal_init(config.initializer_range)
+        inner, bias = config.intermediate_size, config.mlp_bias
         plan = tensor_parallel_plan(config, self.context.tp.degree)
         gate, up, down = (plan[f"model.layers.*.mlp.{x}_proj"].axis for x in ("gate", "up", "down"))
-
-        def project(axis: AxisPlan) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden,
-                inner,
-                bias=config.mlp_bias,
-                gather_output=False,
-                dtype=dtype,
-                init_method=init,
-                output_plan=axis,
-                input_is_shared=True,
-            )
-
-        self.gate_proj = project(gate)
-        self.up_proj = project(up)
-        self.down_proj = RowParallelLinear(
-            inner,
-            hidden,
-            bias=config.mlp_bias,
-            input_is_parallel=True,
-            sequence_parallel_enabled=sequence_parallel,
-            dtype=dtype,
-            init_method=init,
-            sequence_dimension=SEQUENCE,
-            input_plan=down,
-        )
+        self.gate_proj = first_linear(config, inner, bias, gate, dtype)
+        self.up_proj = first_linear(config, inner, bias, up, dtype)
+        self.down_proj = last_linear(config, inner, bias, down, dtype, sequence_parallel)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,16 +14,15 @@ import time
 import traceback
 from pathlib import Path
 
+from nxd_infer.backends import registry
+from nxd_infer.util.processes import die_with_parent
+
 
 def main(arguments: list[str]) -> int:
-    from nxd_infer.util.processes import die_with_parent
-
     die_with_parent(int(arguments[2]))
     answers = os.fdopen(int(arguments[1]), "w", buffering=1)
     gc.disable()  # imported objects stay, and scanning them takes a fifth of the import
     import torch  # noqa: F401  (every graph's compiler needs it)
-
-    from nxd_infer.backends import registry
 
     backend = registry.get(arguments[0])
     gc.freeze()

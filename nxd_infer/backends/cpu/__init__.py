@@ -1,1 +1,17 @@
-"""The backends of a plain CPU: inductor (compiled) and eager (node by node)."""
+"""The backends of a plain CPU: inductor (compiled) and eager (node by node).
+
+The modules below need torch and are imported on first use: a server's process asks a backend for its facts and for
+``check_target``, and has no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nxd_infer.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from nxd_infer.backends.cpu import compiling, executable, lower, operators, package, placement
+
+__all__ = ["compiling", "executable", "lower", "operators", "package", "placement"]
+__getattr__, __dir__ = lazy_names(__name__, modules=__all__)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
 from nxd_infer.backends.cpu.options import OPTION, packed_option, quantize_option
@@ -46,14 +47,10 @@ class EagerBackend(CpuBackend):
         return describe_target()
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        from nxd_infer.backends.cpu.executable import CpuExecutable, checked_graph
-        from nxd_infer.backends.cpu.lower import read_program
-        from nxd_infer.graph.ir import Program
-
         (rank,) = ranks
-        graph = checked_graph(rank, runtime)
-        program = Program(read_program(rank.directory))
-        return CpuExecutable(graph, rank.states, rank.weights, lambda values: program(*values))
+        graph = cpu.executable.checked_graph(rank, runtime)
+        program = cpu.lower.load_program(rank.directory)
+        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, lambda values: program(*values))
 
 
 BACKEND = EagerBackend()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
 from nxd_infer.backends.cpu.options import OPTION, QUANTIZE, packed_option, quantize_option
@@ -92,13 +93,10 @@ class InductorBackend(CpuBackend):
 
     def prepare_trace(self, tp_degree: int) -> None:
         """Compiled graphs of several ranks cannot do without the native operators."""
-        from nxd_infer import native
-        from nxd_infer.backends.cpu.operators import native_library
-
-        if native_library() is None and tp_degree > 1:
+        if cpu.operators.native_library() is None and tp_degree > 1:
             raise BackendUnavailableError(
                 f"the {self.name} backend needs the native collectives for tp_degree={tp_degree}: "
-                f"{native.availability().reason or 'they could not be built'}; use backend='eager'"
+                f"{cpu.operators.reason_for_none()}; use backend='eager'"
             )
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,22 +120,17 @@ class InductorBackend(CpuBackend):
         }
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        from nxd_infer.backends.cpu.compiling import compile_here
-
         settings = {key: value for key, value in options.items() if key not in (CPU_TARGET, OPTION, QUANTIZE)}
         simdlen = cpu_target(options.get(CPU_TARGET), cpu_features()).simdlen
-        compile_here(graph_dir, {**settings, **_FIXED}, graph_dir / CODE, simdlen)
+        cpu.compiling.compile_here(graph_dir, {**settings, **_FIXED}, graph_dir / CODE, simdlen)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        from nxd_infer.backends.cpu.executable import CpuExecutable, checked_graph
-        from nxd_infer.backends.cpu.package import strays
-
         (rank,) = ranks
-        graph = checked_graph(rank, runtime)
+        graph = cpu.executable.checked_graph(rank, runtime)
         package = rank.directory / PACKAGE
         if not list((rank.directory / CODE).glob("*.so")):
             raise ArtifactCorruptError(f"{package} holds no compiled graph; trace again")
-        if strange := strays(rank.directory / CODE):
+        if strange := cpu.package.strays(rank.directory / CODE):
             raise ArtifactCorruptError(f"{package} holds {strange[0]!r}, which might be run as code: remove that file")
         found = _loader_class()
         if found is None:
@@ -149,7 +142,7 @@ class InductorBackend(CpuBackend):
             raise ArtifactCorruptError(f"{package} cannot be loaded: {error}") from error
         if loader.get_constant_fqns():
             raise ArtifactCorruptError(f"{package} holds constants of its own; it was not written by this package")
-        return CpuExecutable(graph, rank.states, rank.weights, loader.run)
+        return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, loader.run)
 
 
 def _loader_class() -> Any:

@@ -20,6 +20,11 @@ def native_library() -> Any | None:
         return None
 
 
+def reason_for_none() -> str:
+    """Return why :func:`native_library` returned None."""
+    return native.availability().reason or "they could not be built"
+
+
 def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
     """The native libraries that the graph calls, registered: those in ``ops/`` beside ``graphs/``, else this package's.
 

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     if config.crew:
         _settle_openmp(config.cores)
     gc.disable()  # imported objects stay, and scanning them takes an eighth of the import
-    from nxd_infer.runtime.rank import loop  # imports torch, which reads the settings above
+    from nxd_infer.runtime.rank import loop  # slow: torch, which reads the settings above
 
     return loop.run(config)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nxd_infer.runtime.ranks.channel import Kind
 from nxd_infer.runtime.ranks.health import RankHealth
-
-if TYPE_CHECKING:
-    pass
 
 
 class Ranks(Protocol):

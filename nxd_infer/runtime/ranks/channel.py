@@ -95,11 +95,8 @@ class Channel:
 
     # --- the caller's end ---
 
-    def send_request(self, request: Request, fds: tuple[int, ...] = ()) -> None:
-        self.send(request.record(), fds)
-
     def send(self, record: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Like :meth:`send_request`, for an encoded request: every rank gets the same record."""
+        """Send an encoded request, with descriptors. Raises ChannelClosed if the peer has ended."""
         try:
             if fds:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

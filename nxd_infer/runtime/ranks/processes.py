@@ -315,7 +315,7 @@ def _libraries(artifact: LoadedArtifact) -> list[str]:
         return []
     if manifest.ops:
         return [str(artifact.op_file(digest)) for digest in manifest.ops]
-    from nxd_infer import native
+    from nxd_infer import native  # slow: torch, which nothing else here needs
 
     try:
         return [str(native.load().path)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
@@ -66,12 +65,9 @@ class WeightSwaps:
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's swapped weights, memory-mapped, by name."""
-        from nxd_infer.artifact.rank_weights import load_weights
-
         found: dict[str, Tensor] = {}
         for entry in self._entries:
-            file = Path(f"/proc/self/fd/{entry.files[rank].fileno()}")
-            found.update(load_weights(file, self._manifest.weights, partial=True))
+            found.update(entry.tensors(rank))
         return found
 
     def _prepare(self, ranks: Any, new: NewWeights) -> None:

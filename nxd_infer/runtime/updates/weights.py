@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from torch import Tensor
 
 from nxd_infer.artifact.manifest import Manifest, WeightSpec, weight_schema_hash
-from nxd_infer.artifact.rank_weights import write_safetensors
+from nxd_infer.artifact.rank_weights import load_weights, write_safetensors
 from nxd_infer.artifact.writer import is_disk_full
 from nxd_infer.checkpoint.source import Weights, weight_source
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError, WeightSchemaError
@@ -151,6 +152,11 @@ class NewWeights:
         except BaseException:
             self.close()
             raise
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """Return what was cut for ``rank``, memory-mapped, by name."""
+        file = Path(f"/proc/self/fd/{self.files[rank].fileno()}")
+        return load_weights(file, self.manifest.weights, partial=True)
 
     def close(self) -> None:
         """Release the files; ranks that have mapped theirs keep them."""

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
 from nxd_server.app.service import Service
 from nxd_server.environment import unknown_variables
-from nxd_server.errors import SettingsError
+from nxd_server.http.listener import bind
 from nxd_server.http.ops import logs
 from nxd_server.settings import ServerSettings
 from nxd_server.threads import in_thread
@@ -38,24 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nxd_server")
 
-WAITING = 2048
-"""Backlog of connections that the system holds until they are accepted."""
 CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
 """Minimum time for finished answers to reach their clients after the engine has ended."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would raise the signal again and make the exit status -15."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(WAITING)  # uvicorn's ``backlog`` also sets how many are accepted at once
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(artifact: str | Path, settings: ServerSettings) -> int:
@@ -100,31 +82,6 @@ async def _main(
     return await run.main(make_service(run.on_failure))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises SettingsError that says what is wrong with the address."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        raise SettingsError(f"cannot listen on {host!r}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(WAITING)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        way_out = {
-            errno.EADDRINUSE: "stop what uses the port, or choose another one with --port",
-            errno.EADDRNOTAVAIL: "choose an address of this machine with --host, or 0.0.0.0 for all of them",
-            errno.EACCES: "choose a port with --port that needs no more rights, such as 8000",
-        }.get(error.errno or 0, "choose others with --host and --port")
-        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from None
-    return listener
-
-
 class _Run:
     """One run of the server, from the first answer to the exit status."""
 
@@ -142,27 +99,11 @@ class _Run:
         self._service = service
         self._handle_signals()
         service.start()  # the ranks import and load while this process imports the HTTP layer
-        from nxd_server.http.app import create_app
-        from nxd_server.http.connections import BACKLOG
-        from nxd_server.http.h11_protocol import guarded
+        from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
-        app = create_app(service, self._settings)
+        app, server = make_server(service, self._settings)
         gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=guarded(app.state.connections),
-                backlog=BACKLOG,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=self._settings.connection_timeout,
-                timeout_graceful_shutdown=2,
-            )
-        )
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         await asyncio.sleep(0)  # lets a failure that happened meanwhile arrive

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import ModelConfigError
+from nxd_server.engine.speculation import check_speculate
 from nxd_server.errors import GenerateOnlyError, RequestError, SettingsError
 from nxd_server.settings import ServerSettings
 from nxd_server.text.body_limits import Bounds, body_bounds
+from nxd_server.text.chat_template import TemplateSources
+from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
+from nxd_server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import Manifest
     from nxd_infer.artifact.reader import LoadedArtifact
-    from nxd_server.text.chat_template import TemplateSources
-    from nxd_server.text.text_process_jobs import BoundedJson, BoundedTemplate, BoundedTokenizer
-    from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.service")
 
@@ -93,8 +94,6 @@ class ServedModel:
         """The tokenizer for long texts; RequestError without one. Use from the event loop's thread only."""
         tokenizer = self.require_tokenizer()
         if self._bounded_tokenizer is None:
-            from nxd_server.text.text_process_jobs import BoundedTokenizer
-
             settings = self.settings
             self._bounded_tokenizer = BoundedTokenizer(
                 tokenizer, settings.request_timeout, settings.max_queued_requests
@@ -104,8 +103,6 @@ class ServedModel:
     @functools.cached_property
     def bounded_json(self) -> BoundedJson:
         """The parser of large bodies."""
-        from nxd_server.text.text_process_jobs import BoundedJson
-
         return BoundedJson(self.settings.request_timeout, self.settings.max_queued_requests)
 
     @property
@@ -140,17 +137,12 @@ class ServedModel:
                 "with --lora-slots"
             )
         if settings.speculate:
-            from nxd_server.engine.speculation import check_speculate
-
             check_speculate(self.metadata, settings.speculate)
 
     def _read_text(self, task: str, artifact: LoadedArtifact) -> None:
         """Read the tokenizer and the chat template that the manifest lists."""
         if task not in ROUTES:
             return
-        from nxd_server.text.chat_template import TemplateSources
-        from nxd_server.text.tokenizer import Tokenizer
-
         try:
             self._tokenizer = Tokenizer.from_dir(artifact)
         except ModelConfigError as error:
@@ -164,8 +156,6 @@ class ServedModel:
         """Serve conversations with this template, once it has been checked."""
         if sources is None:
             return
-        from nxd_server.text.text_process_jobs import BoundedTemplate
-
         settings = self.settings
         template = BoundedTemplate(sources, settings.render_timeout, settings.max_queued_requests)
         self.chat_template = template  # first, so that closing can end it during the check

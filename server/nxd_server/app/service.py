@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nxd_infer.errors import NxdError, RankFailedError
+from nxd_infer.runtime.load import load_artifact
+from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
 from nxd_server.app.recovery_timeout import RecoveryTimeout
 from nxd_server.app.served_model import ServedModel
 from nxd_server.app.start_model import make_model
@@ -120,8 +122,6 @@ class Service(ServedModel):
 
     def _open(self) -> RankModel:
         """Read the artifact and start its ranks; return the model for the engine."""
-        from nxd_infer.runtime.load import load_artifact
-
         settings = self.settings
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
@@ -150,7 +150,7 @@ class Service(ServedModel):
             try:
                 self._read_text(self.task, artifact)
                 if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
-                    import nxd_infer.runtime.updates.adapters  # noqa: F401
+                    import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
                 text.set_result(None)
             except Exception as error:
                 text.set_exception(error)
@@ -170,21 +170,17 @@ class Service(ServedModel):
             "idle_probe": IDLE_PROBE_SECONDS,
         }
         if self.task == "generate":
-            from nxd_server.engine import Engine
-
             options |= {"stall_ratio": settings.stall_ratio, "speculate": settings.speculate}
-            engine = self._engine = Engine(model, self._tokenizer, **options)
-            engine.adapters.taken_name = self.model_name
+            worker = self._engine = engine.Engine(model, self._tokenizer, **options)
+            worker.adapters.taken_name = self.model_name
             for name, _, path in (word.partition("=") for word in settings.lora):
-                engine.adapters.load(name, path)
+                worker.adapters.load(name, path)
         else:
-            from nxd_server.engine import OneShotEngine, TextEncoder
-
-            engine = self._oneshot = OneShotEngine(cast("TensorParallelModel", model), **options)
+            worker = self._oneshot = engine.OneShotEngine(cast("TensorParallelModel", model), **options)
             if self._tokenizer is not None:
-                self._encoder = TextEncoder(self._oneshot, self._tokenizer)
-        engine.start(on_progress=self._progress)
-        return engine
+                self._encoder = engine.TextEncoder(self._oneshot, self._tokenizer)
+        worker.start(on_progress=self._progress)
+        return worker
 
     def _progress(self, done: int, total: int, bucket: str) -> None:
         self._stage = f"warming up: graph {min(done + 1, total)} of {total} ({bucket})"

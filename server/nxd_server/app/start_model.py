@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nxd_infer.runtime.rank_model import RankModel, takes_arrays
+
 if TYPE_CHECKING:
     from nxd_infer.artifact.reader import LoadedArtifact
-    from nxd_infer.runtime.rank_model import RankModel
 
 
 def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: Any) -> RankModel:
@@ -15,7 +16,6 @@ def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: An
 
     The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
     """
-    from nxd_infer.runtime.rank_model import RankModel, takes_arrays
 
     def before_load() -> None:
         spawned.set()
@@ -24,6 +24,6 @@ def make_model(artifact: LoadedArtifact, spawned: threading.Event, **options: An
     if artifact.manifest.metadata.get("task") == "generate" and takes_arrays(artifact.manifest):
         return RankModel(artifact, before_load=before_load, **options)
     before_load()
-    from nxd_infer.runtime.model import TensorParallelModel
+    from nxd_infer.runtime.model import TensorParallelModel  # slow: torch
 
     return TensorParallelModel(artifact, in_process=False, **options)

@@ -73,7 +73,7 @@ async def predict(request: Request, body: PredictBody) -> Response:
 
 
 def _tensors():
-    from nxd_server.http import tensors  # imports torch, which a server that generates never loads
+    from nxd_server.http import tensors  # slow: torch, which a server that generates never loads
 
     return tensors
 

@@ -16,7 +16,10 @@ from typing import Any
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.memory import give_back
 from nxd_server.errors import BodyError, PromptTooLongError, RequestError, TextTooLongError
+from nxd_server.text.body_limits import Bounds
+from nxd_server.text.chat_template import ChatTemplate
 from nxd_server.text.text_process import START_SECONDS, read_frame, write_frame
+from nxd_server.text.tokenizer import Tokenizer
 
 TEMPLATE_MEMORY = 256 * 2**20
 TEXT_MEMORY = 1024 * 2**20
@@ -90,8 +93,6 @@ def _prepare(header: dict[str, Any], blob: bytes) -> Job:
 
 
 def _template_job(setup: dict[str, Any]) -> Job:
-    from nxd_server.text.chat_template import ChatTemplate
-
     _limit_memory(TEMPLATE_MEMORY)
     # Compile only in this process: jinja2 evaluates constants while it compiles, so compiling alone may never end.
     template = ChatTemplate(setup["source"], setup["special_tokens"], setup["named"])
@@ -105,8 +106,7 @@ def _template_job(setup: dict[str, Any]) -> Job:
 
 
 def _json_job() -> Job:
-    from nxd_server.text.body_limits import Bounds
-    from nxd_server.text.strict_json import parse_json
+    from nxd_server.text.strict_json import parse_json  # slow: pydantic_core, which the other kinds do without
 
     # The server decodes marshal data in a fraction of the time that JSON takes.
     return lambda header, blob: ({}, marshal.dumps(parse_json(blob, Bounds(**header["bounds"]))))
@@ -114,8 +114,6 @@ def _json_job() -> Job:
 
 def _tokenizer_job(setup: dict[str, Any], blob: bytes) -> Job:
     from tokenizers import Tokenizer as RawTokenizer
-
-    from nxd_server.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(RawTokenizer.from_str(blob.decode()), setup["config"])
 

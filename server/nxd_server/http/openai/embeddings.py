@@ -79,14 +79,11 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
     """Return the answer for one text's ``logits`` [labels]."""
-    from nxd_server.engine.classifier_scores import (  # imports torch, which a server that generates never loads
-        likeliest,
-        probabilities,
-    )
+    from nxd_server.engine import classifier_scores  # slow: torch, which a server that generates never loads
 
-    probs = probabilities(logits, scores)
+    probs = classifier_scores.probabilities(logits, scores)
     numbers = {"scores": logits.tolist()} if probs is None else {"probs": probs.tolist()}
-    return {"label": likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
+    return {"label": classifier_scores.likeliest(logits, labels), **numbers, "num_classes": logits.numel()}
 
 
 async def _encode(request: Request, value: Any, **options: Any) -> list[Encoded]:
