@@ -21,10 +21,9 @@ from nxd_infer.errors import BucketError, InputMismatchError, ModelClosedError
 from nxd_infer.runtime import updates
 from nxd_infer.runtime.bucket_table import bucket_table
 from nxd_infer.runtime.ranks.arena import InputBlock
-from nxd_infer.runtime.ranks.base import Ranks
+from nxd_infer.runtime.ranks.base import RankHealth, Ranks
 from nxd_infer.runtime.ranks.channel import Kind
 from nxd_infer.runtime.ranks.cores import check_degree, default_threads
-from nxd_infer.runtime.ranks.health import RankHealth
 from nxd_infer.runtime.ranks.lock import Turns
 from nxd_infer.runtime.ranks.pending_step import PendingStep, free_side
 from nxd_infer.runtime.ranks.supervisor import Supervisor

@@ -1,12 +1,31 @@
-"""The interface of a model's ranks, wherever they run."""
+"""The interface of a model's ranks, wherever they run, and what it reports of each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nxd_infer.runtime.ranks.channel import Kind
-from nxd_infer.runtime.ranks.health import RankHealth
+
+
+@dataclass(frozen=True)
+class RankHealth:
+    """One entry of ``TensorParallelModel.health()``."""
+
+    rank: int
+    pid: int | None
+    alive: bool
+    state: str
+    """``running``, ``stopped`` or ``ended``."""
+    steps: int
+    """Exchanges finished since the start."""
+    collectives: int
+    """Collectives passed since the start; 0 if the transport does not count them."""
+    busy_seconds: float
+    """How long the exchange in progress has taken so far; 0 between exchanges."""
+    last_step_age: float | None
+    """Seconds since the last exchange began; None before the first."""
 
 
 class Ranks(Protocol):

@@ -14,8 +14,8 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ModelClosedError, RankFailedError
 from nxd_infer.runtime.rank.rank import Rank, Runtime
+from nxd_infer.runtime.ranks.base import RankHealth
 from nxd_infer.runtime.ranks.channel import Kind
-from nxd_infer.runtime.ranks.health import RankHealth
 
 
 @dataclass

@@ -19,8 +19,8 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
 from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
 from nxd_infer.runtime.ranks.arena import Arena, Side
+from nxd_infer.runtime.ranks.base import RankHealth
 from nxd_infer.runtime.ranks.channel import Answers, ChannelClosed, Kind, Request
-from nxd_infer.runtime.ranks.health import RankHealth
 from nxd_infer.runtime.ranks.processes import RankProcesses
 from nxd_infer.runtime.time_bounds import Bounds
 
