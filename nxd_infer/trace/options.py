@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from nxd_infer.trace.progress import Progress
 
 
-def _whole(minimum: int, *, optional: bool = False) -> dict[str, Any]:
-    """A whole number of at least ``minimum``, in Python and on the command line."""
-
-    def check(name: str, value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise TraceConfigError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
-
-    return {"kind": int, "minimum": minimum, "check": check}
-
-
 def _seconds(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise TraceConfigError(f"{name} is a positive number of seconds, got {value!r}")
@@ -85,12 +73,13 @@ class TraceOptions:
         "Several shapes in one model: a BucketModelConfig or a mapping of its arguments. Needs "
         "`inline_weights_to_neff=False`.",
     )
-    tp_degree: int = option(1, "Tensor parallel degree: one process per rank.", flag="--tp", **_whole(1))
+    tp_degree: int = option(1, "Tensor parallel degree: one process per rank.", flag="--tp", kind=int, minimum=1)
     max_parallel_compilations: int | None = option(
         None,
         "At most this many ranks hold weights at a time, and at most this many graphs compile at a time.",
         more="Below `tp_degree`, `func` must not communicate. Default: all ranks at once.",
-        **_whole(1, optional=True),
+        kind=int,
+        minimum=1,
     )
     _: KW_ONLY
     states: Sequence[str | Tensor] | None = option(
@@ -155,4 +144,4 @@ class TraceOptions:
     )
 
     def __post_init__(self) -> None:
-        check_each(self)
+        check_each(self, TraceConfigError)

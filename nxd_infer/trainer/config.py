@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +19,9 @@ from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.trainer.options import Check, Options, option, section
+from nxd_infer.util.options import whole_number
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
-
-MOVE_FACTORS = range(1, 33)
 
 
 # --- what values must be ----------------------------------------------------------------------------------
@@ -34,10 +34,6 @@ def _require(fits: Callable[[Any], Any], wanted: str) -> Check:
         return value
 
     return check
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _positive(value: Any) -> bool:
@@ -73,7 +69,8 @@ def _lora(what: str, value: Any) -> LoraConfig | None:
     return None if value is None else LoraConfig.of(value)
 
 
-_DEGREE = _require(lambda value: _whole(value) and value >= 1, "a whole number of at least 1")
+_DEGREE = partial(whole_number, error=ParallelConfigError, minimum=1)
+_MOVE_FACTOR = partial(whole_number, error=ParallelConfigError, minimum=1, maximum=32)
 _BOOLEAN = _require(lambda value: isinstance(value, bool), "True or False")
 _BOOLEAN_OR_NONE = _require(lambda value: value is None or isinstance(value, bool), "True or False")
 _POSITIVE = _require(_positive, "a number above 0")
@@ -133,7 +130,7 @@ class ModelInitOptions(Options):
     sequential_move_factor: int = option(
         11,
         "ranks that build their model at a time, 1 to 32",
-        _require(lambda value: _whole(value) and value in MOVE_FACTORS, "1 to 32"),
+        _MOVE_FACTOR,
     )
     meta_device_init: bool = option(False, "build without memory, then fill what each module holds", _BOOLEAN)
     param_init_fn: Callable[[nn.Module], object] | None = option(

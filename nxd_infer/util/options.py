@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,10 +42,12 @@ class Option:
     more: str = ""
     """Further sentences for a caller from Python."""
     check: Check | None = None
+    """Of what kind, limits and choices do not say; they are checked without it."""
     flag: str | None = None
     """The option of a command; None: commands do not offer it."""
     kind: Any = str
-    """Type of the value on a command line; ``list[int]`` and ``list[str]`` are typed with commas."""
+    """Type of the value on a command line; ``list[int]`` and ``list[str]`` are typed with commas. ``int`` and
+    ``list[int]`` hold from Python too."""
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
@@ -89,11 +91,51 @@ def defaults(options: type) -> dict[str, Any]:
     return {one.name: one.default for one in fields(options) if one.default is not MISSING}
 
 
-def check_each(options: Any) -> None:
-    """Check the value of each field by itself."""
+def check_each(options: Any, error: type[Exception]) -> None:
+    """Check the value of each field by itself, unless it is the default. Raises ``error``, or what a check raises."""
+    known = defaults(type(options))
     for name, one in declared(type(options)).items():
+        value = getattr(options, name)
+        if name in known and value is known[name]:
+            continue
+        if one.kind is int:
+            whole_number(name, value, error, one.minimum, one.maximum)
+        elif one.kind == list[int]:
+            _whole_numbers(name, value, error, one)
+        elif isinstance(value, str) and one.choices and value not in one.choices:
+            optional = ", or None" if known.get(name, ...) is None else ""
+            raise error(f"{name}={value!r} is not one of {', '.join(map(repr, one.choices))}{optional}")
         if one.check is not None:
-            one.check(name, getattr(options, name))
+            one.check(name, value)
+
+
+def whole_number(
+    name: str, value: Any, error: type[Exception], minimum: float | None = None, maximum: float | None = None
+) -> int:
+    """Return ``value``; raise ``error``, which calls it ``name``, unless it is a whole number in these limits."""
+    if not _is_whole(value, minimum, maximum):
+        raise error(f"{name} must be a whole number{_limits(minimum, maximum)}, got {value!r}")
+    return value
+
+
+def _whole_numbers(name: str, values: Any, error: type[Exception], declared: Option) -> None:
+    limits = declared.minimum, declared.maximum
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise error(f"{name} must be a list of whole numbers{_limits(*limits)}, got {values!r}")
+    listed = list(values)
+    if not listed or not all(_is_whole(value, *limits) for value in listed):
+        raise error(f"{name} must be one or more whole numbers{_limits(*limits)}, got {listed!r}")
+
+
+def _is_whole(value: Any, minimum: float | None, maximum: float | None) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
+
+
+def _limits(minimum: float | None, maximum: float | None) -> str:
+    if minimum is not None and maximum is not None:
+        return f" from {minimum} to {maximum}"
+    return f" of at least {minimum}" if minimum is not None else "" if maximum is None else f" of at most {maximum}"
 
 
 def takes(options: Callable[Arguments, Record]) -> Callable[[Callable[[Record], Result]], Callable[Arguments, Result]]:

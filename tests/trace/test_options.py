@@ -110,11 +110,17 @@ def test_a_wrong_call_names_the_function_and_the_argument():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_sizes": []}, r"batch_sizes = \[\]: expected at least one whole number of at least 1"),
-        ({"prompt_buckets": [8, 0]}, r"prompt_buckets = \[8, 0\]: expected at least one"),
-        ({"prompt_buckets": [True]}, r"prompt_buckets = \[True\]"),
-        ({"lora_slots": -1}, r"lora_slots = -1: expected a whole number; 0 is none"),
-        ({"speculate": 16}, r"speculate = 16: expected a whole number from 0 \(none\) to 15"),
+        ({"batch_sizes": []}, r"batch_sizes must be one or more whole numbers of at least 1, got \[\]"),
+        ({"prompt_buckets": [8, 0]}, r"prompt_buckets must be one or more whole numbers of at least 1, got \[8, 0\]"),
+        ({"prompt_buckets": [True]}, r"prompt_buckets must be .*, got \[True\]"),
+        ({"lora_slots": -1}, "lora_slots must be a whole number of at least 0, got -1"),
+        ({"lora_rank": 0}, "lora_rank must be a whole number of at least 1, got 0"),
+        ({"slots": 0}, "slots must be a whole number of at least 1, got 0"),
+        ({"max_len": True}, "max_len must be a whole number of at least 2, got True"),
+        ({"batch_sizes": 4}, "batch_sizes must be a list of whole numbers of at least 1, got 4"),
+        ({"task": "translate"}, "task='translate' is not one of 'generate', 'embed', 'classify', or None"),
+        ({"dtype": "float99"}, "dtype='float99' is not one of 'float32', 'bfloat16', or None"),
+        ({"speculate": 16}, "speculate must be a whole number from 0 to 15, got 16"),
     ],
 )
 def test_a_value_that_an_option_cannot_have_is_refused(changes, message):
@@ -126,6 +132,9 @@ def test_a_value_that_an_option_cannot_have_is_refused(changes, message):
 def test_limits_are_those_of_the_command_too(monkeypatch, capsys):
     with pytest.raises(TraceConfigError, match="tp_degree must be a whole number of at least 1, got 0"):
         TraceOptions(print, None, tp_degree=0)
+    with pytest.raises(ModelConfigError, match="max_len must be a whole number of at least 2, got 0"):
+        tasks.plan("model", max_len=0)
+    refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--max-len", 0), "--max-len", "2", "0")
     refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--tp", 0), "--tp", "1", "0")
     refused(nxd_infer_here(capsys, monkeypatch, "trace", "x", "--out", "y", "--speculate", 16), "--speculate", "15")
     for name, field in SAMPLER_FIELDS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.options import check_each, option
@@ -25,25 +25,6 @@ BIAS_SLOTS = 300
 MAX_DRAFT_TOKENS = 15
 """Of a step that verifies drafts: attention gives up to 16 queries the bits of decode (``nxd_infer.ops.attention``)."""
 LONGEST_BY_DEFAULT = 4096
-
-
-def _sizes(name: str, values: Any) -> None:
-    if not values or any(not _is_whole(value) or value < 1 for value in values):
-        raise ModelConfigError(f"{name} = {list(values)!r}: expected at least one whole number of at least 1")
-
-
-def _whole(minimum: int, maximum: int | None = None, *, wanted: str) -> dict[str, Any]:
-    """A whole number in these limits, in Python and on the command line."""
-
-    def check(name: str, value: Any) -> None:
-        if not _is_whole(value) or value < minimum or (maximum is not None and value > maximum):
-            raise ModelConfigError(f"{name} = {value!r}: expected a whole number{wanted}")
-
-    return {"kind": int, "minimum": minimum, "maximum": maximum, "check": check}
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)
@@ -63,7 +44,7 @@ class TaskOptions:
         "Batch sizes to compile: rows of a decode bucket, or of an encoder's.",
         flag="--batch-sizes",
         kind=list[int],
-        check=_sizes,
+        minimum=1,
     )
     prompt_buckets: Sequence[int] = option(
         (128,),
@@ -71,7 +52,7 @@ class TaskOptions:
         more="Those beyond `max_len` are cut to it.",
         flag="--prompt-buckets",
         kind=list[int],
-        check=_sizes,
+        minimum=1,
         command_default=(32, 128, 512),
     )
     max_len: int | None = option(
@@ -90,9 +71,11 @@ class TaskOptions:
         choices=("float32", "bfloat16"),
         command_default="bfloat16",
     )
-    slots: int | None = option(None, "Sequences that a decoder holds at once. Default: the largest batch size.")
+    slots: int | None = option(
+        None, "Sequences that a decoder holds at once. Default: the largest batch size.", kind=int, minimum=1
+    )
     model_name: str | None = option(None, "What a server calls the model. Default: the directory's name.")
-    bias_slots: int = option(BIAS_SLOTS, "Tokens that a request may bias.")
+    bias_slots: int = option(BIAS_SLOTS, "Tokens that a request may bias.", kind=int, minimum=0)
     pooling: str | None = option(None, "Of an embedding model. Default: what its directory says, else mean.")
     normalize: bool | None = option(None, "Of an embedding model. Default: what its directory says, else True.")
     weights: Weights | None = option(
@@ -105,7 +88,8 @@ class TaskOptions:
         "Number of LoRA adapters that fit at once; the server loads them at run time.",
         more="Each row of a batch uses one of them or none.",
         flag="--lora-slots",
-        **_whole(0, wanted="; 0 is none"),
+        kind=int,
+        minimum=0,
     )
     lora_rank: int = option(16, "Largest rank of an adapter.", flag="--lora-rank", kind=int, minimum=1)
     lora_targets: Sequence[str] | None = option(
@@ -118,8 +102,10 @@ class TaskOptions:
         0,
         "Tokens that `serve --speculate` may guess: one more graph per batch size.",
         flag="--speculate",
-        **_whole(0, MAX_DRAFT_TOKENS, wanted=f" from 0 (none) to {MAX_DRAFT_TOKENS}"),
+        kind=int,
+        minimum=0,
+        maximum=MAX_DRAFT_TOKENS,
     )
 
     def __post_init__(self) -> None:
-        check_each(self)
+        check_each(self, ModelConfigError)
