@@ -7,6 +7,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from nxd_infer.errors import ModelClosedError
+from nxd_infer.runtime.ranks import failures
 
 
 class Turns:
@@ -22,10 +23,7 @@ class Turns:
 
     def take(self) -> AbstractContextManager[object]:
         if os.getpid() != self.owner:
-            raise ModelClosedError(
-                f"the ranks of this model belong to process {self.owner}; "
-                "a forked process must load the artifact itself"
-            )
+            raise failures.of_another_process(self.owner)
         if self.lock._is_owned():  # type: ignore[attr-defined]  # like threading.Condition
             raise ModelClosedError("the model was used by a signal handler in the middle of one of its calls")
         return self.lock

@@ -13,7 +13,6 @@ import mmap
 import os
 import select
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from nxd_infer.runtime.rank.config import RankConfig
 from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel
 from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
+from nxd_infer.runtime.ranks.failures import ending
 from nxd_infer.util.child_process import ChildProcess
 from nxd_infer.util.processes import process_state
 from nxd_infer.util.python_command import child_environment, python_module
@@ -45,8 +45,8 @@ MOST_THREADS = 64
 class RankProcesses:
     """The processes of all ranks of ``artifact``, and the resources that they share with the caller.
 
-    ``on_exit(rank, text)`` is called from the watching thread for every rank that ends; ``text`` says how, with the end
-    of the rank's output.
+    ``on_exit(rank, how, output)`` is called from the watching thread for every rank that ends: how it ended, and the
+    end of what it printed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RankProcesses:
         *,
         threads: int,
         collective_timeout: float,
-        on_exit: Callable[[int, str], None],
+        on_exit: Callable[[int, str, str], None],
     ):
         self.artifact = artifact
         self.degree = artifact.manifest.tp_degree
@@ -171,10 +171,9 @@ class RankProcesses:
         """Collectives that the rank has passed, over all native libraries; counted natively, also inside graphs."""
         return sum(read_counters(segment)[rank].collectives for segment in self._counters)
 
-    def tail(self, rank: int) -> str:
-        """Return the end of the rank's output, under a heading; "" without output."""
-        text = b"".join(tuple(self._tails[rank]))[-_TAIL:].decode("utf-8", "replace").strip()
-        return f"\n--- last output of rank {rank} ---\n{text}" if text else ""
+    def output(self, rank: int) -> str:
+        """Return the end of what the rank has printed."""
+        return b"".join(tuple(self._tails[rank]))[-_TAIL:].decode("utf-8", "replace").strip()
 
     # --- the thread that starts and watches ---
 
@@ -273,14 +272,15 @@ class RankProcesses:
                     poll.unregister(fd)
                     del ranks[fd]
             for rank in sorted(running):
-                if self._processes[rank].running:
+                process = self._processes[rank]
+                if process.running:
                     continue
                 running.discard(rank)
                 if rank in ends:
                     poll.unregister(ends[rank])
                     os.close(ends[rank])
                 self._drain(outputs[rank], rank)
-                self._on_exit(rank, self._how(rank) + self.tail(rank))
+                self._on_exit(rank, ending(process.explain(), process.returncode), self.output(rank))
         for process in self._processes:
             process.end()
 
@@ -295,13 +295,8 @@ class RankProcesses:
                 return False
             self._tails[rank].append(data[-_TAIL:])
 
-    def _how(self, rank: int) -> str:
-        process = self._processes[rank]
-        cut = process.returncode == -signal.SIGBUS
-        return process.explain() + (" (a file that it has mapped was cut short or cannot be read)" if cut else "")
 
-
-def _nothing(rank: int, text: str) -> None:
+def _nothing(rank: int, how: str, output: str) -> None:
     """Ignore a rank's end, once nobody waits for one any more."""
 
 

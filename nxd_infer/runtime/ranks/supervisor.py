@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.verified import stamps_file
-from nxd_infer.errors import ModelClosedError, NxdError, RankDiedError, RankFailedError, RankTimeoutError
+from nxd_infer.errors import ModelClosedError, NxdError
+from nxd_infer.runtime.ranks import failures
 from nxd_infer.runtime.ranks.arena import Arena, Side
 from nxd_infer.runtime.ranks.base import RankHealth
 from nxd_infer.runtime.ranks.channel import Answers, ChannelClosed, Kind, Request
@@ -38,8 +39,8 @@ class Exchange:
     sequence: int
     waiting: set[int]
     """Ranks that have not answered yet; 0 stands for all if one process runs them."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Tracebacks of the ranks that raised."""
+    tracebacks: dict[int, str] = field(default_factory=dict)
+    """Those of the ranks that raised."""
     nanoseconds: int = 0
     """How long the slowest rank worked on it."""
     timeout: float | None = None
@@ -162,7 +163,7 @@ class Supervisor:
         except ChannelClosed:
             self._lost(rank)
         except BaseException as error:  # some ranks have the record and some do not
-            raise self.fail(ModelClosedError(f"a call was interrupted: {error!r}")) from error
+            raise self.fail(failures.interrupted(error)) from error
         return exchange
 
     def finish(self, exchange: Exchange, timeout: float | None = None, fatal: bool = True) -> None:
@@ -188,24 +189,18 @@ class Supervisor:
     def check(self) -> None:
         """Raise ModelClosedError unless the ranks can be called."""
         if os.getpid() != self._owner:
-            raise ModelClosedError(
-                f"the ranks of this model belong to process {self._owner}; "
-                "a forked process must load the artifact itself"
-            )
+            raise failures.of_another_process(self._owner)
         if self.failure is not None:
-            first = str(self.failure).splitlines()[0]
-            raise ModelClosedError(
-                f"the ranks of this model were ended because {first}; call restart() to start them again"
-            ) from self.failure
+            raise failures.ended_because(self.failure) from self.failure
         if self._closing:
-            raise ModelClosedError("the model was closed; call restart() to start its ranks again")
+            raise failures.closed()
 
     def _collect(self, exchange: Exchange, seconds: float, fatal: bool) -> None:
         """Read answers until ``exchange`` is complete. The first error, end or timeout ends all ranks and is
         raised."""
         deadline, left = time.monotonic() + seconds, seconds
         while exchange.waiting:
-            hurried = fatal and exchange.failures  # the others may be waiting for the one that failed
+            hurried = fatal and exchange.tracebacks  # the others may be waiting for the one that failed
             ready = self._answers.wait(min(left, _GRACE) if hurried else left)
             for rank in ready:
                 self._take_answer(rank)
@@ -213,10 +208,10 @@ class Supervisor:
             if not ready and hurried:
                 break
             if not ready and left <= 0:
-                raise self._late(exchange, seconds)
+                raise self.fail(self._late(exchange, seconds))
         self._open.pop(exchange.sequence, None)
-        if exchange.failures:
-            error = _raised(exchange.failures, self.degree, exchange.kind.words)
+        if exchange.tracebacks:
+            error = failures.raised(exchange.tracebacks, self.degree, exchange.kind.words)
             raise self.fail(error) if fatal else error
 
     def _take_answer(self, rank: int) -> None:
@@ -231,32 +226,28 @@ class Supervisor:
         if answer.nanoseconds > exchange.nanoseconds:
             exchange.nanoseconds = answer.nanoseconds
         if not answer.ok:
-            exchange.failures[rank] = answer.text
+            exchange.tracebacks[rank] = answer.text
 
     def _lost(self, rank: int) -> NoReturn:
         """Handle a rank that has closed its channel: wait for its exit status, then end all ranks and raise."""
         if self._closing:
-            raise ModelClosedError("the model was closed during the call")
+            raise failures.closed_during_call()
         self._processes.ended.wait(5.0)  # the watching thread reports the first end, which ends the others
-        raise self.fail(RankDiedError(f"rank {rank} of {self.degree} closed its channel and did not end", rank))
+        raise self.fail(failures.silent(rank, self.degree))
 
     def _late(self, exchange: Exchange, seconds: float) -> NxdError:
-        """Handle a timeout: report which ranks are missing and what they were doing, and end all ranks."""
-        states = {rank: self._processes.state(rank) for rank in exchange.waiting}
-        passed = {rank: self._processes.collectives(rank) for rank in exchange.waiting}
-        stopped = [rank for rank in sorted(states) if states[rank] == "stopped"]
-        rank = stopped[0] if stopped else min(passed, key=lambda r: (passed[r], r))
-        details = "; ".join(
-            f"rank {r} (pid {self._processes.pid(r)}) is {states[r]}"
-            + (f", {passed[r]} collectives passed" if passed[r] else "")
-            for r in sorted(states)
-        )
+        processes = self._processes
+        waiting = {
+            rank: failures.LateRank(
+                pid=processes.pid(rank),
+                state=processes.state(rank),
+                collectives=processes.collectives(rank),
+                output=processes.output(rank),
+            )
+            for rank in exchange.waiting
+        }
         setting = "call_timeout" if exchange.kind in (Kind.STEP, Kind.ROUTE, Kind.RESET) else "start_timeout"
-        text = (
-            f"rank {rank} of {self.degree} did not finish its {exchange.kind.words} within {seconds:g} s ({details}); "
-            f"all ranks have been ended: raise {setting} if the work is that long, or call restart()"
-        )
-        return self.fail(RankTimeoutError(text + self._processes.tail(rank), rank))
+        return failures.late(waiting, self.degree, exchange.kind.words, seconds, setting)
 
     # --- ending ---
 
@@ -269,9 +260,9 @@ class Supervisor:
         self._processes.kill()
         return failure
 
-    def _on_exit(self, rank: int, text: str) -> None:
+    def _on_exit(self, rank: int, how: str, output: str) -> None:
         if not self._closing and self.failure is None:
-            self.fail(RankDiedError(f"rank {rank} of {self.degree} {text}", rank))
+            self.fail(failures.died(rank, self.degree, how, output))
 
     def close(self) -> None:
         """End every rank. Idempotent; may be called from any thread, and at interpreter exit."""
@@ -302,15 +293,6 @@ class Supervisor:
                 )
             )
         return ranks
-
-
-def _raised(failures: dict[int, str], degree: int, what: str) -> RankFailedError:
-    """Return the error for the lowest rank that raised, with its traceback."""
-    rank, text = min(failures.items())
-    last = text.strip().splitlines()[-1] if text.strip() else "no message"
-    return RankFailedError(
-        f"rank {rank} of {degree} raised during {what}: {last}\n--- traceback of rank {rank} ---\n{text}", rank, text
-    )
 
 
 @atexit.register
