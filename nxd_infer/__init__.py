@@ -28,6 +28,7 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from nxd_infer import (
+        artifact,
         backends,
         errors,
         layout,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         optimizer,
         parallel_layers,
         parallel_state,
+        runtime,
         testing,
         trace,
         trainer,
@@ -58,6 +60,7 @@ _TRAINER = (
 
 __all__ = [
     "__version__",
+    "artifact",
     "backends",
     "errors",
     "initialize_parallel_model",
@@ -69,6 +72,7 @@ __all__ = [
     "optimizer",
     "parallel_layers",
     "parallel_state",
+    "runtime",
     "save_checkpoint",
     "testing",
     "trace",

@@ -16,7 +16,8 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 MODULES = (
     "nxd_infer",
     "nxd_infer.trace",
-    "nxd_infer.runtime.rank_model",
+    "nxd_infer.runtime",
+    "nxd_infer.artifact",
     "nxd_infer.parallel_layers",
     "nxd_infer.parallel_layers.grads",
     "nxd_infer.parallel_layers.layer_norm",
