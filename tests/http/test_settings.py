@@ -56,6 +56,8 @@ def test_the_librarys_own_variables_are_known_to_the_server():
     settings = {name.upper() for name in ServerSettings.model_fields}
     assert {"CACHE", "PIN", "CPU_LEVEL"} <= read
     assert read - settings == set(OTHERS) and not settings & set(OTHERS)
+    told = re.findall(r"^\| `NXD_INFER_([A-Z_]+)` \|", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
+    assert sorted(told) == sorted(OTHERS)
 
 
 def test_a_mistyped_variable_is_told_at_the_start_of_the_server(monkeypatch, tmp_path):
