@@ -19,7 +19,7 @@ from nxd_infer.trace.buckets import BucketModelConfig, save_kernel
 from nxd_infer.trace.check import check_options
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.progress import silent
-from nxd_infer.trace.steps import make_plan, run
+from nxd_infer.trace.run import make_plan, run
 from nxd_infer.util.options import takes
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from nxd_server.engine.oneshot_engine import OneShotEngine
 from nxd_server.engine.request import Ticket, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.text_encoder import Encoded, TextEncoder
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import GenerateOnlyError, RequestError
 from nxd_server.outputs import ClassificationOutput, CompletionOutput, RequestOutput, TokenLogprob
 from nxd_server.text.chat_template import ChatTemplate

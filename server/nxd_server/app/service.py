@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, SamplingParams, TextEncoder, Ticket
     from nxd_server.engine.adapter_slots import Adapter, Adapters
     from nxd_server.engine.events import OnEvent
-    from nxd_server.engine.weight_swap import WholeRequest
+    from nxd_server.engine.weight_gate import WholeRequest
 
 logger = logging.getLogger("nxd_server.service")
 

@@ -25,7 +25,7 @@ from nxd_server.engine.core.model import RoutingModel
 from nxd_server.engine.core.step_runner import FATAL
 from nxd_server.engine.engine_parts import EngineParts
 from nxd_server.engine.oneshot_batching import bucket_fits, elements, row_elements, row_shape
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import DeadlineExceededError, GenerationError, ranks_failed, summary
 
 Outputs = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ from nxd_server.engine.engine_thread import Batcher, EngineThread
 from nxd_server.engine.events import EngineHealth, EngineStats
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.warmup import Progress
-from nxd_server.engine.weight_swap import WeightGate
+from nxd_server.engine.weight_gate import WeightGate
 from nxd_server.engine.weight_updates import WeightUpdates
 from nxd_server.errors import summary
 

@@ -9,7 +9,7 @@ from nxd_server.engine.core.step_costs import StepCosts
 from nxd_server.engine.core.step_runner import StepRunner
 from nxd_server.engine.queue_limit import QueueLimit
 from nxd_server.engine.rank_restarts import RankRestarts
-from nxd_server.engine.weight_swap import WeightGate
+from nxd_server.engine.weight_gate import WeightGate
 
 
 class EngineParts:

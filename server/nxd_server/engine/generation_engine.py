@@ -26,7 +26,7 @@ from nxd_server.engine.queue_limit import check_timeout
 from nxd_server.engine.request import Choice, Ticket, check_prompt, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.speculation import Speculation, split_graphs
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer
 

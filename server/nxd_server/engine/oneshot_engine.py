@@ -21,7 +21,7 @@ from nxd_server.engine.engine_parts import EngineParts
 from nxd_server.engine.events import EngineStats
 from nxd_server.engine.oneshot_batching import batches_rows, check_rows, elements
 from nxd_server.engine.queue_limit import check_timeout
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 
 
 class OneShotEngine(EngineControls):

@@ -12,7 +12,7 @@ from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.engine.core.sequence import Sequence
 from nxd_server.engine.core.step_inputs import Sampler
 from nxd_server.engine.events import OnEvent
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 

@@ -13,7 +13,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_server.engine.classifier_scores import scores_of
 from nxd_server.engine.oneshot_engine import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import PromptTooLongError, RequestError
 from nxd_server.text.tokenizer import Tokenizer
 

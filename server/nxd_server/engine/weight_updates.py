@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_server.engine.core.model import NewWeights
 from nxd_server.engine.engine_thread import EngineThread
-from nxd_server.engine.weight_swap import WeightGate
+from nxd_server.engine.weight_gate import WeightGate
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError, weights_busy
 
 

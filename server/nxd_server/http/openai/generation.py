@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from nxd_server.engine.events import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import ended_early, not_finished
 from nxd_server.http.openai.event_mailbox import Mailbox
 from nxd_server.http.request_body import ClientLeft

@@ -1,4 +1,4 @@
-"""The steps of a trace in order, and its plan."""
+"""Run a trace from the ranks to the model, or say what it would do (its plan)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
 from nxd_infer.trace.ranks.files import WEIGHTS_FILE
 from nxd_infer.trace.ranks.from_checkpoint import measure, trace_ranks_here
 from nxd_infer.trace.ranks.processes import trace_ranks
-from nxd_infer.trace.request import TracedRank, rank_directory
+from nxd_infer.trace.request import rank_directory
 from nxd_infer.util.memory import held_memory
 
 if TYPE_CHECKING:
-    from nxd_infer.runtime.model import TensorParallelModel
     from nxd_infer.trace.check import CheckedTrace
 
 Report = Callable[[str, int, int, str], None]
@@ -157,6 +156,3 @@ def _shapes(example: Any) -> tuple[str, ...]:
         if isinstance(leaf, Tensor)
     ]
     return planned_inputs([name for name, _ in pairs], [leaf for _, leaf in pairs])
-
-
-__all__ = ["TracedRank", "make_plan", "run"]

@@ -14,7 +14,7 @@ import torch
 from nxd_infer.errors import RankFailedError, WeightSchemaError
 from nxd_server import LLM
 from nxd_server.engine import OneShotEngine, SamplingParams
-from nxd_server.engine.weight_swap import WholeRequest
+from nxd_server.engine.weight_gate import WholeRequest
 from nxd_server.errors import EngineUnavailableError, WeightsBusyError
 from tests.engine.toy_model import VOCAB, Listener, ToyModel, ToyWeights, naive_generate
 from tests.engine.toy_oneshot import ToyOneShot, expected
