@@ -49,7 +49,7 @@ def _check_blocks(directory: ModelDirectory, task: str, module: nn.Module) -> No
     name, count = directory.spec.tasks[task].blocks, directory.config.num_layers
     found = dict(module.named_modules()).get(name)
     if not isinstance(found, nn.ModuleList) or len(found) != count:
-        raise _wrong(directory, task, f"blocks = {name!r} is no module list of num_layers = {count} blocks")
+        raise _wrong(directory, task, f"blocks = {name!r} is not a module list of num_layers = {count} blocks")
 
 
 def _check_cuts(directory: ModelDirectory, task: str, cuts: dict[str, Cut], layouts: dict[str, ParamLayout]) -> None:

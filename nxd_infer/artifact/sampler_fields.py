@@ -16,7 +16,7 @@ from typing import Any
 class SamplerField:
     """A number that the graphs' sampler takes per row."""
 
-    says: str
+    help: str
     default: float
     """The value if a request does not set it."""
     off: float
@@ -24,9 +24,9 @@ class SamplerField:
     low: float
     high: float | None
     whole: bool = False
-    own: bool = True
+    model_may_set: bool = True
     """Whether the model's ``generation_config.json`` may set it if a request does not."""
-    counts: bool = False
+    uses_history: bool = False
     """Whether its effect depends on earlier tokens: guesses cannot be verified with it."""
 
     @property
@@ -91,8 +91,8 @@ SAMPLER_FIELDS: dict[str, SamplerField] = {
         off=0.0,
         low=-2.0,
         high=2.0,
-        own=False,
-        counts=True,
+        model_may_set=False,
+        uses_history=True,
     ),
     "frequency_penalty": SamplerField(
         "Subtracted from the logit of each token as often as it was generated before.",
@@ -100,8 +100,8 @@ SAMPLER_FIELDS: dict[str, SamplerField] = {
         off=0.0,
         low=-2.0,
         high=2.0,
-        own=False,
-        counts=True,
+        model_may_set=False,
+        uses_history=True,
     ),
     "repetition_penalty": SamplerField(
         "Above 1, makes tokens of the prompt and the answer less likely to come again.",
@@ -109,7 +109,7 @@ SAMPLER_FIELDS: dict[str, SamplerField] = {
         off=1.0,
         low=0.01,
         high=10.0,
-        counts=True,
+        uses_history=True,
     ),
 }
 """By the name of the request's parameter and of the graphs' input."""

@@ -80,7 +80,7 @@ def manifest_checksum(fields: Mapping[str, Any]) -> str:
 
 def no_constant(name: str) -> Any:
     """Raise ValueError for ``NaN`` and ``Infinity``, which are not JSON and would become null when written again."""
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

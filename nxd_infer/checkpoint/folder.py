@@ -267,7 +267,7 @@ def begin(storage: Storage, tag: str) -> int:
     target = tag or UNTAGGED
     if storage.local and _is_foreign(Path(storage.where(target))):
         raise CheckpointError(
-            f"{storage.where(target)} exists and is no checkpoint; it is left alone: choose another tag or path"
+            f"{storage.where(target)} exists and is not a checkpoint; it is left alone: choose another tag or path"
         )
     storage.make(folder_of(storage, tag, highest + 1))
     return highest + 1

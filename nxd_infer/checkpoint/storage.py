@@ -285,7 +285,7 @@ def storage_of(path: str | os.PathLike[str]) -> Storage:
     found = _URL.match(text)
     if found is None:
         if "://" in text:
-            raise CheckpointError(f"{text!r} is no URL of one store; give it as s3://bucket/prefix")
+            raise CheckpointError(f"{text!r} is not a URL of one store; give it as s3://bucket/prefix")
         return LocalStorage(text)
     return LocalStorage(text[found.end() - 1 :]) if found[1] else RemoteStorage(text)
 

@@ -83,28 +83,28 @@ def _known_backend(name: str | None) -> str | None:
     return name
 
 
-Backend = Annotated[str, typer.Option(help=TRACE["backend"].says, callback=_known_backend)]
+Backend = Annotated[str, typer.Option(help=TRACE["backend"].help, callback=_known_backend)]
 
 
 def _sampler_options() -> Iterator[CommandOption]:
     """An option for each number that the sampler takes."""
     for name, field in SAMPLER_FIELDS.items():
-        default = f"the model's own, else {field.off:g}" if field.own else f"{field.off:g}"
+        default = f"the model's own, else {field.off:g}" if field.model_may_set else f"{field.off:g}"
         yield CommandOption(
             name=name,
             flag="--" + name.replace("_", "-"),
-            help=with_default(field.says, default),
+            help=with_default(field.help, default),
             kind=field.kind,
             check=field.checked,
         )
 
 
 ArtifactDir = Annotated[Path, typer.Argument(help="An artifact that `nxd-infer trace` wrote.", show_default=False)]
-ModelDir = Annotated[Path, typer.Argument(help=declared(TaskOptions)["model_dir"].says, show_default=False)]
+ModelDir = Annotated[Path, typer.Argument(help=declared(TaskOptions)["model_dir"].help, show_default=False)]
 NoKernel = Annotated[
     bool, typer.Option("--no-kernel", help="Reject an artifact that chooses its buckets with its own code.")
 ]
-CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].says)]
+CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].help)]
 CpuTarget = Annotated[
     str | None,
     typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine supports."),
@@ -130,7 +130,7 @@ def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
 @with_options([*command_options(TaskOptions), *command_options(TraceOptions)])
 def trace(
     model_dir: ModelDir,
-    artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].says, show_default=False)],
+    artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].help, show_default=False)],
     backend: Backend = registry.DEFAULT,
     cpu_target: CpuTarget = None,
     compiler_args: CompilerArgs = None,

@@ -19,7 +19,7 @@ from nxd_infer.ops.packed_int8 import packed_shape
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.memory import available_memory, total_memory
-from nxd_infer.util.options import of_command
+from nxd_infer.util.options import from_command
 from nxd_infer.util.processors import processors
 from nxd_infer.util.units import size
 from nxd_models.hf import weights as hf
@@ -81,9 +81,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     ``given``: TaskOptions and TraceOptions by name, None for the command's default; ``dtype`` as text.
     """
     check_writable(out)
-    task = of_command(TaskOptions, given)
+    task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task["dtype"])
-    arguments = of_command(TraceOptions, given)
+    arguments = from_command(TraceOptions, given)
     checkpoint, tag = arguments.pop("checkpoint", None), arguments.pop("checkpoint_tag", None)
     if checkpoint is not None:
         task["weights"] = weight_source(checkpoint, tag)

@@ -247,7 +247,7 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
 
 
 def _refuse_overlap(step: Step, own: dict[str, Tensor]) -> None:
-    """Reject states that share memory: once a state is lifted, a view of it would no longer follow."""
+    """Reject states that share memory: when a state has been lifted, a view of it would no longer follow."""
     tensors: dict[int, str] = {}
     for name in step.states:
         if id(own[name]) in tensors:

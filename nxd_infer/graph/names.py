@@ -106,7 +106,7 @@ def state_name(module: nn.Module, key: Any) -> str:
         if key in tensors:
             return next(name for name, tensor in tensors.items() if tensor is tensors[key])  # the first of its names
         raise TraceConfigError(
-            f"the state {key!r} is no buffer or parameter of {type(module).__name__}; it has "
+            f"the state {key!r} is not a buffer or parameter of {type(module).__name__}; it has "
             f"{', '.join(list(tensors)[:12]) or 'none'}{', ...' if len(tensors) > 12 else ''}"
         )
     for name, tensor in tensors.items():
@@ -114,6 +114,6 @@ def state_name(module: nn.Module, key: Any) -> str:
             return name
     kind = f"a {type(key).__name__}" if not isinstance(key, Tensor) else f"a tensor of shape {tuple(key.shape)}"
     raise TraceConfigError(
-        f"{kind} is given as a state but is no buffer or parameter of {type(module).__name__}: "
+        f"{kind} is given as a state but is not a buffer or parameter of {type(module).__name__}: "
         "register it with register_buffer, so that it stays with the rank"
     )

@@ -98,7 +98,7 @@ def read_ir(graph_dir: str | os.PathLike[str], name: str = IR_FILE) -> dict[str,
     try:
         ir = json.loads(path.read_bytes())
         if not {"inputs", "nodes", "outputs"} <= ir.keys():
-            raise ValueError("it is no graph")
+            raise ValueError("it is not a graph")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ArtifactCorruptError(f"{path} cannot be read: {error}") from error
     return ir

@@ -20,7 +20,7 @@ from nxd_infer.trace.check import check_options
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.trace.progress import silent
 from nxd_infer.trace.run import make_plan, run
-from nxd_infer.util.options import takes
+from nxd_infer.util.options import accepts_options
 
 if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-@takes(TraceOptions)
+@accepts_options(TraceOptions)
 def parallel_model_trace(options: TraceOptions) -> TensorParallelModel:
     """Trace a model for ``tp_degree`` ranks and return it ready to call.
 
@@ -83,7 +83,7 @@ def bucket_model_trace(
     return parallel_model_trace(func, example_inputs, compiler_workdir, compiler_args, False, bucket_config, 1, **more)
 
 
-@takes(TraceOptions)
+@accepts_options(TraceOptions)
 def trace_plan(options: TraceOptions) -> TracePlan:
     """Return what :func:`parallel_model_trace` would do with the same arguments; run and compile nothing.
 

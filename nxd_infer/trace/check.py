@@ -169,7 +169,7 @@ def _from_mapping(arguments: Mapping[str, Any]) -> BucketModelConfig:
     try:
         return BucketModelConfig(**arguments)
     except TypeError as error:
-        raise TraceConfigError(f"bucket_config is no mapping of BucketModelConfig's arguments: {error}") from None
+        raise TraceConfigError(f"bucket_config is not a mapping of BucketModelConfig's arguments: {error}") from None
 
 
 def tracing_backend(name: str) -> Backend:

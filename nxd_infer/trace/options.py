@@ -38,9 +38,9 @@ class TraceOptions:
     func: Callable[..., Any] = option(
         ...,
         "Returns `(model, aliases)`, or the model alone, for the rank that calls it.",
-        more="`aliases` maps a buffer or parameter of the model to the index of the output that is its next value. It "
-        "stays with the rank and the output is not returned. `func` runs in a spawned process per rank, so it must be "
-        "importable by name.",
+        details="`aliases` maps a buffer or parameter of the model to the index of the output that is its next value. "
+        "It stays with the rank and the output is not returned. `func` runs in a spawned process per rank, so it must "
+        "be importable by name.",
     )
     example_inputs: Any = option(
         ...,
@@ -50,15 +50,15 @@ class TraceOptions:
     compiler_workdir: str | os.PathLike[str] | None = option(
         None,
         "Keep the compiler's files here, in a new directory per trace.",
-        more="It is created if it does not exist. Default: they are removed. Graphs that the compile cache holds are "
-        "not compiled again, and leave nothing there (`NXD_INFER_CACHE_LIMIT=0` turns the cache off).",
+        details="It is created if it does not exist. Default: they are removed. Graphs that the compile cache holds "
+        "are not compiled again, and leave nothing there (`NXD_INFER_CACHE_LIMIT=0` turns the cache off).",
         flag="--workdir",
         kind=Path,
     )
     compiler_args: Any = option(
         None,
         "Options of the backend, as key=value,key=value.",
-        more="From Python a dictionary, a list or a text of `key=value` or `--key=value`. Arguments of the Neuron "
+        details="From Python a dictionary, a list or a text of `key=value` or `--key=value`. Arguments of the Neuron "
         'compiler in its own words (`"--model-type=transformer -O1"`, or a list of such) mean nothing to the others: '
         '`trace_report["ignored_compiler_args"]` names them.',
         flag="--compiler-args",
@@ -66,7 +66,7 @@ class TraceOptions:
     inline_weights_to_neff: bool = option(
         True,
         "Make the weights part of the model for good: `update_weights` is refused.",
-        more="They are stored once, beside the graphs, in both cases.",
+        details="They are stored once, beside the graphs, in both cases.",
     )
     bucket_config: BucketModelConfig | Mapping[str, Any] | None = option(
         None,
@@ -77,7 +77,7 @@ class TraceOptions:
     max_parallel_compilations: int | None = option(
         None,
         "At most this many ranks hold weights at a time, and at most this many graphs compile at a time.",
-        more="Below `tp_degree`, `func` must not communicate. Default: all ranks at once.",
+        details="Below `tp_degree`, `func` must not communicate. Default: all ranks at once.",
         kind=int,
         minimum=1,
     )
@@ -85,7 +85,7 @@ class TraceOptions:
     states: Sequence[str | Tensor] | None = option(
         None,
         "Further buffers (qualified names) that the model changes in place.",
-        more="Those it is seen to change are found.",
+        details="Those it is seen to change are found.",
     )
     spmd_mode: bool = option(
         False,
@@ -95,7 +95,7 @@ class TraceOptions:
     checkpoint_loader_callable: Callable[[], Any] | None = option(
         None,
         "Returns the unsharded weights, as `checkpoint` takes them.",
-        more="`func` then runs in this process and its parameters are never materialised; each rank's are cut from "
+        details="`func` then runs in this process and its parameters are never materialised; each rank's are cut from "
         "these.",
     )
     force_custom_init_on_device: bool = option(
@@ -115,7 +115,7 @@ class TraceOptions:
     artifact_dir: str | os.PathLike[str] | None = option(
         None,
         "Where to write the artifact; replaces an existing one.",
-        more="Default: a temporary directory that `parallel_model_save` links from.",
+        details="Default: a temporary directory that `parallel_model_save` links from.",
         flag="--out",
         kind=Path,
     )
@@ -126,7 +126,7 @@ class TraceOptions:
     checkpoint: Weights | None = option(
         None,
         "Take the weights from this folder of save_checkpoint() checkpoints, at any degree.",
-        more="In place of a loader: the folder, the path of safetensors, a dictionary, a WeightSource, or a trained "
+        details="In place of a loader: the folder, the path of safetensors, a dictionary, a WeightSource, or a trained "
         "model of degree 1.",
         flag="--checkpoint",
     )
@@ -136,8 +136,8 @@ class TraceOptions:
     quantize: str | None = option(
         None,
         "int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy.",
-        more='`"int8"` holds the weights of linear layers (and a table that is tied to one) in eight bits with a scale '
-        "per output. Weight files keep the traced type; ranks quantise as they load, and again when weights are "
+        details='`"int8"` holds the weights of linear layers (and a table that is tied to one) in eight bits with a '
+        "scale per output. Weight files keep the traced type; ranks quantise as they load, and again when weights are "
         "updated. Small weights stay as they are (`nxd_packed`).",
         flag="--quantize",
         choices=("int8",),

@@ -185,7 +185,7 @@ class _Place:
         fd = self.open(name)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CheckpointError(f"{self.shown(name)} is no regular file, and only such are read")
+                raise CheckpointError(f"{self.shown(name)} is not a regular file, and only regular files are read")
         except BaseException:
             os.close(fd)
             raise

@@ -6,7 +6,7 @@
     class TraceOptions:
         tp_degree: int = option(1, "Number of ranks.", flag="--tp", kind=int, minimum=1)
 
-    @takes(TraceOptions)
+    @accepts_options(TraceOptions)
     def trace(options: TraceOptions) -> Model:
         '''Trace a model. ...{arguments}'''
 
@@ -37,9 +37,9 @@ Check = Callable[[str, Any], None]
 class Option:
     """What is declared of an option besides its name, type and default."""
 
-    says: str
+    help: str
     """What it does, for every reader."""
-    more: str = ""
+    details: str = ""
     """Further sentences for a caller from Python."""
     check: Check | None = None
     """Of what kind, limits and choices do not say; they are checked without it."""
@@ -76,9 +76,9 @@ class CommandOption:
     """Where it stands in the command's help."""
 
 
-def option(default: Any, says: str, **declared: Any) -> Any:
-    """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...`` is no default."""
-    return field(default=MISSING if default is ... else default, metadata={"option": Option(says, **declared)})
+def option(default: Any, help: str, **declared: Any) -> Any:
+    """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...``: it has no default."""
+    return field(default=MISSING if default is ... else default, metadata={"option": Option(help, **declared)})
 
 
 def declared(options: type) -> dict[str, Option]:
@@ -138,7 +138,9 @@ def _limits(minimum: float | None, maximum: float | None) -> str:
     return f" of at least {minimum}" if minimum is not None else "" if maximum is None else f" of at most {maximum}"
 
 
-def takes(options: Callable[Arguments, Record]) -> Callable[[Callable[[Record], Result]], Callable[Arguments, Result]]:
+def accepts_options(
+    options: Callable[Arguments, Record],
+) -> Callable[[Callable[[Record], Result]], Callable[Arguments, Result]]:
     """Give a function of one record of ``options`` the fields as its arguments.
 
     ``{arguments}`` in its docstring becomes the list of them.
@@ -167,7 +169,7 @@ def takes(options: Callable[Arguments, Record]) -> Callable[[Callable[[Record], 
 
 def _arguments(options: Any) -> str:
     """The fields as a docstring's list of arguments, without the first line's indentation."""
-    texts = (f"{name}: {one.says} {one.more}".strip() for name, one in declared(options).items())
+    texts = (f"{name}: {one.help} {one.details}".strip() for name, one in declared(options).items())
     wrapped = (textwrap.fill(text, 120, initial_indent="    ", subsequent_indent=" " * 8) for text in texts)
     return "\n".join(wrapped).lstrip()
 
@@ -180,7 +182,7 @@ def command_options(options: type) -> Iterator[CommandOption]:
             yield CommandOption(
                 name=name,
                 flag=one.flag,
-                help=with_default(one.says, default),
+                help=with_default(one.help, default),
                 kind=one.kind,
                 minimum=one.minimum,
                 maximum=one.maximum,
@@ -188,19 +190,19 @@ def command_options(options: type) -> Iterator[CommandOption]:
             )
 
 
-def of_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def from_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a command's values stand for: those that were given, and the command's own defaults."""
     values = {name: one.command_default for name, one in declared(options).items()}
     values |= {name: value for name, value in given.items() if name in values and value is not None}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def with_default(says: str, default: Any) -> str:
-    """``says`` and the default, if there is one."""
+def with_default(help: str, default: Any) -> str:
+    """``help`` and the default, if there is one."""
     if default is None:
-        return says
+        return help
     shown = "on" if default is True else "off" if default is False else _typed(default)
-    return f"{says} Default: {shown}."
+    return f"{help} Default: {shown}."
 
 
 def _typed(value: Any) -> str:
@@ -219,5 +221,5 @@ def table(options: type) -> str:
         typed = f"`{one.flag}`" if one.flag else ""
         if one.command_default is not None:
             typed += f", default `{_typed(one.command_default)}`"
-        rows.append(f"| `{name}` | {default} | {typed} | {one.says} |")
+        rows.append(f"| `{name}` | {default} | {typed} | {one.help} |")
     return "\n".join(rows)

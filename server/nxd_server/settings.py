@@ -317,7 +317,7 @@ class ServerSettings(BaseSettings):
             lines = read_text(self.api_keys_file, "api_keys_file").splitlines()
             found = [line.strip().encode() for line in lines if line.strip()]
             if not found:
-                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key: one a line is expected")
+                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key; expected one per line")
             keys += found
         if self.admin() in keys:
             raise SettingsError("admin_key is one of api_keys too: whoever may ask could change what is served")

@@ -285,7 +285,7 @@ def test_the_newest_and_a_mixed_folder(tmp_path: Path):
     assert load_checkpoint(tmp_path, "b", model=model) == {"tag": "b"}
     with pytest.raises(CheckpointError, match="no complete checkpoint with the tag 'c'"):
         load_checkpoint(tmp_path, "c", model=model)
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint; it is left alone"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint; it is left alone"):
         save_checkpoint(tmp_path, "a", model)
     save_checkpoint(tmp_path, "ours", model, user_content=1)
     assert load_checkpoint(tmp_path, model=model) == 1 and load_checkpoint(tmp_path, "b") == {"tag": "b"}

@@ -151,7 +151,7 @@ def test_what_a_path_names(tmp_path: Path):
     with pytest.raises(CheckpointError, match="names no bucket"):
         storage_of("s3://")
     for text in ("simplecache::s3://bucket/a", "S3://bucket/a"):
-        with pytest.raises(CheckpointError, match="is no URL of one store"):
+        with pytest.raises(CheckpointError, match="is not a URL of one store"):
             storage_of(text)
     with pytest.raises(CheckpointError, match="nowhere://a: Protocol not known: nowhere"):
         storage_of("nowhere://a")

@@ -34,10 +34,10 @@ def test_a_number_of_a_request_reaches_the_graph(name):
     for kind, more in ((CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": []})):
         params = kind.parse({**more, name: value}).sampling(4, None, {})
         assert getattr(params, name) == value and value not in (field.off, getattr(SamplingParams(), name))
-        own = kind.parse(more).sampling(4, None, {name: value} if field.own else {})
-        assert getattr(own, name) == (value if field.own else getattr(SamplingParams(), name))
+        own = kind.parse(more).sampling(4, None, {name: value} if field.model_may_set else {})
+        assert getattr(own, name) == (value if field.model_may_set else getattr(SamplingParams(), name))
         described = kind.model_json_schema()["properties"][name]
-        assert ("the model's own" in described.get("description", "")) == field.own
+        assert ("the model's own" in described.get("description", "")) == field.model_may_set
     inputs = StepInputs(BUCKET, 4, True)
     sequence = Sequence(1, [1], params, 4, slot=0)
     inputs.put(0, Row(sequence, 0, 1, True), sampler_of(params, 0, NAMES, VOCAB, 4, ()))
@@ -58,4 +58,4 @@ def test_limits_are_those_of_the_table_and_only_counts_keep_guesses_away(name):
         with pytest.raises(RequestError, match=f"^{name}: must be from"):
             SamplingParams(**{name: field.high + 1})
     value = 3 if field.whole else 0.25
-    assert SamplingParams(**{name: value}).penalised == field.counts and not SamplingParams().penalised
+    assert SamplingParams(**{name: value}).penalised == field.uses_history and not SamplingParams().penalised

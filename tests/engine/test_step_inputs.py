@@ -144,5 +144,5 @@ def test_graphs_with_other_numbers_are_refused_by_name(name, changed):
     bucket = BUCKETS["decode_b2"]
     inputs = [spec.model_copy(update=changed if spec.name == name else {}) for spec in bucket.inputs]
     check_buckets([bucket])
-    with pytest.raises(ModelConfigError, match=f"decode_b2 is no generation step: its input {name} is int"):
+    with pytest.raises(ModelConfigError, match=f"decode_b2 is not a generation step: its input {name} is int"):
         check_buckets([bucket.model_copy(update={"inputs": inputs})])

@@ -253,7 +253,7 @@ REFUSED = {
     ),
     "magnitude": (
         lambda a: changed_tensors(a, lambda t: t.update({Q + ".lora_magnitude_vector": torch.ones(3)})),
-        "lora_magnitude_vector, which is no factor",
+        "lora_magnitude_vector, which is not a factor",
     ),
     "half": (lambda a: changed_tensors(a, lambda t: t.pop(Q + ".lora_B.weight")), "lora_A.weight without .*lora_B"),
     "shape": (

@@ -171,7 +171,7 @@ def planned(**changes):
             wrong(tensor_parallel_plan=planned(gone=Cut(0, AxisPlan.padded(8)))),
             r"layers that are not there: \['gone'\]",
         ),
-        (wrong(tasks=generates(blocks="model.h")), "blocks = 'model.h' is no module list of num_layers = 2"),
+        (wrong(tasks=generates(blocks="model.h")), "blocks = 'model.h' is not a module list of num_layers = 2"),
         (wrong(tasks=generates(step=tied_step)), r"differ in the weights \['lm_head.weight'\]"),
     ],
 )

@@ -17,7 +17,7 @@ from nxd_infer.cli.parameters import with_options
 from nxd_infer.errors import ModelConfigError, TraceConfigError
 from nxd_infer.trace import parallel_model_trace, trace_plan
 from nxd_infer.trace.options import TraceOptions
-from nxd_infer.util.options import command_options, declared, defaults, of_command, option, table, takes
+from nxd_infer.util.options import accepts_options, command_options, declared, defaults, from_command, option, table
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from tests.e2e.command import nxd_infer_here, refused
@@ -46,7 +46,7 @@ def test_signature_and_documentation_are_the_declared_options(function, options)
     assert given == defaults(options)
     if function is not trace_plan:  # whose arguments are parallel_model_trace's
         told = " ".join(function.__doc__.split())
-        assert all(f"{name}: {' '.join(one.says.split())}" in told for name, one in declared(options).items())
+        assert all(f"{name}: {' '.join(one.help.split())}" in told for name, one in declared(options).items())
     assert table(options) in DOCUMENT.read_text()
 
 
@@ -64,7 +64,7 @@ class More(TraceOptions):
 
 @pytest.mark.check
 def test_a_new_option_is_one_new_field(monkeypatch, capsys):
-    @takes(More)
+    @accepts_options(More)
     def trace(options: More) -> int:
         """Trace.
 
@@ -77,7 +77,7 @@ def test_a_new_option_is_one_new_field(monkeypatch, capsys):
     assert "| `pieces` | `3` | `--pieces` | Number of pieces. |" in table(More)
     seen: list[dict[str, Any]] = []
     made = typer.Typer()
-    made.command()(with_options(command_options(More))(lambda **given: seen.append(of_command(More, given))))
+    made.command()(with_options(command_options(More))(lambda **given: seen.append(from_command(More, given))))
     command = typer.main.get_command(made)
     for arguments, expected in ((["--pieces", "4", "--quantize", "int8"], {"pieces": 4, "quantize": "int8"}), ([], {})):
         command.main(arguments, standalone_mode=False)
@@ -92,10 +92,10 @@ def test_a_new_option_is_one_new_field(monkeypatch, capsys):
 
 @pytest.mark.check
 def test_a_commands_own_defaults_are_passed_on_and_others_left_where_they_are():
-    assert of_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
+    assert from_command(TaskOptions, {"max_len": 64, "task": None, "unknown": 1}) == {
         "prompt_buckets": (32, 128, 512), "dtype": "bfloat16", "max_len": 64
     }  # fmt: skip
-    assert of_command(TraceOptions, {"tp_degree": None}) == {}
+    assert from_command(TraceOptions, {"tp_degree": None}) == {}
 
 
 @pytest.mark.check

@@ -11,7 +11,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_models.hf.config_file import Flag, Problem, SpecialTokens, read_json
 from nxd_models.spec import DecoderConfig
 
-OWN = {name: field for name, field in SAMPLER_FIELDS.items() if field.own}
+OWN = {name: field for name, field in SAMPLER_FIELDS.items() if field.model_may_set}
 """The sampling parameters that a model's file may set."""
 
 

@@ -23,7 +23,7 @@ def plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
     """Plan one generation step, in every shape that the engine uses; see :func:`nxd_models.serving.tasks.plan`."""
     config = directory.config
     if not isinstance(config, DecoderConfig):
-        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is no decoder")
+        raise ModelConfigError(f"{directory.path}: model_type = {config.model_type!r} is not a decoder")
     max_len = min(config.max_length, LONGEST_BY_DEFAULT) if options.max_len is None else options.max_len
     config.check_length(max_len)
     batches, speculate, bias_slots = sorted(set(options.batch_sizes)), options.speculate, options.bias_slots

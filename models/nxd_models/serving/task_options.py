@@ -49,7 +49,7 @@ class TaskOptions:
     prompt_buckets: Sequence[int] = option(
         (128,),
         "Prompt lengths to compile, or an encoder's text lengths.",
-        more="Those beyond `max_len` are cut to it.",
+        details="Those beyond `max_len` are cut to it.",
         flag="--prompt-buckets",
         kind=list[int],
         minimum=1,
@@ -58,7 +58,7 @@ class TaskOptions:
     max_len: int | None = option(
         None,
         f"Longest prompt plus answer, in tokens. Default: {LONGEST_BY_DEFAULT}, or the model's own if less.",
-        more="Of an encoder by default what sentence-transformers wrote beside it.",
+        details="Of an encoder by default what sentence-transformers wrote beside it.",
         flag="--max-len",
         kind=int,
         minimum=2,
@@ -66,7 +66,7 @@ class TaskOptions:
     dtype: torch.dtype | None = option(
         None,
         "Dtype of the weights and of the arithmetic.",
-        more="Default: the checkpoint's.",
+        details="Default: the checkpoint's.",
         flag="--dtype",
         choices=("float32", "bfloat16"),
         command_default="bfloat16",
@@ -86,7 +86,7 @@ class TaskOptions:
     lora_slots: int = option(
         0,
         "Number of LoRA adapters that fit at once; the server loads them at run time.",
-        more="Each row of a batch uses one of them or none.",
+        details="Each row of a batch uses one of them or none.",
         flag="--lora-slots",
         kind=int,
         minimum=0,

@@ -12,7 +12,7 @@ Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size
 from __future__ import annotations
 
 from nxd_infer.errors import ModelConfigError
-from nxd_infer.util.options import takes
+from nxd_infer.util.options import accepts_options
 from nxd_models import registry
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.serving.encode_task import plan_encode
@@ -39,7 +39,7 @@ FURTHER_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates for other uses; it is copied too."""
 
 
-@takes(TaskOptions)
+@accepts_options(TaskOptions)
 def plan(options: TaskOptions) -> TaskPlan:
     """Return what tracing a model directory for a task takes.
 

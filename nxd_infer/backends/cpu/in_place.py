@@ -55,7 +55,7 @@ _IN_PLACE: dict[Any, Any] = {
 def update_in_place(module: fx.GraphModule) -> None:
     """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` where nobody reads the old value.
 
-    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice a call.
+    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice per call.
     """
     graph = module.graph
     for copy in [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]:

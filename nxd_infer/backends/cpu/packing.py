@@ -1,6 +1,6 @@
 """Which weights a CPU backend stores packed, and the operators that read them so.
 
-An encoding is chosen once a weight, over all buckets of a rank: packed only where every use in every bucket is a
+An encoding is chosen once per weight, over all buckets of a rank: packed only where every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
 embedding. Anything else keeps the weight plain, everywhere. Values take no part, so ranks of equal graphs agree.
 A trace that quantises packs the same weights in eight bits: a tied table, too, so that there is one copy of it.

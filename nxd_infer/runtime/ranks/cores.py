@@ -121,7 +121,7 @@ def check_degree(degree: int) -> None:
     if degree > limit:
         raise ParallelConfigError(
             f"a degree of {degree} means {degree} processes on this machine of {len(available_cores())} cores; at most "
-            f"{limit} are started ({'NXD_INFER_MAX_RANKS' if given.isdigit() else '64, or 8 a core'}). Use a smaller "
+            f"{limit} are started ({'NXD_INFER_MAX_RANKS' if given.isdigit() else '64, or 8 per core'}). Use a smaller "
             f"degree, or set NXD_INFER_MAX_RANKS={degree} if that is meant"
         )
 

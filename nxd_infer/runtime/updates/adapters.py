@@ -125,8 +125,8 @@ class AdapterUpdate:
                     f"{', '.join(targets)}): trace it again with --lora-targets that include it"
                 )
             raise AdapterError(
-                f"{folder}: the adapter holds {name}, which is no factor of a linear layer; a slot takes lora_A.weight "
-                f"and lora_B.weight of {', '.join(targets)}: merge the adapter into the weights instead"
+                f"{folder}: the adapter holds {name}, which is not a factor of a linear layer; a slot takes "
+                f"lora_A.weight and lora_B.weight of {', '.join(targets)}: merge the adapter into the weights instead"
             )
         for name in found:
             other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")

@@ -85,7 +85,7 @@ class SamplingParams:
         put(self, "top_p", max(self.top_p, SMALLEST_TOP_P))
         if self.min_p < 1e-30:
             put(self, "min_p", 0.0)
-        counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.counts)
+        counting = ((name, one.off) for name, one in SAMPLER_FIELDS.items() if one.uses_history)
         put(self, "_penalised", any(getattr(self, name) != off for name, off in counting))  # read at every step
 
     @property

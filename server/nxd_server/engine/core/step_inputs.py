@@ -47,7 +47,7 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
         names = {spec.name for spec in bucket.inputs}
         if missing := [name for name in STEP_INPUTS if name not in names]:
             raise ModelConfigError(
-                f"bucket {bucket.name} is no generation step: it has no input {', '.join(missing)} (it takes "
+                f"bucket {bucket.name} is not a generation step: it has no input {', '.join(missing)} (it takes "
                 f"{', '.join(sorted(names))}). Trace the model with --task generate"
             )
         known = {*STEP_INPUTS, *SAMPLER_DEFAULTS}
@@ -62,12 +62,12 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
             one = len(tokens) == 2 and (spec.name == "tokens" or math.prod(spec.shape) == tokens[0])
             if spec.name in STEP_INPUTS and (spec.dtype != "int64" or not one):
                 raise ModelConfigError(
-                    f"bucket {bucket.name} is no generation step: its input {spec.name} is {spec.dtype}{spec.shape}; "
-                    f"{', '.join(STEP_INPUTS)} are int64, tokens [rows, tokens of a row] and the others one number a "
-                    "row. Trace the model with --task generate"
+                    f"bucket {bucket.name} is not a generation step: its input {spec.name} is {spec.dtype}"
+                    f"{spec.shape}; {', '.join(STEP_INPUTS)} are int64, tokens [rows, tokens of a row] and the "
+                    "others one number per row. Trace the model with --task generate"
                 )
         if "token" not in {spec.name for spec in bucket.outputs}:
-            raise ModelConfigError(f"bucket {bucket.name} is no generation step: it has no output named token")
+            raise ModelConfigError(f"bucket {bucket.name} is not a generation step: it has no output named token")
 
 
 def sampler_of(

@@ -46,11 +46,11 @@ def _sampler_fields() -> dict[str, Any]:
     """Return the sampler's numbers as fields of a body; the engine checks their limits."""
     made: dict[str, Any] = {}
     for name, field in SAMPLER_FIELDS.items():
-        if field.own:
-            says = f"{field.says} Default: the model's own, else {field.default:g}."
-            made[name] = (field.kind | None, Field(None, description=says))
+        if field.model_may_set:
+            text = f"{field.help} Default: the model's own, else {field.default:g}."
+            made[name] = (field.kind | None, Field(None, description=text))
         else:
-            made[name] = (field.kind, Field(field.default, description=field.says))
+            made[name] = (field.kind, Field(field.default, description=field.help))
     return made
 
 
