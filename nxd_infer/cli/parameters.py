@@ -15,10 +15,10 @@ from nxd_infer.util.options import CommandOption
 
 
 def with_options(options: Iterable[CommandOption]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command that takes ``**given`` one option for each of ``options``, after the parameters of its own.
+    """Give a command that takes ``**given`` one option for each of ``options``, after its own parameters.
 
-    ``given`` then holds each by its name, None if it is not given. A parameter of its own replaces the option of its
-    name.
+    ``given`` then holds each by its name, None if it is not given. Its own parameter replaces an option of the
+    same name.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def with_options(options: Iterable[CommandOption]) -> Callable[[Callable[..., An
 
 
 def _annotation(option: CommandOption) -> Any:
-    """The type of an option's value, with what typer needs to know of it."""
+    """The type of an option's value, with what typer needs."""
     kind, more = option.kind, {}
     if option.choices:
         kind = enum.Enum(option.name, {choice: choice for choice in option.choices}, type=str)
@@ -67,7 +67,7 @@ def _annotation(option: CommandOption) -> Any:
 
 
 def _checked(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A callback that makes a usage error of the ValueError of ``check``."""
+    """Return a callback that turns a ValueError of ``check`` into a usage error."""
 
     def callback(value: Any) -> Any:
         try:

@@ -13,7 +13,7 @@
     trace(tp_degree=2)
 
 The function's signature and documentation, the options of a command (:func:`command_options`) and the table in the
-documents (:func:`table`) are made of the fields, so a new option is one new field.
+documents (:func:`table`) are made from the fields, so a new option is one new field.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Check = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Option:
-    """What is declared of an option besides its name, type and default."""
+    """What a field declares besides its name, type and default."""
 
     help: str
-    """What it does, for every reader."""
+    """What it does; shown in Python, on the command line and in the documents."""
     details: str = ""
     """Further sentences for a caller from Python."""
     check: Check | None = None
-    """Of what kind, limits and choices do not say; they are checked without it."""
+    """For what kind, limits and choices cannot express; those are checked without it."""
     flag: str | None = None
     """The option of a command; None: commands do not offer it."""
     kind: Any = str
@@ -71,9 +71,9 @@ class CommandOption:
     check: Callable[[Any], Any] | None = None
     """Raises ValueError for a value that the option cannot have."""
     repeats: bool = False
-    """Given several times for several values."""
+    """Whether it may be given several times, for several values."""
     group: str | None = None
-    """Where it stands in the command's help."""
+    """The heading in the command's help."""
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:
@@ -191,7 +191,7 @@ def command_options(options: type) -> Iterator[CommandOption]:
 
 
 def from_command(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a command's values stand for: those that were given, and the command's own defaults."""
+    """Return the arguments for a command's values: those that were given, and the command's own defaults."""
     values = {name: one.command_default for name, one in declared(options).items()}
     values |= {name: value for name, value in given.items() if name in values and value is not None}
     return {name: value for name, value in values.items() if value is not None}

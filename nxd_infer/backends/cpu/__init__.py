@@ -1,7 +1,7 @@
 """The backends of a plain CPU: inductor (compiled) and eager (node by node).
 
-The modules below need torch and are imported on first use: a server's process asks a backend for its facts and for
-``check_target``, and has no torch.
+The modules in this folder need torch and are imported on first use: a server's process, which does not import torch,
+reads a backend's facts and calls ``check_target``.
 """
 
 from __future__ import annotations

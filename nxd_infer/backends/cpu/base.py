@@ -1,4 +1,4 @@
-"""What the CPU backends have in common: their facts, their passes, where tensors live, what they ask of a machine."""
+"""What the CPU backends have in common: facts, passes, where tensors are placed, what they need of a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """The shared half of ``inductor`` and ``eager``."""
+    """Base class of ``inductor`` and ``eager``."""
 
     native = True
     one_process = False

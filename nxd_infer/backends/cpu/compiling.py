@@ -1,4 +1,4 @@
-"""Compile a graph with AOTInductor in this process, which is one made for it: inductor keeps global state."""
+"""Compile a graph with AOTInductor in this process, which does nothing else: inductor keeps global state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nxd_infer.native import link_name, linkable, shims
 
 
 def compile_here(graph_dir: Path, settings: Mapping[str, Any], code: Path, simdlen: int) -> None:
-    """Write the compiled code of ``graph_dir`` to ``code``, and the collectives that are left in it to its
+    """Write the compiled code of ``graph_dir`` to ``code``, and the collectives that it calls to its
     ``graph.json``. ``simdlen``: width of the target's vectors in bits."""
     _prepare(simdlen)
     graph = read_graph(graph_dir)
@@ -48,7 +48,7 @@ def compile_here(graph_dir: Path, settings: Mapping[str, Any], code: Path, simdl
 
 @functools.cache
 def _prepare(simdlen: int) -> None:
-    """Once in a process, all of whose graphs are for one target."""
+    """Call once in a process, whose graphs are then all for one target."""
     keep_small_loops_serial()
     _restrict_instruction_set(simdlen)
 

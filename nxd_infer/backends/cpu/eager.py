@@ -16,7 +16,7 @@ from nxd_infer.util.machine import torch_version
 
 
 class EagerBackend(CpuBackend):
-    """``backend="eager"``: compiles nothing. Its one option is ``nxd_packed``: False keeps weights plain."""
+    """``backend="eager"``: compiles nothing. Its only option is ``nxd_packed``: False keeps weights plain."""
 
     name = "eager"
     compiles = False
@@ -41,7 +41,7 @@ class EagerBackend(CpuBackend):
         return {**options, **quantize_option(quantize, options)}
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        """The passes have left what runs."""
+        """Do nothing: the lowered graph is what runs."""
 
     def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return describe_target()

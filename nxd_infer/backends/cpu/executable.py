@@ -1,4 +1,4 @@
-"""What the executables of the CPU backends share: the tensors a graph takes, checked once, and inputs at every call."""
+"""What the executables of the CPU backends share: they check states and weights once, and inputs at every call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nxd_infer.graph.stored import GraphFile, read_graph
 
 
 def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:
-    """How ``tensor`` differs from ``spec``, as text; empty when it does not.
+    """How ``tensor`` differs from ``spec``, as text; empty if it does not.
 
-    Compilers check none of this: a tensor of another shape or stride gives wrong numbers without a word.
+    Compilers check none of this: a tensor of another shape or stride gives wrong numbers and no error.
     """
     if not isinstance(tensor, Tensor):
         return f"is {type(tensor).__name__}, not a tensor"
@@ -35,7 +35,7 @@ def mismatch(spec: TensorSpec, tensor: Any, *, stride: bool = True) -> str:
 
 
 class CpuExecutable:
-    """A loaded graph over a ``run`` callable that takes states, inputs and weights in one list."""
+    """A loaded graph; ``run`` takes states, inputs and weights in one list."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ def _take(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], what: str,
 
 
 def checked_graph(rank: RankGraph, runtime: RankRuntime) -> GraphFile:
-    """The graph that the manifest describes, its operator libraries registered. Raises ArtifactCorruptError."""
+    """Load the graph that the manifest describes and register its operator libraries. Raises ArtifactCorruptError."""
     graph = read_graph(rank.directory, rank.spec.digest)
     expected = graph.spec()
     if (expected.states, expected.weights) != (rank.spec.states, rank.spec.weights):

@@ -1,4 +1,4 @@
-"""Updates of states in place: what a graph writes into a state of 128 MB must not cost a copy of it."""
+"""Update states in place, so that a write into a state of 128 MB does not copy it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def update_in_place(module: fx.GraphModule) -> None:
-    """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` where nobody reads the old value.
+    """Turn ``copy_(state, index_put(state, ...))`` into ``index_put_(state, ...)`` if nothing reads the old value.
 
-    A chain of such updates is taken whole. Without this a state of 128 MB would be copied twice per call.
+    A chain of such updates is changed as a whole. Without this pass a state of 128 MB would be copied twice per call.
     """
     graph = module.graph
     for copy in [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]:

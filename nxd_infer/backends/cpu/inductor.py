@@ -1,8 +1,8 @@
 """The inductor backend: AOTInductor on CPU, weights outside the code.
 
-Every state and weight is a graph *input*, so that the compiler never sees a value: nothing can be folded or baked in,
-ranks share code, and new weights need no compiler. The cost against constants held by the runner is not measurable
-(253 against 259 microseconds a call with 154 weights of 64 x 64). Compiling happens in processes of its own.
+Every state and weight is a graph *input*, so the compiler sees no values: it cannot fold or embed any, ranks share
+code, and new weights need no compiler. Compared with constants held by the runner the cost is not measurable (253 and
+259 microseconds per call with 154 weights of 64 x 64). Graphs are compiled in separate processes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FIXED: dict[str, Any] = {
     "freezing": False,
     "fx_graph_cache": False,
 }
-"""What the artifact's form depends on; not the user's to change."""
+"""Options that the artifact's form depends on; users cannot change them."""
 
 
 class InductorBackend(CpuBackend):
     """``backend="inductor"``. ``compiler_args`` are options of ``torch._inductor.config``, ``cpu_target``, and
-    ``nxd_packed`` (False keeps linears over plain weights)."""
+    ``nxd_packed`` (False keeps weights plain)."""
 
     name = "inductor"
     compiles = True
@@ -68,7 +68,7 @@ class InductorBackend(CpuBackend):
         return name in _known_options()
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
-        """The user's options checked and completed.
+        """Return the user's options, checked and completed.
 
         Raises TraceConfigError for an unknown option (with close matches), one this package sets itself, or a value
         of another type than the option's.
@@ -92,7 +92,7 @@ class InductorBackend(CpuBackend):
         return dict(sorted({**options, **quantize_option(quantize, options)}.items()))
 
     def prepare_trace(self, tp_degree: int) -> None:
-        """Compiled graphs of several ranks cannot do without the native operators."""
+        """Build the native operators: compiled graphs of several ranks need them."""
         if cpu.operators.native_library() is None and tp_degree > 1:
             raise BackendUnavailableError(
                 f"the {self.name} backend needs the native collectives for tp_degree={tp_degree}: "

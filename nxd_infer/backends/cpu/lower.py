@@ -1,7 +1,7 @@
 """The passes of the CPU backends: from canonical graphs to the ones that are compiled, or run node by node.
 
-States are changed where they are. Native operators are put in, and composite ones without a native one are replaced by
-their plain PyTorch references. Weights are read packed where every bucket can (:mod:`nxd_infer.backends.cpu.packing`).
+States are changed in place. Native operators are inserted, and composite operators without a native one become their
+plain PyTorch references. Weights are packed if every bucket can read them so (:mod:`nxd_infer.backends.cpu.packing`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nxd_infer.graph.stored import IR_FILE, Lowered, ir_text, read_ir
 from nxd_infer.ops import COMPOSITE
 
 PROGRAM_FILE = "program.json"
-"""Beside ``ir.json``: the graph as these passes left it."""
+"""File beside ``ir.json``: the graph after these passes."""
 
 
 def lower(graphs: Sequence[Graph], options: Mapping[str, Any], library: Any) -> list[Lowered]:
-    """The graphs of one rank's buckets, lowered together: a weight has one form for all of them.
+    """Lower the graphs of one rank's buckets together, because a weight has one form for all of them.
 
-    ``library``: the native operators, or None to do without.
+    ``library``: the native operators, None: without any.
     """
     modules = [in_place(graph.module, len(graph.file.states)) for graph in graphs]
     native = [_lower(module, library) for module in modules]
@@ -60,7 +60,7 @@ def _lower(module: fx.GraphModule, library: Any) -> bool:
 def _choose(
     modules: Sequence[fx.GraphModule], graphs: Sequence[Graph], options: Mapping[str, Any], library: Any
 ) -> dict[str, str]:
-    """The encoding of every weight that has one; of a stored graph that reads some rounded, of these."""
+    """Return the encoding of every weight that has one; for a stored graph that reads rounded weights, of those."""
     nodes = [weight_nodes(module, graph.file) for module, graph in zip(modules, graphs, strict=True)]
     if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
@@ -83,7 +83,7 @@ def _encode(module: fx.GraphModule, graph: Graph, encodings: Mapping[str, str], 
 
 
 def read_program(graph_dir: Path) -> dict[str, Any]:
-    """What :func:`lower` made of a stored graph. In artifacts of format 1.0 that was the stored graph."""
+    """Read what :func:`lower` made of a stored graph. In artifacts of format 1.0 that was the stored graph."""
     return read_ir(graph_dir, PROGRAM_FILE if (graph_dir / PROGRAM_FILE).exists() else IR_FILE)
 
 

@@ -11,7 +11,7 @@ from nxd_infer.graph.stored import GraphFile
 
 
 def native_library() -> Any | None:
-    """The native operators, or None where they cannot be built (no compiler, no headers)."""
+    """Return the native operators, or None if they cannot be built (no compiler, no headers)."""
     if not native.availability().ok:
         return None
     try:
@@ -26,9 +26,9 @@ def reason_for_none() -> str:
 
 
 def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
-    """The native libraries that the graph calls, registered: those in ``ops/`` beside ``graphs/``, else this package's.
+    """Register and return the native libraries that the graph calls: those in ``ops/`` beside ``graphs/``, else ours.
 
-    Raises BackendUnavailableError when the graph calls those of another version that are not there.
+    Raises BackendUnavailableError if the graph needs those of another version and they are missing.
     """
     libraries = []
     for content_hash in graph.ops:

@@ -9,18 +9,18 @@ from nxd_infer.artifact.manifest import PACKED_INT8
 from nxd_infer.errors import TraceConfigError
 
 OPTION = "nxd_packed"
-"""The compiler option: True (weights of at least MINIMUM_BYTES), False, or the number of bytes from which on."""
+"""The compiler option: True (weights of at least MINIMUM_BYTES), False, or the least size in bytes."""
 MINIMUM_BYTES = 64 << 10
 """Smaller weights stay in the caches and gain nothing."""
 
 QUANTIZE = "quantize"
-"""Where a trace's configuration names one of QUANTIZATIONS; absent where weights keep their type."""
+"""Key of a trace's configuration for one of QUANTIZATIONS; absent if weights keep their type."""
 QUANTIZATIONS = {"int8": PACKED_INT8}
-"""What ``quantize`` may be, and the encoding it gives the weights that would be packed."""
+"""Values of ``quantize``, and the encoding of weights that would otherwise be packed."""
 
 
 def packed_option(value: Any) -> int:
-    """The smallest weight in bytes that is packed; 0 for none. Raises TraceConfigError for another value."""
+    """Return the least size in bytes of a packed weight; 0 for none. Raises TraceConfigError for another value."""
     if isinstance(value, bool):
         return MINIMUM_BYTES if value else 0
     if isinstance(value, int) and value > 0:
@@ -32,7 +32,7 @@ def packed_option(value: Any) -> int:
 
 
 def quantize_option(value: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """What ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError for one that there is not."""
+    """Return what ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError for an unknown value."""
     if value is None:
         return {}
     if not isinstance(value, str) or value not in QUANTIZATIONS:

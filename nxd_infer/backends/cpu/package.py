@@ -1,7 +1,7 @@
-"""Files of an AOTInductor package, unpacked under names of our own, and the collectives that are left in it.
+"""Files of an AOTInductor package, unpacked under our own names, and the collectives that its code calls.
 
-The loader takes a directory. A zip would be extracted to a temporary directory at every load, so that the file that
-runs is not the one whose checksum was verified.
+The loader takes a directory. A zip would be extracted to a temporary directory at every load, and the file that
+runs would not be the one whose checksum was verified.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def unpack(files: Any, directory: Path) -> None:
 
 
 def _paths(files: Any) -> list[Path]:
-    """The files of what ``aot_compile`` returned."""
+    """Return the files of what ``aot_compile`` returned."""
     return [Path(file) for file in ([files] if isinstance(files, str) else files) if isinstance(file, str)]
 
 
 def _strip(library: Path) -> None:
-    """Drop the symbols that only a debugger reads: two thirds of the file. Without binutils it stays as it is."""
+    """Remove symbols for debuggers, two thirds of the file. Without binutils the file stays as it is."""
     strip = shutil.which("strip")
     if strip is not None:
         command = [strip, "--strip-unneeded", str(library)]
@@ -56,15 +56,15 @@ def _strip(library: Path) -> None:
 
 
 def strays(directory: Path) -> list[str]:
-    """Files that ``unpack`` did not write: the loader goes by endings, and takes code from whoever put it there."""
+    """Return files that ``unpack`` did not write: the loader selects files by their endings and would run any code."""
     return sorted({path.name for path in directory.iterdir()} - {_CODE, _METADATA, _OPERATORS})
 
 
 def collectives_of_package(files: Any, ops: Sequence[str]) -> list[str] | None:
     """The collective calls, in order, of code that ``aot_compile`` wrote, as ``operator(constant arguments)``; None
-    when it can have none.
+    if it cannot have any.
 
-    A compiler may drop or move calls, so this, not the graph, says what ranks really wait for. Operators are called
+    A compiler may drop or move calls, so this, not the graph, tells what ranks wait for. Operators are called
     directly, or by their number in the description of those that are called through torch's dispatcher.
     """
     if not ops:

@@ -1,4 +1,4 @@
-"""A rank's packed weights: packed once at load, one copy that every bucket's graph reads, re-packed in place."""
+"""A rank's packed weights: packed once at load, one copy for the graphs of all buckets, packed again in place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackedWeights:
             self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
 
     def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
-        """Pack the plain tensors that ``read`` returns, one at a time, over what is there; all of them by default."""
+        """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Default: all."""
         for name in self.specs if names is None else names:
             pack = packed_int8.pack_int8 if self.specs[name].encoding == PACKED_INT8 else packed.pack
             pack(read(name), out=self.tensors[name], library=self._library)

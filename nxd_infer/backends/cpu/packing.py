@@ -1,8 +1,8 @@
-"""Which weights a CPU backend stores packed, and the operators that read them so.
+"""Which weights a CPU backend stores packed, and the operators that read packed weights.
 
-An encoding is chosen once per weight, over all buckets of a rank: packed only where every use in every bucket is a
+An encoding is chosen once per weight, over all buckets of a rank: packed only if every use in every bucket is a
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
-embedding. Anything else keeps the weight plain, everywhere. Values take no part, so ranks of equal graphs agree.
+embedding. Otherwise the weight stays plain everywhere. Values do not matter, so ranks with equal graphs agree.
 A trace that quantises packs the same weights in eight bits: a tied table, too, so that there is one copy of it.
 """
 
@@ -47,7 +47,7 @@ class Use:
 
 
 def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
-    """``{weight: form}`` for placeholders by weight name, one mapping a bucket; nothing for a ``minimum`` of 0."""
+    """``{weight: form}`` for placeholders by weight name, one mapping per bucket; empty for a ``minimum`` of 0."""
     chosen: dict[str, str] = {}
     for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
         found = [uses(bucket[name]) for bucket in buckets if name in bucket]
@@ -60,7 +60,7 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = P
 
 
 def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
-    """Put the operators on packed weights in; True if there was a use."""
+    """Insert the operators on packed weights; True if there was a use."""
     replaced: dict[fx.Node, fx.Node] = {}
     for name, weight in weights.items():
         form = encodings.get(name, "")
@@ -90,7 +90,7 @@ def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
 
 
 def _hold_int8(weight: fx.Node, found: Iterable[Use]) -> None:
-    """The placeholders of a weight get the type and shape of its packed form."""
+    """Give the placeholders of a weight the type and shape of its packed form."""
     for node in {weight, *(use.weight for use in found)}:
         value = node.meta["val"]
         with value.fake_mode:
@@ -98,7 +98,7 @@ def _hold_int8(weight: fx.Node, found: Iterable[Use]) -> None:
 
 
 def _join(graph: fx.Graph, single: Any, several: Any) -> None:
-    """One call for all packed linears of one input: queries, keys and values; gate and up."""
+    """Make one call of all packed linears of one input: queries, keys and values; gate and up."""
     found: list[tuple[fx.Node, bool, list[fx.Node]]] = []
     together: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def _join(graph: fx.Graph, single: Any, several: Any) -> None:
 
 
 def uses(weight: fx.Node) -> list[Use] | None:
-    """Every use of ``weight``, or None where one of them is neither a linear nor an embedding."""
+    """Return every use of ``weight``, or None if one of them is neither a linear nor an embedding."""
     value = weight.meta.get("val")
     if value is None or not packable(value.dtype, value.shape, value.stride()):
         return None
@@ -138,7 +138,7 @@ def uses(weight: fx.Node) -> list[Use] | None:
 
 
 def _uses_by(node: fx.Node, weight: fx.Node) -> Iterable[Use] | None:
-    """What ``node`` does with ``weight``; None when that is nothing known."""
+    """Return how ``node`` uses ``weight``; None if that use is unknown."""
     if node.op != "call_function":
         return None
     if node.target is _LINEAR:
@@ -218,7 +218,7 @@ def _einsum(node: fx.Node, weight: fx.Node) -> Use | None:
 
 
 def _in_branches(node: fx.Node, weight: fx.Node) -> list[Use] | None:
-    """The uses inside the branches of ``torch.cond``, to which the weight is handed as an operand."""
+    """Return the uses inside the branches of ``torch.cond``, whose operand the weight is."""
     owner: Any = node.graph.owning_module
     _, *names, operands = node.args
     found: list[Use] = []

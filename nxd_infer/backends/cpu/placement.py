@@ -1,5 +1,5 @@
-"""A rank's tensors in this machine's memory: weights mapped from their file or packed, states in pages that come
-as they are used."""
+"""A rank's tensors in this machine's memory: weights mapped from their file or packed, states in pages that are
+allocated on first use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostPlacement:
                 self._memory[name].clear()
 
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Packed weights change in place; plain ones are the new mapping, which the graphs must be given."""
+        """Packed weights change in place; plain ones are in the new mapping, which the graphs must be given."""
         self._packed.fill(read, [name for name in names if name in self._packed.specs])
         plain = {name: read(name) for name in names if name not in self._packed.specs}
         self.weights.update(plain)
@@ -55,7 +55,7 @@ class HostPlacement:
 
 
 def packer(manifest: Manifest, runtime: RankRuntime) -> Any | None:
-    """A library of the artifact that can pack weights; None where no graph reads packed ones, or it has none."""
+    """A library of the artifact that can pack weights; None if no graph reads packed ones, or the artifact has none."""
     encodings = {spec.encoding for spec in manifest.weights if spec.encoding}
     if not encodings:
         return None

@@ -1,9 +1,9 @@
-"""Which loops of a compiled graph are shared among threads: large ones, and never one that sums over itself.
+"""Which loops of a compiled graph are shared among threads: large ones, and none that reduces along itself.
 
-Inductor shares every loop where the number of threads is left open (``cpp.dynamic_threads``). To start threads takes
-some microseconds, and to wake them more, longer than most loops of a decoding step; and a row whose sum is put together
-from a part of each thread has other bits with another number of threads, and other bits alone than beside other rows: a
-step that verifies guesses would not always agree with the steps that it stands for.
+Inductor shares every loop if the number of threads is left open (``cpp.dynamic_threads``). Starting threads takes some
+microseconds, waking them more: longer than most loops of a decoding step. And a sum that is added up from one part per
+thread has different bits with another number of threads, and different bits alone than beside other rows: a step that
+verifies guesses would not always agree with the steps that it replaces.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 SERIAL = 128 * 1024
-"""Elements that one thread goes through in some 50 microseconds. To wake another takes about as long in a rank, where
-the crew of the native operators waits awake in its place (``csrc/crew.h``). 16 rows of a model with an inner width of
-8192 are as many: steps of smaller ones share no loop."""
+"""Elements that one thread processes in about 50 microseconds. Waking another takes about as long in a rank, because
+the crew of the native operators spins on its core (``csrc/crew.h``). 16 rows of a model with an inner width of 8192
+have as many: steps of smaller models share no loop."""
 
 
 def keep_small_loops_serial() -> None:
-    """For every graph that this process compiles from now on; without effect on a torch that decides otherwise."""
+    """Apply to every graph that this process compiles from now on; no effect if torch decides in another way."""
     from torch._inductor.codegen import cpp
 
     decide = getattr(cpp.CppKernel, "decide_parallel_depth", None)

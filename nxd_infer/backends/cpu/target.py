@@ -1,7 +1,7 @@
 """Which CPU code is compiled for: a named target, the compiler flag for it, and the CPU features it needs.
 
 The default is the highest x86-64 level this machine has (the psABI's v2, v3, v4), not ``native``, so that the artifact
-can say what it needs in three words and runs on other machines of that level.
+can name what it needs in three words and runs on other machines of that level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What ``-march`` is given, the vector width in bits (0: none), and the needed flags of ``/proc/cpuinfo``."""
+    """The value of ``-march``, the vector width in bits (0: none), and the needed flags of ``/proc/cpuinfo``."""
 
     name: str
     march: str
@@ -37,7 +37,7 @@ _TARGETS = {
 
 
 def cpu_target(name: str | None, present: frozenset[str], machine: str | None = None) -> CpuTarget:
-    """The target called ``name`` (None: the best this machine has; ``native``: exactly this machine).
+    """Return the target called ``name`` (None: the best this machine has; ``native``: exactly this machine).
 
     ``present`` are this machine's features. Compiling for a higher level than the machine has is refused, since what
     is compiled is also run here. Raises TraceConfigError listing the targets.
@@ -59,7 +59,7 @@ def cpu_target(name: str | None, present: frozenset[str], machine: str | None = 
 
 
 def describe_target() -> dict[str, object]:
-    """``manifest.target`` for code that needs no CPU feature beyond the architecture's baseline."""
+    """Return ``manifest.target`` of code that needs no CPU feature beyond the architecture's baseline."""
     return {"arch": architecture(), "cpu_features": []}
 
 
