@@ -337,7 +337,7 @@ def test_states_are_named_by_name_or_by_tensor_and_must_be_registered():
     module = Cache(_scatter)
     assert state_name(module, module.cache) == state_name(module, "cache") == "cache"
     for wrong in ("cash", torch.zeros(2), 3):
-        with pytest.raises(TraceConfigError, match="no buffer or parameter"):
+        with pytest.raises(TraceConfigError, match="not a buffer or parameter"):
             state_name(module, wrong)
 
 

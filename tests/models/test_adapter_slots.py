@@ -307,14 +307,13 @@ def test_new_weights_leave_the_adapters_alone(one_slot, case, tmp_path):
 def test_an_encoder_and_impossible_slots_are_refused(case, tmp_path):
     with pytest.raises(ModelConfigError, match="embed"):
         tasks.plan(write_tiny("bert", tmp_path / "bert"), "embed", lora_slots=1)
-    for more, message in (
-        ({"lora_targets": ["q_proj", "query"]}, "no layer is named 'query'; layers that can .*down_proj"),
-        ({"lora_rank": 0}, "rank must be a whole number of at least 1, got 0"),
-    ):
-        plan = tasks.plan(case("llama").base, max_len=MAX_LEN, **{"lora_slots": 1, **more})
-        with pytest.raises(ModelConfigError, match=message):
-            plan.func(**plan.func_kwargs)
-    with pytest.raises(ModelConfigError, match="lora_slots = -1"):
-        tasks.plan(case("llama").base, lora_slots=-1)
+    plan = tasks.plan(case("llama").base, max_len=MAX_LEN, lora_slots=1, lora_targets=["q_proj", "query"])
+    with pytest.raises(ModelConfigError, match=r"no layer is named 'query'; layers that can .*down_proj"):
+        plan.func(**plan.func_kwargs)
+    for name, value, least in (("lora_rank", 0, 1), ("lora_slots", -1, 0)):
+        with pytest.raises(ModelConfigError, match=f"{name} must be a whole number of at least {least}, got {value}"):
+            tasks.plan(case("llama").base, **{name: value})
+    with pytest.raises(ParallelConfigError, match="the adapters' rank must be a whole number of at least 1, got 0"):
+        add_adapter_slots(nn.Sequential(), ["0"], 1, 0)
     with pytest.raises(ParallelConfigError, match="layers that can have slots are none"):
         add_adapter_slots(nn.Sequential(ColumnParallelLinear(4, 4, gather_output=True)), ["0"], 1, 1)

@@ -104,7 +104,7 @@ def test_the_plan_has_a_graph_that_verifies_for_every_batch(path):
 
 def test_what_cannot_be_speculated_with_is_refused(path, tmp_path):
     for speculate in (-1, 16, True, 1.5):
-        with pytest.raises(ModelConfigError, match=r"speculate = .* to 15"):
+        with pytest.raises(ModelConfigError, match="speculate must be a whole number from 0 to 15"):
             tasks.plan(path, speculate=speculate)
     with pytest.raises(ModelConfigError, match="a step of 16 tokens verifies guesses"):
         tasks.plan(path, prompt_buckets=[16], speculate=15)

@@ -79,7 +79,7 @@ def test_links_are_followed_while_they_stay_beneath(root):
         for name in ("../other/model.safetensors", "/etc/passwd"):
             with pytest.raises(CheckpointError):
                 SafetensorsSource(path / name)
-        with pytest.raises(CheckpointError, match="no regular file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             os.fspath(path)
     for name in ("step/circle", "nothing", "../outside"):
         with pytest.raises(OSError), opened_beneath(root, name):
@@ -160,11 +160,11 @@ def test_what_is_no_plain_file_is_not_even_opened(root):
     listening.bind(str(root / "socket"))
     with opened_beneath(root, ".") as path, listening:
         for name in ("step/pipe.safetensors", "socket"):
-            with pytest.raises(CheckpointError, match="no regular file"):
+            with pytest.raises(CheckpointError, match="not a regular file"):
                 (path / name).read_text()
             with pytest.raises(CheckpointError, match="neither a safetensors file nor a directory"):
                 SafetensorsSource(path / name)
-        with pytest.raises(CheckpointError, match="no regular file"):  # which is what an index may name
+        with pytest.raises(CheckpointError, match="not a regular file"):  # which is what an index may name
             SafetensorsSource(path / "step")
         with pytest.raises(CheckpointError, match="leads out"):
             (path / "device").read_bytes()
