@@ -34,6 +34,11 @@ def raised(tracebacks: Mapping[int, str], degree: int, what: str) -> RankFailedE
     )
 
 
+def raised_here(error: Exception, traceback: str) -> RankFailedError:
+    """The error for the only rank of a model, which runs in this process, if it raised ``error``."""
+    return RankFailedError(f"rank 0 of 1 raised: {error}", 0, traceback)
+
+
 def died(rank: int, degree: int, how: str, output: str) -> RankDiedError:
     """The error for a rank whose process ended; ``how``: see :func:`ending`, ``output``: the end of what it printed."""
     return RankDiedError(f"rank {rank} of {degree} {how}{_last_output(rank, output)}", rank)

@@ -12,8 +12,9 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import TensorSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.context import LOCAL
-from nxd_infer.errors import ModelClosedError, RankFailedError
+from nxd_infer.errors import ModelClosedError
 from nxd_infer.runtime.rank.rank import Rank, Runtime
+from nxd_infer.runtime.ranks import failures
 from nxd_infer.runtime.ranks.base import RankHealth
 from nxd_infer.runtime.ranks.channel import Kind
 
@@ -88,8 +89,7 @@ class LocalRank:
                 raise
             import traceback
 
-            text = traceback.format_exc()
-            failure = RankFailedError(f"rank 0 of 1 raised: {error}", 0, text)
+            failure = failures.raised_here(error, traceback.format_exc())
             self._failed(failure, fatal)
             raise failure from error
         finally:
