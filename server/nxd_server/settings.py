@@ -219,6 +219,9 @@ class ServerSettings(BaseSettings):
         group=ARTIFACT,
         description="Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.",
     )
+    prepare_only: bool = _setting(
+        False, group=ARTIFACT, description="Fetch or trace the artifact, and stop: a job that runs before servers do."
+    )
     prepare_timeout: float = _setting(
         7200.0,
         group=ARTIFACT,

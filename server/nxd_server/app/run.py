@@ -56,6 +56,9 @@ def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     except (NxdError, FileNotFoundError) as error:
         logger.error("%s", error)
         return 1
+    if settings.prepare_only:
+        logger.info("%s can be served", artifact)
+        return 0
     gc.disable()  # imported objects stay, so scanning them again and again only slows the start
     try:
         return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
