@@ -48,6 +48,6 @@ install -d -o 10001 -g 10001 "$FOLDER" # the user of the image
 docker rm -f nxd-infer >/dev/null 2>&1 || true
 docker run --detach --name nxd-infer --restart unless-stopped --publish 8080:8080 "${devices[@]}" \
     --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges --stop-timeout 45 \
-    --volume "$FOLDER:/var/lib/nxd-infer" --env-file /etc/nxd-infer/keys --env AWS_REGION="$REGION" \
+    --volume "$FOLDER:/var/lib/nxd-infer" --env-file /etc/nxd-infer/keys --env AWS_DEFAULT_REGION="$REGION" \
     --env NXD_INFER_ARTIFACT="$MODEL" --env NXD_INFER_TRACE_OPTIONS="--backend neuron --target $TARGET --tp $TP" \
     "$IMAGE" serve
