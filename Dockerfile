@@ -37,6 +37,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
 ENV NXD_INFER_ARTIFACT=/opt/ml/model NXD_INFER_HOST=0.0.0.0 NXD_INFER_PORT=8080 \
     NXD_INFER_KEEP=/var/lib/nxd-infer NXD_INFER_CACHE=/var/lib/nxd-infer/cache
 USER 10001:10001
+VOLUME /var/lib/nxd-infer
 EXPOSE 8080
 # A first start may trace a model; a check that succeeds ends the start period.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=2h \
@@ -66,6 +67,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
 ENV NXD_INFER_ARTIFACT=/opt/ml/model NXD_INFER_HOST=0.0.0.0 NXD_INFER_PORT=8080 \
     NXD_INFER_KEEP=/var/lib/nxd-infer NXD_INFER_CACHE=/var/lib/nxd-infer/cache
 USER 10001:10001
+VOLUME /var/lib/nxd-infer
 EXPOSE 8080
 # A first start may trace a model; a check that succeeds ends the start period.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=2h \

@@ -119,6 +119,11 @@ class Image:
         self.container = run("buildah", "from", self.name)
         return Path(run("buildah", "mount", self.container))
 
+    def close(self) -> None:
+        """Unmount the root; the image stays, so that the next build is quick."""
+        if "root" in vars(self):
+            run("buildah", "rm", self.container)
+
     @property
     def environment(self) -> dict[str, str]:
         return dict(entry.split("=", 1) for entry in self.config["Env"])
@@ -127,7 +132,7 @@ class Image:
 @dataclass
 class Container:
     """A container of an image, running. ``mounts``: directories of this machine by their place in it, read-only where
-    the place ends with ``:ro``."""
+    the place ends with ``:ro``; without one, a volume of the image is empty."""
 
     image: Image
     arguments: tuple[str, ...] = ()
@@ -162,11 +167,15 @@ class Container:
         steps = [
             "mount --make-rprivate /",
             f"mount --bind {root} {root}",
+            *(f"mkdir -p {root}{place.partition(':')[0]}" for place in self.mounts),
             f"mount -o remount,bind,ro {root}",
             f"mount -t proc proc {root}/proc",
             f"mount --rbind /dev {root}/dev",
             f"mount -t tmpfs -o nosuid,nodev,noexec,mode=1777 tmpfs {root}/tmp",  # as Docker mounts one
         ]
+        for place in set(self.image.config["Volumes"]) - {place.partition(":")[0] for place in self.mounts}:
+            user, group = self.image.config["User"].split(":")  # an anonymous volume, with its owner in the image
+            steps += [f"mount -t tmpfs -o uid={user},gid={group},mode=755 tmpfs {root}{place}"]
         for place, directory in self.mounts.items():
             inside, _, read_only = place.partition(":")
             steps += [f"mount --bind {shlex.quote(str(directory))} {root}{inside}"]

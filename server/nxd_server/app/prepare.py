@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
@@ -89,6 +88,8 @@ def _artifact_digest(source: StoredSource) -> str:
 
 def _model_digest(source: Source, settings: ServerSettings) -> str:
     """Of all that a traced artifact depends on: the model's files, the options, the versions of what traces."""
+    from importlib.metadata import version  # slow to import; an artifact that is there needs none
+
     parts = [source.model_files(), shlex.split(settings.trace_options), VERSION, version("torch")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
