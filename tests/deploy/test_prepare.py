@@ -19,9 +19,9 @@ from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactSpaceE
 from nxd_server.app.prepare import prepare
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings
+from tests.checkpoint.s3_server import s3_server
 from tests.http.http_servers import ServerProcess, wait_for
 from tests.tiny_models import write_tiny
-from tests.trainer.s3_server import s3_server
 
 TRACE = "--backend eager --dtype float32 --batch-sizes 1 --prompt-buckets 16 --max-len 64"
 SERVE = [sys.executable, "-m", "nxd_infer.cli.main", "serve"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.artifact.reader import read_artifact
+from tests.checkpoint.s3_server import s3_server
 from tests.image.containers import Container, Image, base_image, missing
 from tests.tiny_models import write_tiny
-from tests.trainer.s3_server import s3_server
 
 TRACE = "--dtype float32 --batch-sizes 1 --prompt-buckets 16 --max-len 64"
 QUESTION = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
