@@ -12,7 +12,7 @@ from typing import Any
 
 from nxd_infer.errors import CheckpointError
 
-__all__ = ["URL", "connect", "told"]
+__all__ = ["URL", "connect", "typed_errors"]
 
 URL = re.compile(r"(file|local):/+|[a-z][a-z0-9+.-]*:/")
 """How a URL begins, of which a Path keeps one slash. Group 1 is there when it names a folder of a file system."""
@@ -47,7 +47,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
+def typed_errors(where: str) -> Iterator[None]:
     """Raise what goes wrong at ``where`` as FileNotFoundError or CheckpointError that name it."""
     try:
         yield

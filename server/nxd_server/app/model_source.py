@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from nxd_infer.artifact.manifest import MANIFEST_NAME
-from nxd_infer.checkpoint.remote import URL, connect, told
+from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import ArtifactError, ArtifactSpaceError
 from nxd_infer.util.units import size
 
@@ -61,7 +61,7 @@ class StoredSource:
         self._store, self._root = connect(url)
         self.url = url.rstrip("/")
         self.name = self.url.rpartition("/")[2]
-        with told(self.url):
+        with typed_errors(self.url):
             found = self._store.find(self._root, detail=True)
         self._files: dict[str, dict[str, Any]] = {
             path[len(self._root) :].lstrip("/"): info for path, info in found.items() if info["type"] == "file"
@@ -76,7 +76,7 @@ class StoredSource:
         return name in self._files
 
     def read(self, name: str) -> bytes:
-        with told(f"{self.url}/{name}"):
+        with typed_errors(f"{self.url}/{name}"):
             return self._store.cat_file(f"{self._root}/{name}")
 
     def model_files(self) -> dict[str, File]:
@@ -106,7 +106,7 @@ class StoredSource:
         logger.info("fetching %s: %d files, %s", self.url, len(names), size(needed))
         for name in names:
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-        with told(self.url):
+        with typed_errors(self.url):
             self._store.get([f"{self._root}/{name}" for name in names], [str(to / name) for name in names])
 
 
