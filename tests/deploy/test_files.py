@@ -207,7 +207,8 @@ def test_user_data_runs_the_server_on_every_device(devices: int, target: str, tp
     (tmp_path / "bin").mkdir()
     for name in STAND_INS:
         program = tmp_path / "bin" / name
-        program.write_text(f'#!/bin/bash\nprintf "%q " {name} "$@" >> {tmp_path}/calls\necho >> {tmp_path}/calls\n')
+        call = f'#!/bin/bash\nline=$(printf "%q " {name} "$@")\n'
+        program.write_text(call + f'echo "$line" >> {tmp_path}/calls\n')  # at once: programs of a pipe run together
         program.chmod(0o755)
     for number in range(devices):
         (tmp_path / f"neuron{number}").touch()
