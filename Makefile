@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint security bench fuzz soak clean
+.PHONY: help install demo test test-image check lint security bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -38,6 +38,9 @@ DEALT := -n $(PROCESSES) --dist loadfile
 
 test: $(STAMP) ## all tests (20 to 30 minutes on two cores)
 	@$(BIN)/python -m pytest -q $(DEALT)
+
+test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
+	@$(BIN)/python -m pytest -q tests/image/checks.py
 
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)

@@ -26,6 +26,7 @@ LONGEST = [
     "seeds/test_training",
     "e2e/test_readme",
     "e2e/test_minilm_http",
+    "deploy/test_prepare",
     "http/test_lifecycle",
     "engine/test_real_generation",
     "runtime/test_closing",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
+from nxd_infer.checkpoint.remote import URL, connect, typed_errors
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.files.atomic import REMOVING, replacing, sync_directory
 from nxd_infer.layout.files.manifest import DONE
@@ -155,7 +155,7 @@ class RemoteStorage:
     def __init__(self, url: str):
         scheme, _, rest = url.partition(":")
         self._url = url.rstrip("/") if "://" in url else f"{scheme}://{rest.strip('/')}"
-        self._fs, self._root = _connect(self._url)
+        self._fs, self._root = connect(self._url)
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
     def where(self, name: str = "") -> str:
@@ -165,7 +165,7 @@ class RemoteStorage:
         return f"{self._root}/{name}" if name else self._root
 
     def folders(self) -> list[str]:
-        with self._typed_errors(""):
+        with typed_errors(self.where()):
             self._fs.invalidate_cache()  # other processes write there too
             try:
                 entries = self._fs.ls(self._path(""), detail=True)
@@ -178,13 +178,13 @@ class RemoteStorage:
 
     def files(self, folder: str) -> dict[str, int]:
         base = self._path(folder)
-        with self._typed_errors(folder):
+        with typed_errors(self.where(folder)):
             self._fs.invalidate_cache()
             found = self._fs.find(base, detail=True)
         return {path[len(base) + 1 :]: info["size"] for path, info in found.items() if info["type"] == "file"}
 
     def read(self, name: str) -> bytes:
-        with self._typed_errors(name):
+        with typed_errors(self.where(name)):
             return self._fs.cat_file(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
@@ -195,7 +195,7 @@ class RemoteStorage:
     def _writing_to(self, name: str) -> Iterator[IO[bytes]]:
         """Yield a file of the store to write to; it exists once it is closed."""
         path = self._path(name)
-        with self._typed_errors(name):
+        with typed_errors(self.where(name)):
             try:
                 file = self._fs.open(path, "wb")
             except FileNotFoundError:  # a store with real folders, such as sftp
@@ -205,7 +205,7 @@ class RemoteStorage:
                 yield file
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._typed_errors(name):
+        with contextlib.suppress(FileNotFoundError), typed_errors(self.where(name)):
             self._fs.rm_file(self._path(name))
 
     def path(self, name: str) -> Path:
@@ -215,7 +215,7 @@ class RemoteStorage:
         copy = Path(self._copies.name) / name
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with self._typed_errors(name), replacing(copy) as temporary:
+            with typed_errors(self.where(name)), replacing(copy) as temporary:
                 self._fs.get_file(self._path(name), str(temporary))
         return copy
 
@@ -246,32 +246,9 @@ class RemoteStorage:
     def tidy_up(self) -> None:
         """Do nothing: files are removed one by one, ``done`` first."""
 
-    @contextlib.contextmanager
-    def _typed_errors(self, name: str) -> Iterator[None]:
-        """Convert errors to FileNotFoundError or CheckpointError, with the name."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.where(name)} does not exist") from error
-        except Exception as error:  # each store has its own exceptions
-            raise CheckpointError(f"{self.where(name)}: {error}") from error
-
 
 Storage = LocalStorage | RemoteStorage
-_URL = re.compile(r"(file|local):/+|[a-z][a-z0-9+.-]*:/")
-"""A URL that was converted to a Path has one slash."""
 _BLOCK = 1 << 20
-_OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
-_S3_OPTIONS = {
-    "config_kwargs": {
-        "connect_timeout": 10,
-        "read_timeout": 60,
-        "request_checksum_calculation": "when_required",  # our sha256 covers every file; old servers support no other
-        "response_checksum_validation": "when_required",
-    }
-}
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
@@ -282,32 +259,9 @@ def storage_of(path: str | os.PathLike[str]) -> Storage:
     if isinstance(path, BeneathPath):
         return OpenedStorage(path)
     text = os.fspath(path)
-    found = _URL.match(text)
+    found = URL.match(text)
     if found is None:
         if "://" in text:
             raise CheckpointError(f"{text!r} is not a URL of one store; give it as s3://bucket/prefix")
         return LocalStorage(text)
     return LocalStorage(text[found.end() - 1 :]) if found[1] else RemoteStorage(text)
-
-
-def _scheme(url: str) -> str:
-    return url.partition(":")[0]
-
-
-def _connect(url: str) -> tuple[Any, str]:
-    """Return the store of a URL, and the folder in it."""
-    import fsspec  # slow to import (70 ms), and not needed for folders
-
-    scheme = _scheme(url)
-    if scheme in _OF_BUCKETS and not url.partition("://")[2]:
-        raise CheckpointError(f"{url!r} names no bucket; give {scheme}://bucket/prefix")
-    try:
-        options = _S3_OPTIONS if scheme in ("s3", "s3a") else {}
-        # A separate store for each caller: fsspec's cached ones keep the credentials of their first use.
-        store, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
-    except ImportError as error:  # the message names the package
-        fix = "; pip install 'nxd-infer[s3]'" if scheme == "s3" else ""
-        raise CheckpointError(f"{url} needs a package: {error}{fix}") from error
-    except Exception as error:  # each store has its own exceptions
-        raise CheckpointError(f"{url}: {error}") from error
-    return store, root.rstrip("/")

@@ -17,7 +17,7 @@ from nxd_server.settings_options import setting_options
 def main(arguments: list[str] | None = None) -> int:
     """Parse ``arguments`` and serve; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nxd_server", description="Serve an artifact over HTTP.")
-    parser.add_argument("artifact", help="directory that `nxd-infer trace` wrote")
+    parser.add_argument("artifact", help="an artifact, or a model directory to trace: a directory or a URL")
     parser.add_argument("--config", help="JSON or YAML file with settings")
     for option in setting_options():
         flag = option.flag.partition("/")[0]

@@ -11,14 +11,16 @@ PREFIX = "NXD_INFER_"
 OLD_PREFIX = "NXD_"
 SINGLE_KEY = "API_KEY"
 """The name that someone with one key would try; ignoring it would leave the server open."""
-OTHERS = ("CACHE", "CACHE_LIMIT", "PIN", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS", "BENCH", "ARTIFACT")
-"""Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the container."""
+SOURCE = "ARTIFACT"
+"""What to serve, if the command line does not say."""
+OTHERS = ("CACHE", "CACHE_LIMIT", "PIN", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS", "BENCH", SOURCE)
+"""Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the command line."""
 
 
 def refuse_old_names(environment: Mapping[str, str], settings: Iterable[str]) -> None:
     """Raise SettingsError for variables that use the old prefix: if one holds a key, ignoring it would leave the
     server open. Values are never shown."""
-    known = {OLD_PREFIX + name.upper() for name in (*settings, SINGLE_KEY)}
+    known = {OLD_PREFIX + name.upper() for name in (*settings, SINGLE_KEY, SOURCE)}
     found = sorted(name for name in environment if name.upper() in known)
     if found:
         new = ", ".join(f"{name} is {PREFIX}{name[len(OLD_PREFIX) :].upper()}" for name in found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -207,6 +208,27 @@ class ServerSettings(BaseSettings):
         description="Serve an artifact that chooses its buckets with its own code (a bucket kernel).",
     )
     expect_digest: str | None = _setting(None, group=ARTIFACT, description="SHA-256 the artifact's manifest must have.")
+    keep: Path | None = _setting(
+        None,
+        group=ARTIFACT,
+        description="Directory for artifacts that are fetched from a store, or traced of a model directory; the next "
+        "start finds them there. By default in the cache.",
+    )
+    trace_options: str = _setting(
+        "",
+        group=ARTIFACT,
+        description="Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.",
+    )
+    prepare_only: bool = _setting(
+        False, group=ARTIFACT, description="Fetch or trace the artifact, and stop: a job that runs before servers do."
+    )
+    prepare_timeout: float = _setting(
+        7200.0,
+        group=ARTIFACT,
+        gt=0,
+        le=604800,
+        description="Seconds a model may take to be traced, by this server or by another with the same `keep`.",
+    )
     log_format: Literal["text", "json"] = _setting(
         "text", group=LOG, description="One line or one JSON object per log record."
     )
@@ -258,6 +280,15 @@ class ServerSettings(BaseSettings):
         if root is not None and not root.is_dir():
             raise ValueError(f"{str(root)!r} is not a directory")
         return root
+
+    @field_validator("trace_options")
+    @classmethod
+    def _words(cls, text: str) -> str:
+        try:
+            shlex.split(text)
+        except ValueError as error:
+            raise ValueError(f"cannot be split into options: {error}") from None
+        return text
 
     @field_validator("admin_key")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,11 @@ from xml.sax.saxutils import escape
 
 PAGE = 3
 """Entries a listing, so that every listing has several pages."""
+
+
+def _etag(data: bytes) -> str:
+    """As S3 has it: the content's md5."""
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "ETag": '"x"', **headers}.items():
+        for name, value in {"Content-Length": str(len(body)), "ETag": _etag(body), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -104,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
             if first:
                 stop = int(last) + 1 if last else len(data)
                 part = data[int(first) : stop]
-                self._answer(206, part, Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}")
+                where = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
+                self._answer(206, part, Content_Range=where, ETag=_etag(data))
             else:
                 self._answer(200, data)
 
@@ -123,14 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
                 rest = name[len(prefix) :]
                 folder = delimiter and delimiter in rest
                 entries.add(
-                    (prefix + rest.split(delimiter)[0] + delimiter, -1) if folder else (name, len(self.objects[key]))
+                    (prefix + rest.split(delimiter)[0] + delimiter, None) if folder else (name, self.objects[key])
                 )
-        rows = sorted(entry for entry in entries if entry[0] > query.get("continuation-token", ""))
+        rows = sorted(
+            (entry for entry in entries if entry[0] > query.get("continuation-token", "")), key=lambda row: row[0]
+        )
         body = "".join(
             f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
-            if size < 0
-            else f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>"
-            for name, size in rows[:PAGE]
+            if data is None
+            else f"<Contents><Key>{escape(name)}</Key><Size>{len(data)}</Size><ETag>{_etag(data)}</ETag></Contents>"
+            for name, data in rows[:PAGE]
         )
         more = f"<NextContinuationToken>{escape(rows[PAGE - 1][0])}</NextContinuationToken>" if rows[PAGE:] else ""
         truncated = str(bool(rows[PAGE:])).lower()

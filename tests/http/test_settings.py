@@ -66,7 +66,14 @@ def test_a_mistyped_variable_is_told_at_the_start_of_the_server(monkeypatch, tmp
     assert done.status == 1 and "did you mean NXD_INFER_API_KEYS?" in done.err and "sesame" not in done.out + done.err
 
 
-@pytest.mark.parametrize(("old", "new"), [("NXD_API_KEYS", "NXD_INFER_API_KEYS"), ("nxd_port", "NXD_INFER_PORT")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("NXD_API_KEYS", "NXD_INFER_API_KEYS"),
+        ("nxd_port", "NXD_INFER_PORT"),
+        ("NXD_ARTIFACT", "NXD_INFER_ARTIFACT"),
+    ],
+)
 def test_a_variable_of_the_old_prefix_ends_the_start(monkeypatch, tmp_path, capsys, old, new):
     """It is not read, so a server that started all the same would be open."""
     monkeypatch.setenv(old, "sesame")

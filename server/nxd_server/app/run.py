@@ -17,12 +17,12 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
+from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
 from nxd_server.environment import unknown_variables
 from nxd_server.http.listener import bind
@@ -40,8 +40,10 @@ FLUSH_SECONDS = 2.0
 """Minimum time for finished answers to reach their clients after the engine has ended."""
 
 
-def serve(artifact: str | Path, settings: ServerSettings) -> int:
-    """Serve ``artifact`` until a signal or a failure ends it; return the exit status.
+def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
+    """Serve an artifact, or what :func:`prepare` makes one of, until a signal or a failure ends it.
+
+    Returns the exit status.
 
     Logs instead of raising: an invalid setting or artifact, or a port in use, gives status 1 and one line.
     """
@@ -49,10 +51,14 @@ def serve(artifact: str | Path, settings: ServerSettings) -> int:
     for line in unknown_variables(os.environ, ServerSettings.model_fields):
         logger.warning("%s", line)
     try:
+        artifact = prepare(os.fspath(given), settings)
         artifact_digest(artifact)
-    except NxdError as error:
+    except (NxdError, FileNotFoundError) as error:
         logger.error("%s", error)
         return 1
+    if settings.prepare_only:
+        logger.info("%s can be served", artifact)
+        return 0
     gc.disable()  # imported objects stay, so scanning them again and again only slows the start
     try:
         return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))

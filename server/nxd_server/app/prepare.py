@@ -1,0 +1,188 @@
+"""From what ``serve`` is given to an artifact in a directory.
+
+An artifact in a directory is served where it lies. One in a store is fetched first; a Hugging Face model directory,
+here or in a store, is traced first. What that makes is kept below ``settings.keep``, whole or not at all, under a name
+that follows from the contents: the next start finds it, and a model that has changed gets another. Servers that share
+the directory (replicas with one volume) take turns: the first makes it, the others wait and find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from nxd_infer.artifact.manifest import MANIFEST_NAME
+from nxd_infer.artifact.reader import read_artifact
+from nxd_infer.artifact.writer import checked_name
+from nxd_infer.errors import ArtifactError
+from nxd_infer.util.cache_dir import cache_dir
+from nxd_infer.util.child_process import ChildProcess, end_all
+from nxd_infer.util.locks import only_one
+from nxd_infer.util.python_command import child_environment, python_module
+from nxd_infer.util.version import VERSION
+from nxd_server.app.model_source import CONFIG, LocalSource, Source, StoredSource, kind_of, source_of
+from nxd_server.errors import SettingsError
+from nxd_server.settings import ServerSettings
+
+logger = logging.getLogger("nxd_server")
+
+STOP_SECONDS = 20.0
+"""How long a trace may take to undo its work when the server is told to stop."""
+
+
+def prepare(given: str, settings: ServerSettings) -> Path:
+    """The directory of the artifact that ``given`` names, fetched or traced first where it is none.
+
+    Raises SettingsError, ArtifactError or CheckpointError that say what is wrong with ``given``, with the directory to
+    keep things in, or with the trace.
+    """
+    source = source_of(given)
+    kind = kind_of(source)
+    if isinstance(source, LocalSource) and kind != CONFIG:
+        return source.root  # whoever reads it says what is wrong with it
+    if kind is None:
+        raise ArtifactError(
+            f"{source} is neither an artifact, which has a {MANIFEST_NAME}, nor a Hugging Face model directory, which "
+            f"has a {CONFIG}: give the folder of one of them"
+        )
+    digest = _model_digest(source, settings) if kind == CONFIG else _artifact_digest(cast("StoredSource", source))
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip(".-")[:40] or "model"
+    kept = _keep(source, settings) / f"{label}-{digest[:16]}"
+    if _is_there(kept):
+        return kept
+    with _one_at_a_time(source, kept, settings):
+        if _is_there(kept):
+            return kept
+        if isinstance(source, LocalSource):
+            _trace(source.root, kept, settings)
+            return kept
+        with _fetched(source, label, kept) as here:
+            if kind == CONFIG:
+                _trace(here, kept, settings)
+            else:
+                read_artifact(here)  # what was damaged on the way must not be kept
+                os.sync()  # all of it is on the disk before it has its name
+                here.rename(kept)
+    return kept
+
+
+def _is_there(kept: Path) -> bool:
+    found = (kept / MANIFEST_NAME).exists()
+    if found:
+        logger.info("%s was made by an earlier start", kept)
+    return found
+
+
+def _artifact_digest(source: StoredSource) -> str:
+    return hashlib.sha256(source.read(MANIFEST_NAME)).hexdigest()
+
+
+def _model_digest(source: Source, settings: ServerSettings) -> str:
+    """Of all that a traced artifact depends on: the model's files, the options, the versions of what traces."""
+    from importlib.metadata import version  # slow to import; an artifact that is there needs none
+
+    parts = [source.model_files(), shlex.split(settings.trace_options), VERSION, version("torch")]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _keep(source: Source, settings: ServerSettings) -> Path:
+    """The directory to keep artifacts in."""
+    try:
+        keep = settings.keep or cache_dir("artifacts")
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_keep(source, str(settings.keep or "the cache"), error) from error
+    return keep
+
+
+@contextlib.contextmanager
+def _one_at_a_time(source: Source, kept: Path, settings: ServerSettings) -> Iterator[None]:
+    """Keep other servers from making ``kept`` meanwhile; wait while one of them does."""
+    lock = kept.with_name(f".{kept.name}.lock")
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(only_one(lock, 0))
+        except TimeoutError:
+            logger.info("another server makes %s; waiting for it", kept)
+            try:
+                held.enter_context(only_one(lock, settings.prepare_timeout))
+            except TimeoutError:
+                raise SettingsError(
+                    f"another server still makes {kept} after {settings.prepare_timeout:g} s: end it, or raise "
+                    "--prepare-timeout (NXD_INFER_PREPARE_TIMEOUT)"
+                ) from None
+        except OSError as error:
+            raise _cannot_keep(source, str(kept.parent), error) from error
+        yield
+
+
+def _cannot_keep(source: Source, keep: str, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"what is made of {source} cannot be kept in {keep}: {error.strerror or error}; make it a directory that user "
+        f"{os.geteuid()} may write to, or name another with --keep (NXD_INFER_KEEP)"
+    )
+
+
+@contextlib.contextmanager
+def _fetched(source: StoredSource, label: str, kept: Path) -> Iterator[Path]:
+    """A directory beside ``kept`` with the files of the source, removed at the end where it is still there."""
+    place = kept.with_name(f".fetching-{kept.name}")
+    shutil.rmtree(place, ignore_errors=True)  # of a server that was killed
+    here = place / label  # a traced artifact takes its model's name from it
+    try:
+        here.mkdir(parents=True)
+        names = _artifact_files(source) if kind_of(source) == MANIFEST_NAME else source.model_files()
+        source.fetch(names, here)
+        yield here
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _artifact_files(source: StoredSource) -> list[str]:
+    """The files that a manifest lists, and itself. Whatever else is wrong with it is told by whoever reads it."""
+    try:
+        listed = [checked_name(name) for name in json.loads(source.read(MANIFEST_NAME))["files"]]
+    except (ValueError, TypeError, KeyError):
+        raise ArtifactError(f"{source}/{MANIFEST_NAME} is damaged: it lists no files; copy the artifact anew") from None
+    missing = [name for name in listed if not source.has(name)]
+    if missing:
+        raise ArtifactError(
+            f"{source} lacks {missing[0]}, and has {len(listed) - len(missing)} of {len(listed)} files that its "
+            f"{MANIFEST_NAME} lists: copy the artifact anew"
+        )
+    return [*listed, MANIFEST_NAME]
+
+
+def _trace(model: Path, out: Path, settings: ServerSettings) -> None:
+    """Run ``nxd-infer trace`` in a process of its own: the server's does without torch, and without its memory."""
+    words = shlex.split(settings.trace_options)
+    logger.info("tracing %s into %s: nxd-infer trace %s", model, out, shlex.join(words))
+    command = python_module("nxd_infer.cli.main", "trace", str(model), "--out", str(out), *words)
+    child = ChildProcess(command, environment=child_environment())
+    try:
+        ended = child.wait(settings.prepare_timeout)
+    except BaseException:  # a signal that ends the server
+        end_all([child], patience=STOP_SECONDS)
+        raise
+    if not ended:
+        end_all([child], patience=STOP_SECONDS)
+        raise SettingsError(
+            f"tracing {model} took more than {settings.prepare_timeout:g} s: raise --prepare-timeout "
+            "(NXD_INFER_PREPARE_TIMEOUT), or trace it beforehand (`nxd-infer trace`) and serve the artifact"
+        )
+    how = child.explain()
+    child.end()
+    if child.returncode != 0 or not (out / MANIFEST_NAME).exists():
+        raise SettingsError(
+            f"the trace of {model} {how}, and wrote no artifact in {out}: its message is above; its options come from "
+            f"--trace-options (NXD_INFER_TRACE_OPTIONS), now {settings.trace_options!r}"
+        )
