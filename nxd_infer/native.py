@@ -108,7 +108,7 @@ def availability() -> Availability:
         return Availability(False, f"the native operators need Linux, this is {sys.platform}")
     if sys.byteorder != "little":
         return Availability(False, f"the native operators need a little-endian machine, this is {platform.machine()}")
-    if not _has_stable_abi():
+    if not has_stable_abi():
         return Availability(False, f"the native operators need torch 2.10 or newer, this is {torch.__version__}")
     if _loaded or (_folder() / "libnxd.so").is_file():
         return Availability(True)
@@ -288,7 +288,7 @@ def _torch_version() -> tuple[int, int]:
 
 
 @functools.cache
-def _has_stable_abi() -> bool:
+def has_stable_abi() -> bool:
     """Return whether torch's library has the C functions of the stable ABI that operators are registered with: torch
     2.9 has headers of that name, but not these."""
     library = _torch_root() / "lib/libtorch_cpu.so"
