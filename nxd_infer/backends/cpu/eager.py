@@ -11,7 +11,6 @@ from nxd_infer.backends.cpu.base import CpuBackend
 from nxd_infer.backends.cpu.options import OPTION, packed_option, quantize_option
 from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.errors import TraceConfigError
-from nxd_infer.util.machine import torch_version
 
 
 class EagerBackend(CpuBackend):
@@ -21,7 +20,10 @@ class EagerBackend(CpuBackend):
     compiles = False
 
     def probe(self) -> Availability:
-        return Availability(True, versions={"torch": torch_version()})
+        from nxd_infer.backends.cpu.operators import why_none
+
+        why = why_none()
+        return self.available(f"operators and collectives are PyTorch's own, which is slower: {why}" if why else "")
 
     def probe_compiler(self) -> Availability:
         """There is none to look for."""

@@ -20,6 +20,11 @@ def native_library() -> Any | None:
         return None
 
 
+def why_none() -> str:
+    """Return why this release of torch can have no native operators; "" if it can."""
+    return "" if native.has_stable_abi() else native.availability().reason
+
+
 def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
     """The native libraries that the graph calls, registered: those in ``ops/`` beside ``graphs/``, else this package's.
 
