@@ -78,7 +78,7 @@ def test_a_broken_model_package_is_named(capsys, monkeypatch):
 
 def test_what_torch_2_9_lacks_is_said_in_the_same_words_everywhere(capsys, monkeypatch):
     """Here by taking the features away; on torch 2.9 they are not there."""
-    monkeypatch.setattr(inductor, "_takes_march", lambda: False)
+    monkeypatch.setattr(inductor, "takes_march", lambda: False)
     monkeypatch.setattr(native, "has_stable_abi", lambda: False)
     monkeypatch.setattr(native, "_loaded", {})
     done = nxd_infer_here(capsys, monkeypatch, "doctor")
@@ -101,7 +101,7 @@ def test_features_are_those_of_the_releases_that_are_named():
 
     release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     assert (release >= (2, 10)) == HAS_NATIVE
-    assert inductor._takes_march() == (release >= (2, 13))
+    assert inductor.takes_march() == (release >= (2, 13))
 
 
 def test_it_imports_no_compiler():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import HAS_NATIVE
+from tests.needs import HAS_INDUCTOR
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -29,6 +29,6 @@ def test_ruff_would_reformat_nothing():
     assert run(str(BIN / "ruff"), "format", "--check", ".") == ""
 
 
-@pytest.mark.skipif(not HAS_NATIVE, reason="types are checked against the annotations of the newest torch")
+@pytest.mark.skipif(not HAS_INDUCTOR, reason="types are checked against the annotations of the newest torch")
 def test_types_are_consistent():
     assert run(str(BIN / "basedpyright")) == ""

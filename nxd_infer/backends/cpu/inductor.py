@@ -51,7 +51,7 @@ class InductorBackend(CpuBackend):
     compiles = True
 
     def probe(self) -> Availability:
-        if _loader_class() is None or not _takes_march():
+        if _loader_class() is None or not takes_march():
             reason = f"it needs torch 2.13 or newer, this is {torch_version()}: install that, or use backend='eager'"
             return Availability(False, reason, {"torch": torch_version()})
         return self.available()
@@ -155,7 +155,7 @@ class InductorBackend(CpuBackend):
 
 
 @functools.cache
-def _takes_march() -> bool:
+def takes_march() -> bool:
     """Whether inductor can be told which CPU to compile for. Without, code is for this very machine, and a loader of
     those releases reads no unpacked code either. The settings are read as text: to import inductor takes a second."""
     import torch
