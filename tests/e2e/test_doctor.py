@@ -13,7 +13,7 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
 from nxd_infer.backends.cpu import inductor
 from nxd_infer.errors import BackendUnavailableError
-from nxd_infer.trace.options import tracing_backend
+from nxd_infer.trace.check import tracing_backend
 from nxd_models import registry as models
 from tests.backends.plugins import installed
 from tests.e2e.command import nxd_infer_here
