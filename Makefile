@@ -7,9 +7,11 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
+XLA_VENV ?= .venv-xla
+XLA_STAMP := $(XLA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-image check lint security bench fuzz soak clean
+.PHONY: help install demo test test-xla xla-rig test-image check lint security bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -37,10 +39,24 @@ PROCESSES ?= 3
 DEALT := -n $(PROCESSES) --dist loadfile
 
 test: $(STAMP) ## all tests (20 to 30 minutes on two cores)
+	@test -e $(XLA_STAMP) || echo "tests/xla is skipped here, and torch 2.9 not tested: make test-xla does both"
 	@$(BIN)/python -m pytest -q $(DEALT)
 
 test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
 	@$(BIN)/python -m pytest -q tests/image/checks.py
+# torch 2.9 is what torch_xla and the Neuron SDK go with.
+$(XLA_STAMP): pyproject.toml tests/xla/make_rig.py
+	@echo "installing torch 2.9 and torch_xla into $(XLA_VENV), the first time only; some minutes"
+	@$(PYTHON) tests/xla/make_rig.py $(XLA_VENV)
+	@touch $@
+
+xla-rig: $(XLA_STAMP) ## make .venv-xla with torch 2.9 and a torch_xla that runs on a CPU
+
+ON_TORCH_2_9 := tests/layout tests/optimizer tests/parallel_layers tests/trainer tests/artifact tests/runtime
+
+test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on torch 2.9 (under 8 minutes on two cores)
+	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) tests/xla $(ON_TORCH_2_9)
+	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) -m check $(addprefix --ignore=,$(ON_TORCH_2_9))
 
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)
@@ -60,5 +76,5 @@ fuzz: $(STAMP) ## mutations of the corpus for every parser of foreign data (MINU
 soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 of them; SEED=... repeats a run), and attacked between (SIEGES=0: not)
 	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(filter 0,$(SIEGES)),--no-sieges)
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .demo
+clean: ## remove the virtual environments and caches
+	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .ruff_cache .hypothesis .demo

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import mmap
@@ -107,7 +108,7 @@ def availability() -> Availability:
         return Availability(False, f"the native operators need Linux, this is {sys.platform}")
     if sys.byteorder != "little":
         return Availability(False, f"the native operators need a little-endian machine, this is {platform.machine()}")
-    if _torch_version() < (2, 10):
+    if not has_stable_abi():
         return Availability(False, f"the native operators need torch 2.10 or newer, this is {torch.__version__}")
     if _loaded or (_folder() / "libnxd.so").is_file():
         return Availability(True)
@@ -284,6 +285,14 @@ def source_hash() -> str:
 def _torch_version() -> tuple[int, int]:
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+@functools.cache
+def has_stable_abi() -> bool:
+    """Return whether torch's library has the C functions of the stable ABI that operators are registered with: torch
+    2.9 has headers of that name, but not these."""
+    library = _torch_root() / "lib/libtorch_cpu.so"
+    return not library.is_file() or hasattr(ctypes.CDLL(str(library)), "torch_library_impl")
 
 
 def _torch_root() -> Path:

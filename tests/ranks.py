@@ -29,6 +29,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.needs import require_native
+
 Transport = Literal["gloo", "shm", "shared"]
 """Process groups alone; shared memory alone, as compiled graphs have it; process groups whose ranks share memory."""
 GRACE = 2.0
@@ -84,6 +86,8 @@ def run_ranks(
     against hanging), with the stack of every rank that has not answered.
     """
     degrees = {"tp": tp or world_size // (pp * cp), "pp": pp, "cp": cp}
+    if collectives == "shm":
+        require_native()
     workers = _pool.take(world_size)
     keep = False
     try:

@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether something can run here, and if not, the ``reason`` to show to the user."""
+    """Whether something can run here, and what there is of it; ``nxd-infer doctor`` shows all of it."""
 
     ok: bool
     reason: str = ""
+    """If not, why, and what to do: one sentence, as a user reads it."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages it needs, by name."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """What it runs on here, with the cores of each that models may use."""
+    limits: str = ""
+    """What it cannot do here although it runs, and why: one sentence, or "" for nothing."""
 
     def __bool__(self) -> bool:
         return self.ok

@@ -11,13 +11,14 @@ import sys
 from nxd_infer import __version__, native
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
-from nxd_infer.cli.console import console, table
-from nxd_infer.errors import ArtifactBackendError, UntrustedCacheError
+from nxd_infer.cli.console import console, table, verbatim
+from nxd_infer.errors import NxdError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
 from nxd_infer.util.processors import available_cores, compute_threads, processor_share
 from nxd_infer.util.units import size
+from nxd_models import registry as models
 
 OPTIONAL = {
     "fastapi": "serving: pip install 'nxd-infer[server]'",
@@ -51,9 +52,45 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def probe(name: str) -> tuple[Availability, Availability]:
+    """Return whether a backend can run here and whether it can trace; one that breaks says why."""
+    try:
+        backend = registry.get(name)
+        return backend.probe(), backend.probe_compiler()
+    except NxdError as error:  # of another package, which cannot be imported
+        text = str(error)
+    except Exception as error:
+        text = f"its probe failed: {type(error).__name__}: {error}"
+    return Availability(False, text), Availability(False, text)
+
+
+def row(name: str, runs: Availability, traces: Availability) -> tuple[str, ...]:
+    packages = ", ".join(f"{package} {version}" for package, version in runs.versions.items())
+    devices = ", ".join(f"{device}, {count} core{'s' if count != 1 else ''}" for device, count in runs.devices.items())
+    return (name, "yes" if runs else "no", "yes" if traces else "no", packages or "-", devices or "-")
+
+
+def remarks(runs: Availability, traces: Availability) -> list[str]:
+    """Return what a backend cannot do here and what to do about it, a sentence each."""
+    found = [f"cannot run: {runs.reason}"] if not runs else [f"cannot trace: {traces.reason}"] if not traces else []
+    return [*found, *([runs.limits] if runs.limits else [])]
+
+
+def model_types() -> tuple[str, list[str]]:
+    """Return the model types that can be read, and what is wrong with those of other packages."""
+    broken = []
+    for name in models.model_types():
+        try:
+            if name not in models.BUILT_IN:
+                models.find(name)
+        except NxdError as error:
+            broken.append(str(error))
+    return ", ".join(models.model_types()), broken
+
+
 def run() -> int:
-    """Print the tables; return 0 if the default backend can run here, else 1."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    """Print the tables; return 0 if some backend can trace and run here, else 1."""
+    found_compiler = shutil.which(os.environ.get("CXX", "g++"))
     rows = [
         ("nxd_infer", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -63,7 +100,7 @@ def run() -> int:
         ("memory", f"{size(available_memory())} free of {size(total_memory())}"),
         (
             "C++ compiler",
-            compiler or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
+            found_compiler or f"missing: install g++ to trace with the {registry.DEFAULT} backend (serving needs none)",
         ),
     ]
     try:
@@ -74,21 +111,27 @@ def run() -> int:
             rows.append(("their instructions", native.load().cpu_level()))
     except UntrustedCacheError as error:
         rows.append(("cache", f"refused: {error}"))
+    except NxdError as error:
+        rows.append(("native operators", f"cannot be loaded: {error}"))
     table("This machine", ("what", "found"), rows)
 
-    usable = {}
-    for name in registry.names():
-        try:
-            probe = registry.get(name).probe()
-        except ArtifactBackendError as error:  # of another package, and broken
-            probe = Availability(False, str(error))
-        usable[name] = (probe.ok, "ok" if probe.ok else probe.reason)
-    table("Backends", ("backend", "state"), [(name, text) for name, (_, text) in usable.items()])
+    probes = {name: probe(name) for name in registry.names()}
+    columns = ("backend", "runs", "traces", "packages", "runs on")
+    table("Backends", columns, [row(name, *found) for name, found in probes.items()])
+    for name, found in probes.items():
+        for text in remarks(*found):
+            verbatim(f"{name}: {text}", end="\n")
+    families, broken = model_types()
+    for text in (families, *broken):
+        verbatim(f"models: {text}", end="\n")
 
     packages = [(name, version_of(name) or f"absent; {why}") for name, why in OPTIONAL.items()]
     table("Optional packages", ("package", "found"), packages)
-    if usable[registry.DEFAULT][0]:
+    usable = [name for name, found in probes.items() if all(found)]
+    if registry.DEFAULT in usable:
         console.print("ready: `nxd-infer demo` runs everything end to end on this machine")
-        return 0
-    console.print(f"the default backend cannot run: {usable[registry.DEFAULT][1]}", style="bold red")
-    return 1
+    elif usable:
+        console.print(f"the default backend does not work here: choose with --backend {' or '.join(usable)}")
+    else:
+        console.print("no backend can run and trace here, see above", style="bold red")
+    return 0 if usable else 1

@@ -182,7 +182,11 @@ class NxDOptimizer(OptimizerWrapper):
         if self.inited:
             groups = parameter_groups([param_group])
             require_once([*self.param_groups, *groups])
-            self.optimizer.add_param_group(self._take(groups)[0])
+            added = self._take(groups)[0]
+            self.optimizer.add_param_group(added)
+            # Some optimizers make the state of their parameters in the constructor alone (Adagrad, torch 2.9).
+            for tensor, state in self.optimizer_class([dict(added)], **self._options).state.items():
+                self.optimizer.state.setdefault(tensor, state)
             param_group = with_defaults(groups[0], self.optimizer.param_groups[-1])
         super().add_param_group(param_group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -29,9 +30,21 @@ def architecture() -> str:
 
 
 def torch_version() -> str:
-    """Return the installed version of torch, without importing it."""
-    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be importing it
-    return importlib.metadata.version("torch") if known is None else str(known)
+    """The version of torch that is installed here, without importing it."""
+    known = getattr(sys.modules.get("torch"), "__version__", None)  # another thread may be in the middle of its import
+    return _installed_torch() if known is None else str(known)
+
+
+@functools.cache
+def _installed_torch() -> str:
+    """As ``torch.__version__`` has it: the package's own version lacks the ``+cu128`` of some builds."""
+    installed = importlib.metadata.distribution("torch")
+    try:
+        text = Path(str(installed.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except OSError:
+        return installed.version
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    return installed.version if found is None else found[1]
 
 
 def torch_minor(version: str) -> str:

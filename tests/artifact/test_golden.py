@@ -24,6 +24,7 @@ from nxd_infer.util.machine import architecture
 from tests import toy_artifacts as toy
 from tests.backends.manifests import changed
 from tests.backends.plugins import installed
+from tests.needs import needs_inductor
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = ["1.0", "1.1"]
@@ -74,7 +75,7 @@ REFUSED = {
 """What is said of the graphs of format 1.0, of which these hold no native operators."""
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor", "lockstep"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_inductor), "lockstep"])
 def test_it_is_compiled_again(golden: Path, backend: str, tmp_path: Path):
     """A canonical graph goes to any backend; what format 1.0 stored, to those that take what the CPU's passes made."""
     with installed():

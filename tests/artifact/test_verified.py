@@ -23,6 +23,7 @@ from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_server.app.service import Service
 from nxd_server.settings import ServerSettings
 from tests import toy_artifacts as toy
+from tests.needs import require_native
 from tests.processes import wait_until
 from tests.runtime.rank_processes import X, pids_of, started
 
@@ -31,6 +32,7 @@ X_ONES = torch.ones(1, 1, toy.HIDDEN)
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
+    require_native()
     library = native.load()
     file = shutil.copy(library.path, tmp_path_factory.mktemp("library") / f"{library.hash}.so")
     return toy.build(tmp_path_factory.mktemp("verified") / "artifact", ops=[Path(file)])

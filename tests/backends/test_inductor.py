@@ -35,9 +35,10 @@ from nxd_infer.trace import BucketModelConfig
 from nxd_infer.util.machine import cpu_features
 from tests import traced_models as models
 from tests.graph.exporting import load
+from tests.needs import needs_inductor
 
 inductor = backends.get("inductor")
-pytestmark = pytest.mark.skipif(not inductor.probe_compiler().ok, reason=inductor.probe_compiler().reason)
+pytestmark = needs_inductor
 
 
 @pytest.fixture(scope="module", autouse=True)

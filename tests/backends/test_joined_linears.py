@@ -18,6 +18,9 @@ from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
 from nxd_infer.ops import packed
 from tests.graph.exporting import entries, joined_calls
+from tests.needs import needs_native
+
+pytestmark = needs_native
 
 Forward = Callable[[Any, Tensor], Tensor]
 

@@ -29,6 +29,9 @@ from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.runtime.updates.weights import WeightUpdate
 from tests.backends import packed_models
 from tests.graph.exporting import entries
+from tests.needs import needs_native
+
+pytestmark = needs_native
 
 Forward = Callable[[Any, Tensor], Tensor]
 

@@ -11,7 +11,10 @@ import torch
 from nxd_infer import native
 from nxd_infer.backends.cpu.package import collectives_of_package
 from nxd_infer.context import current_context
+from tests.needs import needs_native
 from tests.ranks import run_ranks
+
+pytestmark = needs_native
 
 ROUNDS = 3000
 QUICK: dict[str, Any] = {

@@ -61,7 +61,8 @@ def ends(tmp_path: Path, ending: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(("ending", "status"), [("error", 1), ("done", 0)])
 def test_threads_of_gloo_have_ended_before_the_interpreter_does(tmp_path, ending, status):
     for code, output, errors in ends(tmp_path, ending):
-        assert (code, output) == (status, "left 1\n"), errors
+        ours = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # as some releases greet
+        assert (code, ours) == (status, ["left 1"]), errors
         assert ("FileNotFoundError: wrong path" in errors) == (status == 1)
 
 

@@ -16,7 +16,10 @@ import torch
 from nxd_infer import native
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.util.cache_dir import cache_dir
+from tests.needs import needs_native
 from tests.processes import wait_until
+
+pytestmark = needs_native
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,10 @@ from nxd_infer.comm.protocol import collectives_of
 from nxd_infer.context import current_context, default_context, set_default_context, use_context
 from tests.comm.test_collectives import BIG, SHAPES, assert_same_bits, everything, several_axes
 from tests.comm.test_lost_peers import lose
+from tests.needs import needs_native
 from tests.ranks import run_ranks
+
+pytestmark = needs_native
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -212,13 +212,6 @@ def test_code_that_chooses_buckets_can_be_refused(command, model_dir, tmp_path, 
     assert done.status == 1 and "bucket_kernel.pt, which is code, and" in done.err, done
 
 
-def test_doctor_names_the_backends_and_the_compiler(capsys, monkeypatch):
-    done = nxd_infer_here(capsys, monkeypatch, "doctor")
-    assert done.status == 0, done.out
-    for word in ("inductor", "eager", "C++ compiler", "memory"):
-        assert word in done.out
-
-
 def test_plan_only_compiles_and_writes_nothing(model_dir, tmp_path, capsys, monkeypatch):
     done = nxd_infer_here(
         *(capsys, monkeypatch, "trace", model_dir, "--tp", 4, "--out", tmp_path / "a", "--max-len", 64),

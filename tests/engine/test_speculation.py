@@ -12,6 +12,7 @@ from nxd_server import LLM, SamplingParams
 from nxd_server.engine import Engine
 from tests.engine.real_artifacts import MAX_LEN, costs_of, trace_llama
 from tests.engine.toy_model import ToyModel
+from tests.needs import needs_inductor
 
 GUESSES = 4
 REPETITIVE = [[11, 12, 13, 14] * 6, [7] * 9, [20, 21, 22, 23, 24, 20, 21, 22]]
@@ -19,7 +20,7 @@ RANDOM = [[5 + (7 * place + 3 * length) % 280 for place in range(length)] for le
 GREEDY = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=needs_inductor), 2])
 def llms(request, tmp_path_factory):
     """The same artifact without and with guesses; with them whenever there are any, right or wrong."""
     directory = tmp_path_factory.mktemp("speculation")

@@ -28,6 +28,7 @@ from tests.models.helpers import (
     traced_run,
     without_mixed,
 )
+from tests.needs import needs_inductor
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW, RANK = 8, 40, 5, 4
@@ -171,6 +172,7 @@ def test_adapters_over_weights_in_eight_bits(case):
         assert near < 0.06
 
 
+@needs_inductor
 def test_compiled_graphs_load_adapters_without_a_compiler(case, tmp_path, monkeypatch):
     case = case("llama")
     model, step = case.trace(2, backend="inductor", prompt_buckets=[1])  # one graph

@@ -12,6 +12,7 @@ from nxd_models.serving import tasks
 from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.eager_generation import generate_eager
 from tests.models.helpers import assert_greedy, greedy_reference, prompts_of, traced_run, without_mixed
+from tests.needs import needs_inductor
 from tests.tiny_models import write_tiny
 
 BUCKET, MAX_LEN, NEW = 8, 40, 6
@@ -86,6 +87,7 @@ def test_traced_tokens_equal_generate(directory, family, degree):
     check(directory(family), degree, "eager")
 
 
+@needs_inductor
 @pytest.mark.parametrize(("family", "degree"), [("qwen3", 1), ("llama3", 2)])
 def test_compiled_tokens_equal_generate(directory, family, degree):
     check(directory(family), degree, "inductor")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nxd_infer import native
+from tests.needs import needs_native
 from tests.ops.levels import run_at
+
+pytestmark = needs_native
 
 CODE = """
 import hashlib, torch

@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from nxd_infer import native
+from tests.needs import needs_native
 from tests.ops.levels import run_at
+
+pytestmark = needs_native
 
 WORK = """
 import ctypes, hashlib, os, time, torch

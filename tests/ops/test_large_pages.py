@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nxd_infer import native
 from nxd_infer.util.mapped_memory import Memory
+from tests.needs import needs_native
+
+pytestmark = needs_native
 
 PAGE = 2 << 20
 HEADS, LENGTH, WIDTH = 4, 4096, 64

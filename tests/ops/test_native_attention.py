@@ -21,7 +21,10 @@ from nxd_infer import native
 from nxd_infer.errors import RankFailedError
 from nxd_infer.ops import cache_attention, cache_attention_reference
 from nxd_infer.trace import parallel_model_trace
+from tests.needs import needs_native
 from tests.ops.levels import LEVELS, run_at
+
+pytestmark = needs_native
 
 NAN = float("nan")
 BOUNDS = {

@@ -15,7 +15,10 @@ from torch import Tensor
 from nxd_infer import native, ops
 from nxd_infer.ops.sampling import LOGPROB_FLOOR, exp_negative, finite_or_absent
 from nxd_infer.trace import parallel_model_trace
+from tests.needs import needs_native
 from tests.ops.levels import run_at
+
+pytestmark = needs_native
 
 LEVELS = ("portable", "avx2", "avx512")
 """Higher levels of the processor use the loops of the last one."""

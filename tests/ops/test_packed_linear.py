@@ -15,7 +15,10 @@ from torch import Tensor
 
 from nxd_infer import native
 from nxd_infer.ops import packed
+from tests.needs import needs_native
 from tests.ops.levels import LEVELS, run_at
+
+pytestmark = needs_native
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = st.tuples(

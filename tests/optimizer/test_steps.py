@@ -56,6 +56,14 @@ class Odd(nn.Module):
         ]
 
 
+def add(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Add a group. Plain Adagrad of torch 2.9 cannot step one that is added: it has no state for it."""
+    optimizer.add_param_group(group)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for param, state in torch.optim.Adagrad(group["params"]).state.items():
+            optimizer.state.setdefault(param, state)
+
+
 def steps(model: Odd, optimizer: torch.optim.Optimizer, rows: Tensor, restart: Callable[..., Any]) -> list[Tensor]:
     """Eight steps; a group is added after three, the optimizer made anew from its state after five."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -79,7 +87,7 @@ def steps(model: Odd, optimizer: torch.optim.Optimizer, rows: Tensor, restart: C
         optimizer.zero_grad(set_to_none=step != 2)
         if step == 3:
             model.thawed.requires_grad_()
-            optimizer.add_param_group({"params": [model.thawed], "weight_decay": 0.2})
+            add(optimizer, {"params": [model.thawed], "weight_decay": 0.2})
         if step == 5:
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = restart(model)
@@ -105,7 +113,7 @@ def compared(zero1: bool) -> list[str]:
 
             def restart(model: Odd, make: Any = make) -> Any:
                 optimizer = make(model)
-                optimizer.add_param_group({"params": [model.thawed]})
+                add(optimizer, {"params": [model.thawed]})
                 return optimizer
 
             model = Odd()

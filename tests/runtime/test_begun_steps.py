@@ -25,6 +25,7 @@ from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.ranks.arena import InputBlock
 from tests import toy_artifacts as toy
+from tests.needs import needs_native
 
 WEIGHTS = toy.logical_weights()
 
@@ -232,7 +233,7 @@ def test_a_wait_that_was_interrupted_gives_nobody_elses_outputs(model):
         np.testing.assert_allclose(result["y"], expected(inputs(number)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=needs_native), False])
 def test_ranks_that_share_memory_need_no_directory_that_a_killed_caller_would_leave(
     path, tmp_path, monkeypatch, shared
 ):

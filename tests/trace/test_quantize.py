@@ -20,6 +20,7 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.save_load import parallel_model_save
 from nxd_infer.trace.recompile import parallel_model_recompile
 from tests.backends import packed_models
+from tests.needs import needs_inductor, needs_native
 
 TOKENS = torch.tensor([[1, 5, 63], [0, 7, 32]])
 
@@ -54,7 +55,12 @@ def expected(seed: int, degree: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("backend", "tp_degree", "other"), [("eager", 1, "inductor"), ("eager", 2, ""), ("inductor", 2, "eager")]
+    ("backend", "tp_degree", "other"),
+    [
+        pytest.param("eager", 1, "inductor", marks=needs_inductor),
+        ("eager", 2, ""),
+        pytest.param("inductor", 2, "eager", marks=needs_inductor),
+    ],
 )
 def test_a_traced_model_computes_with_the_rounded_weights(
     backend: str, tp_degree: int, other: str, tmp_path: Path
@@ -79,6 +85,7 @@ def test_a_traced_model_computes_with_the_rounded_weights(
             torch.testing.assert_close(loaded(TOKENS), expected(5, tp_degree), rtol=1e-5, atol=1e-5)
 
 
+@needs_native
 def test_the_option_is_part_of_the_digest_and_of_nothing_else(tmp_path: Path) -> None:
     digests = []
     for option in ("int8", None):

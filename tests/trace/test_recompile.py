@@ -10,6 +10,7 @@ from nxd_infer.errors import ArtifactError, ArtifactVersionError, TraceConfigErr
 from nxd_infer.runtime.load import load_artifact
 from tests import toy_artifacts as toy
 from tests import traced_models as models
+from tests.needs import needs_inductor
 
 recompile = nxd.trace.parallel_model_recompile
 
@@ -59,6 +60,7 @@ def outside_graphs(path) -> dict[str, str]:
     return {name: digest for name, digest in every_file(path).items() if not name.startswith("graphs/")}
 
 
+@needs_inductor
 def test_every_way_gives_the_numbers_of_a_trace(eager, tmp_path):
     there = tmp_path / "there"
     report = recompile(eager, there, backend="inductor")
@@ -85,6 +87,7 @@ def test_every_way_gives_the_numbers_of_a_trace(eager, tmp_path):
     assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(answers(there), want, strict=True))
 
 
+@needs_inductor
 def test_a_compiler_that_fails_leaves_nothing(eager, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("NXD_INFER_CACHE_LIMIT", "0")  # else what was compiled before is taken
@@ -94,6 +97,7 @@ def test_a_compiler_that_fails_leaves_nothing(eager, tmp_path, monkeypatch):
 
 
 @pytest.mark.check
+@needs_inductor
 def test_what_cannot_be_recompiled_is_refused_before_anything_is_written(tmp_path):
     path = toy.build(tmp_path / "toy", degree=2)
     mine = tmp_path / "mine"

@@ -19,6 +19,7 @@ from nxd_infer.trace.check import tracing_backend
 from nxd_infer.util.units import size
 from tests import toy_artifacts as toy
 from tests import traced_models as models
+from tests.needs import needs_inductor
 
 X = torch.zeros(4)
 
@@ -67,6 +68,7 @@ X = torch.zeros(4)
         ({"compiler_args": "cpu_target=z80"}, "there is no cpu_target 'z80'"),
     ],
 )
+@needs_inductor
 def test_contradictions_are_refused(arguments, message):
     # The plan makes no directory.
     for call in (nxd.trace.parallel_model_trace, trace_plan)[: 1 if "compiler_workdir" in arguments else 2]:
@@ -96,11 +98,13 @@ def test_contradictions_are_refused(arguments, message):
         ("--debug --lnc 2 --other-typo=3", {}, ["--debug", "--lnc", "2", "--other-typo=3"]),
     ],
 )
+@needs_inductor
 def test_words_of_the_neuron_compiler_are_told_from_options_of_the_backend(given, options, neuron):
     assert split_arguments(given, tracing_backend("inductor").has_option) == (options, neuron)
 
 
 @pytest.mark.check
+@needs_inductor
 def test_the_plan_names_once_what_is_ignored():
     table = trace_plan(models.plus, X, compiler_args="--model-type=transformer -O1").table()
     assert (
@@ -109,6 +113,7 @@ def test_the_plan_names_once_what_is_ignored():
 
 
 @pytest.mark.check
+@needs_inductor
 def test_more_ranks_than_a_machine_can_be_meant_to_hold_are_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("NXD_INFER_MAX_RANKS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
@@ -175,6 +180,7 @@ def test_the_plan_counts_bytes_without_memory_for_weights():
         assert text in table
 
 
+@needs_inductor
 def test_the_plan_without_a_loader_does_not_run_func():
     def never():
         raise AssertionError

@@ -18,6 +18,7 @@ from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.errors import UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.python_command import child_environment
+from tests.needs import require_native
 
 pytestmark = pytest.mark.check
 
@@ -138,6 +139,7 @@ def others(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def built() -> Path:
+    require_native()
     return native.load().path
 
 

@@ -68,7 +68,9 @@ def describe(value: object) -> list[str]:
     if inspect.ismodule(value):
         return [" (module)"]
     if isinstance(value, type):
-        lines = [f" class{'' if issubclass(value, BaseException) else signature(value)}"]
+        # What torch defines is worded differently by each release.
+        foreign = issubclass(value, BaseException) or str(getattr(value.__init__, "__module__", "")).startswith("torch")
+        lines = [f" class{'' if foreign else signature(value)}"]
         for name, member in sorted(vars(value).items()):
             if not name.startswith("_") and (
                 inspect.isfunction(member) or isinstance(member, (staticmethod, property))

@@ -18,6 +18,7 @@ from nxd_infer.comm.shm import (
 from nxd_infer.context import make_context
 from nxd_infer.errors import CollectiveError, CollectiveTimeoutError, ParallelConfigError
 from nxd_infer.util.processes import process_start, process_state
+from tests.needs import needs_native
 
 
 @pytest.fixture
@@ -81,6 +82,7 @@ def test_the_state_of_a_process():
     assert process_state(child, start) == "ended"
 
 
+@needs_native
 def test_a_refused_axis_leaves_no_other_connected(segment):
     """What failed half way can be tried again."""
     context, library, good = make_context(4, 0, tp=2), native.load(), create_segment(2)

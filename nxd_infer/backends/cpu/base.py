@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import cpu
-from nxd_infer.backends.base import Placement, RankRuntime
+from nxd_infer.backends.base import Availability, Placement, RankRuntime
 from nxd_infer.backends.cpu.target import check_cpu
+from nxd_infer.util.machine import architecture, torch_version
+from nxd_infer.util.processors import available_cores
 
 if TYPE_CHECKING:
     from nxd_infer.graph.canonical import Graph
@@ -22,6 +24,15 @@ class CpuBackend:
     native = True
     one_process = False
     cross_compiles = False
+
+    def available(self, limits: str = "") -> Availability:
+        """Return the result of a probe that succeeded."""
+        return Availability(
+            True,
+            versions={"torch": torch_version()},
+            devices={f"{architecture()} processor": len(available_cores())},
+            limits=limits,
+        )
 
     def prepare_trace(self, tp_degree: int) -> None:
         """Build the native operators before any rank needs them."""

@@ -12,7 +12,6 @@ from nxd_infer.backends.cpu.base import CpuBackend
 from nxd_infer.backends.cpu.options import OPTION, packed_option, quantize_option
 from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.errors import TraceConfigError
-from nxd_infer.util.machine import torch_version
 
 
 class EagerBackend(CpuBackend):
@@ -22,7 +21,8 @@ class EagerBackend(CpuBackend):
     compiles = False
 
     def probe(self) -> Availability:
-        return Availability(True, versions={"torch": torch_version()})
+        why = cpu.operators.why_unsupported()
+        return self.available(f"operators and collectives are PyTorch's own, which is slower: {why}" if why else "")
 
     def probe_compiler(self) -> Availability:
         """There is none to look for."""

@@ -7,7 +7,9 @@ code, and new weights need no compiler. Compared with constants held by the runn
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,10 +52,10 @@ class InductorBackend(CpuBackend):
     compiles = True
 
     def probe(self) -> Availability:
-        versions = {"torch": torch_version()}
-        if _loader_class() is None:
-            return Availability(False, f"torch {torch_version()} has no AOTInductor package loader", versions)
-        return Availability(True, "", versions)
+        if _loader_class() is None or not takes_march():
+            reason = f"it needs torch 2.13 or newer, this is {torch_version()}: install that, or use backend='eager'"
+            return Availability(False, reason, {"torch": torch_version()})
+        return self.available()
 
     def probe_compiler(self) -> Availability:
         """Whether graphs can be compiled here: loading needs no compiler, tracing does."""
@@ -143,6 +145,16 @@ class InductorBackend(CpuBackend):
         if loader.get_constant_fqns():
             raise ArtifactCorruptError(f"{package} holds constants of its own; it was not written by this package")
         return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, loader.run)
+
+
+@functools.cache
+def takes_march() -> bool:
+    """Whether inductor can be told which CPU to compile for. Without, code is for this very machine, and a loader of
+    those releases reads no unpacked code either. The settings are read as text: to import inductor takes a second."""
+    import torch
+
+    settings = Path(torch.__file__).parent / "_inductor" / "config.py"
+    return re.search(r"^    march\b", settings.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _loader_class() -> Any:

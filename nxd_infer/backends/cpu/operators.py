@@ -25,6 +25,11 @@ def reason_for_none() -> str:
     return native.availability().reason or "they could not be built"
 
 
+def why_unsupported() -> str:
+    """Return why this release of torch can have no native operators; "" if it can."""
+    return "" if native.has_stable_abi() else native.availability().reason
+
+
 def register_operators(graph: GraphFile, graph_dir: Path) -> list[Any]:
     """Register and return the native libraries that the graph calls: those in ``ops/`` beside ``graphs/``, else ours.
 

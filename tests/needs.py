@@ -1,0 +1,33 @@
+"""Skips for what this release of torch cannot do, with the library's own words as the reason; for nothing else.
+
+They look for the feature, not for ``availability()`` or a probe: a machine without a compiler fails these tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_infer import native
+from nxd_infer.backends import registry
+from nxd_infer.backends.cpu.inductor import takes_march
+
+HAS_NATIVE, HAS_INDUCTOR = native.has_stable_abi(), takes_march()
+NO_NATIVE = "" if HAS_NATIVE else native.availability().reason
+NO_INDUCTOR = "" if HAS_INDUCTOR else f"inductor: {registry.get('inductor').probe().reason}"
+
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason=NO_NATIVE)
+"""Of a test, a parameter or (``pytestmark``) a module that runs native operators."""
+needs_inductor = pytest.mark.skipif(not HAS_INDUCTOR, reason=NO_INDUCTOR)
+"""Of one that compiles graphs."""
+
+
+def require_native() -> None:
+    """Skip the test that is running, or the module that is being collected."""
+    if not HAS_NATIVE:
+        pytest.skip(NO_NATIVE, allow_module_level=True)
+
+
+def require_backend(name: str) -> None:
+    """Skip the test that is running if it is for a backend that this release of torch has not."""
+    if name == "inductor" and not HAS_INDUCTOR:
+        pytest.skip(NO_INDUCTOR)
