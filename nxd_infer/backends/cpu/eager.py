@@ -46,7 +46,8 @@ class EagerBackend(CpuBackend):
         return describe_target()
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        from nxd_infer.backends.cpu.executable import CpuExecutable, checked_graph
+        from nxd_infer.backends.checks import checked_graph
+        from nxd_infer.backends.cpu.executable import CpuExecutable
         from nxd_infer.backends.cpu.lower import read_program
         from nxd_infer.graph.ir import Program
 

@@ -129,7 +129,8 @@ class InductorBackend(CpuBackend):
         compile_here(graph_dir, {**settings, **_FIXED}, graph_dir / CODE, simdlen)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        from nxd_infer.backends.cpu.executable import CpuExecutable, checked_graph
+        from nxd_infer.backends.checks import checked_graph
+        from nxd_infer.backends.cpu.executable import CpuExecutable
         from nxd_infer.backends.cpu.package import strays
 
         (rank,) = ranks
