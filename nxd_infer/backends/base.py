@@ -135,6 +135,8 @@ class Backend(Protocol):
     """Whether its graphs call this package's native operators and read packed weights."""
     one_process: bool
     """Whether one process runs all ranks, with collectives of the backend's own; else each rank has its own process."""
+    one_program: bool
+    """Whether all ranks run one graph: a model whose ranks need different ones is refused when it is traced."""
     compiles: bool
     """Whether graphs are compiled, in processes of their own and with a cache; False when a stored graph is run."""
     cross_compiles: bool

@@ -21,6 +21,7 @@ GROUP = "nxd_infer.backends"
 BUILT_IN = {
     "inductor": "nxd_infer.backends.cpu.inductor",
     "eager": "nxd_infer.backends.cpu.eager",
+    "xla": "nxd_infer.backends.xla.backend",
 }
 DEFAULT = next(iter(BUILT_IN))
 """The backend of whoever names none."""

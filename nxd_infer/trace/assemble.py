@@ -43,10 +43,10 @@ class Compiled:
     seconds: float = 0.0
 
 
-def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) -> None:
+def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str) -> None:
     """Check that the ranks fit together. Raises TraceError saying what differs.
 
-    ``one_program`` (``spmd_mode``) wants equal graphs; otherwise graphs may differ, but not the collectives in them.
+    ``one_program`` names what wants equal graphs; otherwise ("") graphs may differ, but not the collectives in them.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -68,7 +68,7 @@ def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) ->
             if one_program:
                 raise TraceError(
                     f"bucket {mine.name!r} traces to another graph on rank {other.rank} than on rank 0, which "
-                    f"spmd_mode=True forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
+                    f"{one_program} forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
                     "A rank must be data: use nxd_infer.comm.axis_rank or a buffer, not a Python number"
                 )
             _compare_collectives(mine.name, other.rank, mine.graph.collectives, theirs.graph.collectives)

@@ -46,7 +46,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
             progress=progress,
         )
     traced = time.monotonic()
-    compare_ranks(ranks, build, one_program=checked.options.spmd_mode)
+    compare_ranks(ranks, build, one_program=_one_program(checked))
     compiled = compile_ranks(
         ranks,
         build,
@@ -96,6 +96,13 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
         "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
     }
     return model
+
+
+def _one_program(checked: CheckedTrace) -> str:
+    """What wants the ranks' graphs to be equal; "" where nothing does."""
+    if checked.options.spmd_mode:
+        return "spmd_mode=True"
+    return f"the {checked.backend.name} backend" if checked.backend.one_program else ""
 
 
 def make_plan(checked: CheckedTrace) -> TracePlan:

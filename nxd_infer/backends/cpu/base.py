@@ -23,6 +23,7 @@ class CpuBackend:
 
     native = True
     one_process = False
+    one_program = False
     cross_compiles = False
 
     def prepare_trace(self, tp_degree: int) -> None:

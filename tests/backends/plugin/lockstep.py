@@ -175,6 +175,7 @@ class Backend:
     name = "lockstep"
     native = False
     one_process = True
+    one_program = False
     compiles = True
     cross_compiles = False
 

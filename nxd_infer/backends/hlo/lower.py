@@ -1,0 +1,81 @@
+"""Lower a graph's body to HLO, once for all ranks: in a process with one device, none of which any rank's is.
+
+The stored body is run on tensors without memory, so that torch_xla records it; nothing is computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nxd_infer.artifact.manifest import dtype_of
+from nxd_infer.backends.hlo import torch_xla as xla
+from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
+from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HLO_TABLE, PARTS_FILE, HloFile, PartsFile, Value, read
+from nxd_infer.backends.hlo.parts import TOKEN, value
+from nxd_infer.errors import TraceError
+from nxd_infer.graph.ir import ir_to_graph
+from nxd_infer.graph.stored import read_graph, read_ir
+
+
+def lower_directory(graph_dir: Path) -> HloFile:
+    """Write ``body.hlo`` and ``hlo.json`` of a directory that :func:`.parts.lower_graphs` has filled.
+
+    Raises TraceError for an operator that the device has not, and for HLO whose collectives are not the graph's.
+    """
+    parts = read(graph_dir, PARTS_FILE, PartsFile)
+    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts)
+    check_collectives(table.collectives, read_graph(graph_dir).collectives)
+    (graph_dir / HLO_FILE).write_bytes(hlo)
+    (graph_dir / HLO_TABLE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return table
+
+
+def lower_body(body: dict[str, Any], parts: PartsFile) -> tuple[bytes, HloFile]:
+    """The HLO module and its table."""
+    module = ir_to_graph(body)
+    xla.forget_metrics()
+    with torch.no_grad(), xla.numbers_as_constants():
+        given = [xla.parameter(spec.device_shape, dtype_of(spec.dtype)) for spec in parts.specs]
+        arguments = [tensor.reshape(spec.shape) for tensor, spec in zip(given, parts.specs, strict=True)]
+        results = _Recorder(module).run(*arguments)
+        lowering = xla.Lowering([result.reshape(list(result.shape) or [1]) for result in results])
+    if left := xla.left_the_device():
+        raise TraceError(
+            f"{', '.join(left)}: XLA has no such operator, or needs its value while the program is made; write the "
+            "model without it"
+        )
+    named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
+    table = HloFile(
+        parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}),
+        results=[value(name, result) for name, result in zip(parts.body.gives, results, strict=True)],
+        collectives=collectives_of(lowering.json()),
+    )
+    return lowering.hlo(), table
+
+
+def _parameters(lowering: xla.Lowering, given: dict[str, Tensor], specs: dict[str, Value]) -> list[Value]:
+    """The table of names. What nothing depends on is no parameter; one that nobody gave is the collectives' token."""
+    names = {lowering.number(tensor): name for name, tensor in given.items()}
+    found: list[Value] = []
+    for number, tensor in sorted(lowering.parameters().items()):
+        if number in names:
+            found.append(specs[names[number]])
+        elif tensor.dtype == torch.float32 and tensor.dim() == 0:
+            found.append(value(TOKEN, tensor))
+        else:
+            raise TraceError(
+                f"the HLO takes {tensor.dtype}{list(tensor.shape)} as parameter {number}, which is neither a state, "
+                "an input, a weight nor the rank"
+            )
+    return found
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph with the device's collectives in place of the operators that name an axis."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(xla.COLLECTIVES.get(target, target), args, kwargs)
