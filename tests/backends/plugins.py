@@ -8,8 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from nxd_infer.backends import registry
+
 PLUGIN = str(Path(__file__).with_name("plugin"))
-NAMES = ("inductor", "eager", "lockstep")
+NAMES = (*(name for name in registry.BUILT_IN if registry.get(name).probe_compiler()), "lockstep")
+"""Those that can trace here, and the other package's."""
 
 
 @contextlib.contextmanager
