@@ -63,6 +63,8 @@ class PartsFile(_Model):
     """The axes whose ranks the body takes, each as an int64 tensor of shape [1], before what ``body.takes`` names."""
     specs: list[Value]
     """Of everything that the body takes: the ranks (``rank:<axis>``), then ``body.takes``."""
+    results: list[Value]
+    """Of what the body gives."""
 
     @property
     def fetched(self) -> list[str]:

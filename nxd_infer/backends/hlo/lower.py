@@ -48,10 +48,17 @@ def lower_body(body: dict[str, Any], parts: PartsFile) -> tuple[bytes, HloFile]:
             f"{', '.join(left)}: XLA has no such operator, or needs its value while the program is made; write the "
             "model without it"
         )
+    made = [value(name, result) for name, result in zip(parts.body.gives, results, strict=True)]
+    if wrong := [pair for pair in zip(made, parts.results, strict=True) if pair[0] != pair[1]]:
+        found, wanted = wrong[0]
+        raise TraceError(
+            f"XLA computes {found.dtype}{found.shape} where torch computes {wanted.dtype}{wanted.shape}; cast the "
+            "result, or write the model without the operator that widens it"
+        )
     named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
     table = HloFile(
         parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}),
-        results=[value(name, result) for name, result in zip(parts.body.gives, results, strict=True)],
+        results=made,
         collectives=collectives_of(lowering.json()),
     )
     return lowering.hlo(), table

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from nxd_infer.artifact.manifest import dtype_name
@@ -16,7 +17,7 @@ from nxd_infer.backends.hlo.files import BODY_FILE, HEAD_FILE, PARTS_FILE, TAIL_
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import Graph
 from nxd_infer.graph.devices import constants_on, plain_operators, rank_as_input
-from nxd_infer.graph.functional import placeholders
+from nxd_infer.graph.functional import output_of, placeholders
 from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir
 from nxd_infer.graph.passes import aten, branches, collective_sequence
 from nxd_infer.graph.split import Part, split_at
@@ -24,6 +25,7 @@ from nxd_infer.graph.stored import Lowered, ir_text
 from nxd_infer.ops import HOST
 
 DEVICE = "xla"
+_RIGHT_SHIFTS = (aten.bitwise_right_shift, aten.__rshift__)
 TOKEN = "token"
 
 
@@ -39,14 +41,11 @@ def _lower(graph: Graph) -> Lowered:
     for part in (split.head, split.tail):
         _check_host(part, weights)
     _write_where_they_are(split.tail, {split.given[place] for place in split.host_states})
-    if branches(split.body.module):
-        raise TraceError(
-            "the graph holds a branch that depends on a value (torch.cond), which a device's program cannot take: "
-            "compute both sides and choose with torch.where"
-        )
+    _check_device(split.body.module)
     body, ranks = rank_as_input(constants_on(split.body.module, DEVICE))
     names = [*(rank_name(axis) for axis in ranks), *split.body.takes]
     places = [place.meta["val"] for place in placeholders(body.graph)]
+    given = [node.meta["val"] for node in output_of(body.graph).args[0]]
     outputs = len(split.results) - states
     table = PartsFile(
         given=split.given,
@@ -57,6 +56,7 @@ def _lower(graph: Graph) -> Lowered:
         tail=_names(split.tail),
         ranks=ranks,
         specs=[value(name, tensor) for name, tensor in zip(names, places, strict=True)],
+        results=[value(name, tensor) for name, tensor in zip(split.body.gives, given, strict=True)],
     )
     files = {
         PARTS_FILE: table.model_dump_json(indent=1) + "\n",
@@ -73,6 +73,21 @@ def rank_name(axis: str) -> str:
 
 def value(name: str, tensor: Any) -> Value:
     return Value(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
+
+
+def _check_device(body: fx.GraphModule) -> None:
+    if branches(body):
+        raise TraceError(
+            "the graph holds a branch that depends on a value (torch.cond), which a device's program cannot take: "
+            "compute both sides and choose with torch.where"
+        )
+    for node in body.graph.nodes:
+        signed = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dtype.is_signed
+        if signed and getattr(node.target, "overloadpacket", None) in _RIGHT_SHIFTS:
+            raise TraceError(
+                f"{node.target} of signed numbers: XLA rounds negative ones toward zero, torch down (-5 >> 1 is -2 and "
+                "-3); divide with rounding_mode='floor' instead"
+            )
 
 
 def _check_host(part: Part, weights: Mapping[str, str]) -> None:
