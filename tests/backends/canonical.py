@@ -49,15 +49,17 @@ class Rank:
 
 
 @functools.cache
-def directory(family: str, root: Path) -> Path:
-    return tiny_models.write_tiny(family, root / family, **SMALL)
+def directory(family: str, root: Path, vocabulary: int = tiny_models.VOCAB_SIZE) -> Path:
+    return tiny_models.write_tiny(family, root / f"{family}-{vocabulary}", vocab_size=vocabulary, **SMALL)
 
 
-def ranks_of(family: str, degree: int, root: Path, *, bucket: int = 0, **options: Any) -> list[Rank]:
+def ranks_of(
+    family: str, degree: int, root: Path, *, bucket: int = 0, vocabulary: int = tiny_models.VOCAB_SIZE, **options: Any
+) -> list[Rank]:
     """The ranks of ``family`` at ``degree``; ``options``: of the plan."""
     task = {"bert": "embed", "roberta": "embed", "bert_classifier": "classify", "roberta_classifier": "classify"}
     plan = tasks.plan(
-        directory(family, root),
+        directory(family, root, vocabulary),
         task.get(family, "generate"),
         batch_sizes=[2],
         prompt_buckets=[4],

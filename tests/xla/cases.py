@@ -26,7 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters prefill": ("llama", {"lora_slots": 2, "lora_rank": 2, **PREFILL}),
     "guesses verify": ("llama", {"speculate": 2, "bucket": 2}),
 }
-TENSORS = "tensors.pt"
 
 
 @dataclass
@@ -48,10 +47,14 @@ def lower(rank: Rank, directory: Path) -> HloFile:
 
 
 def write_case(name: str, degree: int, directory: Path, root: Path) -> Case:
-    """Lower every rank, and leave the first one's HLO, with three steps and what they should give, in ``directory``."""
+    """The case of that name; see :func:`write_ranks`."""
     family, options = CASES[name]
-    ranks = ranks_of(family, degree, root, **options)
-    places = [directory / "graphs" / str(number) for number in range(degree)]
+    return write_ranks(ranks_of(family, degree, root, **options), directory)
+
+
+def write_ranks(ranks: list[Rank], directory: Path) -> Case:
+    """Lower every rank, and leave the first one's HLO, with three steps and what they should give, in ``directory``."""
+    places = [directory / "graphs" / str(rank) for rank in range(len(ranks))]
     tables = [lower(rank, place) for rank, place in zip(ranks, places, strict=True)]
     digests = [hashlib.sha256((place / HLO_FILE).read_bytes()).hexdigest() for place in places]
     for place in places:
@@ -59,11 +62,10 @@ def write_case(name: str, degree: int, directory: Path, root: Path) -> Case:
             (place / file).unlink()
     file = ranks[0].graph.file
     content = {
-        "degree": degree,
         "states": [dict(zip((s.name for s in file.states), rank.states, strict=True)) for rank in ranks],
         "weights": [dict(zip((s.name for s in file.weights), rank.weights, strict=True)) for rank in ranks],
         "steps": steps_of(ranks[0]),
         "expected": run_whole(ranks),
     }
-    torch.save(content, directory / TENSORS)
+    torch.save(content, directory / "tensors.pt")
     return Case(digests, tables[0], file.collectives)

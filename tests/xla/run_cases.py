@@ -44,12 +44,10 @@ def run_case(directory: Path) -> dict[str, float]:
     count, outputs, kept = len(graph.outputs), 0.0, 0.0
     for step, inputs in enumerate(content["steps"]):
         outputs = max(outputs, difference(executable(inputs), content["expected"][0][step][:count]))
-    host = set(graph.spec().states)
     for rank, (states, _) in enumerate(places):
         wanted = dict(zip(graph.spec().states, content["expected"][rank][-1][count:], strict=True))
         own = [name for name in wanted if rank == 0 or states[name].value.device.type != "cpu"]
         kept = max(kept, difference([states[name].on_host() for name in own], [wanted[name] for name in own]))
-    assert host or not kept
     return {"outputs": outputs, "states": kept}
 
 

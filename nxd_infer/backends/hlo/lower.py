@@ -38,11 +38,14 @@ def lower_body(body: dict[str, Any], parts: PartsFile) -> tuple[bytes, HloFile]:
     """The HLO module and its table."""
     module = ir_to_graph(body)
     xla.forget_metrics()
-    with torch.no_grad(), xla.numbers_as_constants():
-        given = [xla.parameter(spec.device_shape, dtype_of(spec.dtype)) for spec in parts.specs]
-        arguments = [tensor.reshape(spec.shape) for tensor, spec in zip(given, parts.specs, strict=True)]
-        results = _Recorder(module).run(*arguments)
-        lowering = xla.Lowering([result.reshape(list(result.shape) or [1]) for result in results])
+    given = [xla.parameter(spec.device_shape, dtype_of(spec.dtype)) for spec in parts.specs]
+    try:
+        with torch.no_grad(), xla.numbers_as_constants():
+            arguments = [tensor.reshape(spec.shape) for tensor, spec in zip(given, parts.specs, strict=True)]
+            results = _Recorder(module).run(*arguments)
+            lowering = xla.Lowering([result.reshape(list(result.shape) or [1]) for result in results])
+    except (RuntimeError, ValueError) as error:
+        raise TraceError(f"XLA has no such operator as the graph needs: {error}") from error
     if left := xla.left_the_device():
         raise TraceError(
             f"{', '.join(left)}: XLA has no such operator, or needs its value while the program is made; write the "
