@@ -56,8 +56,9 @@ def sampled(x: Tensor) -> Tensor:
             lambda self, x: torch.cond(x.sum() > 1, lambda x: x + 1, lambda x: x - 1, (x,)),
             r"torch\.cond.*choose with torch\.where",
         ),
+        (lambda self, x: x.view(torch.float64), r"aten\.view\.dtype: XLA does not read a tensor's bits"),
     ],
-    ids=["a shift", "a shift by a tensor", "a branch"],
+    ids=["a shift", "a shift by a tensor", "a branch", "a bit cast"],
 )
 def test_what_no_device_can_do_is_refused(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(TraceError, match=words):

@@ -18,7 +18,7 @@ def collectives() -> Any:
     from nxd_infer.backends.hlo import torch_xla as xla
 
     def work(rank: int) -> list[Any]:
-        x = torch.arange(8.0).reshape(2, 4).to(replicas.devices[rank]) + rank
+        x = (torch.arange(8.0).reshape(2, 4) + rank).to(replicas.devices[rank])
         found = [
             xla.all_reduce(x, "tp", "sum", 4),
             xla.all_reduce(x, "tp", "max", 4),
@@ -46,6 +46,24 @@ def infinity() -> Any:
         return later.cpu().tolist()
 
     return replicas.run(work)
+
+
+def many() -> Any:
+    """Collectives that do not wait for each other, on more replicas than there are processors."""
+    replicas = replicas_of(4)
+    from nxd_infer.backends.hlo import torch_xla as xla
+
+    given = [[torch.ones(64, 64).to(device) for _ in range(20)] for device in replicas.devices]
+
+    def work(rank: int) -> float:
+        found = []
+        for number, x in enumerate(given[rank]):
+            y = torch.tanh(x @ x)
+            found.append(xla.all_gather(y, "tp", 0, 4) if number % 2 else xla.all_reduce(y, "tp", "sum", 4))
+        replicas.step()
+        return found[-1].cpu().mean().item()
+
+    return [replicas.run(work) for _ in range(5)]
 
 
 def in_place() -> Any:

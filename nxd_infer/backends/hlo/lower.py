@@ -5,6 +5,8 @@ The stored body is run on tensors without memory, so that torch_xla records it; 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,32 @@ from nxd_infer.graph.stored import read_graph, read_ir
 def lower_directory(graph_dir: Path) -> HloFile:
     """Write ``body.hlo`` and ``hlo.json`` of a directory that :func:`.parts.lower_graphs` has filled.
 
-    Raises TraceError for an operator that the device has not, and for HLO whose collectives are not the graph's.
+    Raises TraceError for an operator that the device has not, and for HLO whose collectives are not the graph's. Some
+    operators end the process instead, so each is written to standard error before it is recorded.
     """
     parts = read(graph_dir, PARTS_FILE, PartsFile)
-    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts)
+    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts, _say)
     check_collectives(table.collectives, read_graph(graph_dir).collectives)
     (graph_dir / HLO_FILE).write_bytes(hlo)
     (graph_dir / HLO_TABLE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return table
 
 
-def lower_body(body: dict[str, Any], parts: PartsFile) -> tuple[bytes, HloFile]:
-    """The HLO module and its table."""
+def _say(operator: str) -> None:
+    print(f"lowering {operator}", file=sys.stderr, flush=True)
+
+
+def lower_body(
+    body: dict[str, Any], parts: PartsFile, report: Callable[[str], None] = lambda operator: None
+) -> tuple[bytes, HloFile]:
+    """The HLO module and its table. ``report(operator)`` is called before each is recorded."""
     module = ir_to_graph(body)
     xla.forget_metrics()
     given = [xla.parameter(spec.device_shape, dtype_of(spec.dtype)) for spec in parts.specs]
     try:
         with torch.no_grad(), xla.numbers_as_constants():
             arguments = [tensor.reshape(spec.shape) for tensor, spec in zip(given, parts.specs, strict=True)]
-            results = _Recorder(module).run(*arguments)
+            results = _Recorder(module, report).run(*arguments)
             lowering = xla.Lowering([result.reshape(list(result.shape) or [1]) for result in results])
     except (RuntimeError, ValueError) as error:
         raise TraceError(f"XLA has no such operator as the graph needs: {error}") from error
@@ -87,5 +96,10 @@ def _parameters(lowering: xla.Lowering, given: dict[str, Tensor], specs: dict[st
 class _Recorder(fx.Interpreter):
     """Runs a graph with the device's collectives in place of the operators that name an axis."""
 
+    def __init__(self, module: fx.GraphModule, report: Callable[[str], None]):
+        super().__init__(module)
+        self._report = report
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self._report(str(target))
         return super().call_function(xla.COLLECTIVES.get(target, target), args, kwargs)

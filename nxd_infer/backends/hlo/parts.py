@@ -88,6 +88,8 @@ def _check_device(body: fx.GraphModule) -> None:
                 f"{node.target} of signed numbers: XLA rounds negative ones toward zero, torch down (-5 >> 1 is -2 and "
                 "-3); divide with rounding_mode='floor' instead"
             )
+        if node.target is aten.view.dtype:
+            raise TraceError(f"{node.target}: XLA does not read a tensor's bits as another type; convert the values")
 
 
 def _check_host(part: Part, weights: Mapping[str, str]) -> None:

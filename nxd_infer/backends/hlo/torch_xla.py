@@ -125,22 +125,22 @@ def left_the_device() -> list[str]:
 
 # --- collectives --------------------------------------------------------------------------------------
 # With explicit groups, and layouts that are not pinned: that form would have the rank in the program. Each starts from
-# a new token: torch_xla multiplies the token by the first value that was gathered and adds it to what comes next, so
-# an infinity there would make every later result NaN.
+# a new token: torch_xla multiplies the token by a value of each result and adds it to what is exchanged next, so one
+# infinity would make all that comes later NaN. Ranks that run one program do its collectives in one order without it.
 
 
 def all_reduce(x: Tensor, axis: str, op: str, degree: int) -> Tensor:
-    return _after(_C._xla_all_reduce(op, x, 1.0, _groups(degree), False))
+    return _done(_C._xla_all_reduce(op, x, 1.0, _groups(degree), False))
 
 
 def all_gather(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
-    return _after(_C._xla_all_gather(x, dim, degree, _groups(degree), False, None, None))
+    return _done(_C._xla_all_gather(x, dim, degree, _groups(degree), False, None, None))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
     token = _C._get_all_reduce_token(str(x.device))
     result, _ = _C._xla_reduce_scatter("sum", x, token, 1.0, dim, degree, _groups(degree), False, None, None)
-    return _after(result)
+    return _done(result)
 
 
 def broadcast(x: Tensor, axis: str, source: int, degree: int) -> Tensor:
@@ -148,7 +148,7 @@ def broadcast(x: Tensor, axis: str, source: int, degree: int) -> Tensor:
     return all_gather(x[None], axis, 0, degree)[source]
 
 
-def _after(result: Tensor) -> Tensor:
+def _done(result: Tensor) -> Tensor:
     _C._set_all_reduce_token(str(result.device), None)
     return result
 
@@ -163,3 +163,4 @@ COLLECTIVES = {
     torch.ops.nxd.reduce_scatter.default: reduce_scatter,
     torch.ops.nxd.broadcast.default: broadcast,
 }
+"""What stands for each operator that names an axis."""
