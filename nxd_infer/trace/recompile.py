@@ -143,8 +143,13 @@ def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], bu
     """What ``backend`` makes of the canonical graphs, below ``build``."""
     backend.prepare_trace(source.manifest.tp_degree)
     made = _Made()
-    ranks = zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True)
-    for digests in dict.fromkeys(ranks):  # ranks whose graphs are equal are lowered once
+    ranks = dict.fromkeys(zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True))
+    if backend.one_program and len(ranks) > 1:
+        raise TraceError(
+            f"the ranks of {source.path} have {len(ranks)} graphs, and the {backend.name} backend runs one on "
+            "all of them: write the model so that a rank is data (nxd_infer.comm.axis_rank) and trace it again"
+        )
+    for digests in ranks:  # those whose graphs are equal are lowered once
         graphs = [stored_graph(source.graph_dir(digest)) for digest in digests]
         for old, graph, lowered in zip(digests, graphs, backend.passes(graphs, options), strict=True):
             ir = graph.ir()

@@ -22,7 +22,9 @@ PACKAGES = ("nxd_infer", "server/nxd_server", "models/nxd_models")
 @pytest.mark.check
 def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
     assert "lockstep" not in registry.names()
-    with pytest.raises(ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are inductor, eager, xla$"):
+    with pytest.raises(
+        ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are inductor, eager, xla$"
+    ):
         registry.get("lockstep")
     with installed():
         assert {"inductor", "eager", "xla", "lockstep", "broken"} == set(registry.names())

@@ -143,9 +143,7 @@ def test_a_vocabulary_that_does_not_divide_is_one_program(tmp_path: Path) -> Non
     ],
     ids=["a shift that widens", "an infinity for another"],
 )
-def test_what_xla_does_otherwise_is_refused(
-    function: Callable[..., Tensor], words: str, tmp_path: Path
-) -> None:
+def test_what_xla_does_otherwise_is_refused(function: Callable[..., Tensor], words: str, tmp_path: Path) -> None:
     (rank,) = ranks(lambda: Calls(function), 1, (torch.ones(4),))
     with pytest.raises(TraceError, match=words):
         lower(rank, tmp_path)

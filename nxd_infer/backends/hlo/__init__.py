@@ -1,1 +1,1 @@
-"""What backends on XLA devices share: a graph cut into host and device parts, its device part as HLO, the host's run."""
+"""What backends on XLA devices share: a graph in host and device parts, the device's as HLO, and the host's run."""

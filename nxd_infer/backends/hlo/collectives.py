@@ -60,9 +60,7 @@ def _instructions(computation: dict[str, Any]) -> Iterator[tuple[dict[str, Any],
         yield entry, [by_id[operand] for operand in entry.get("operandIds", [])]
 
 
-def _call(
-    instruction: dict[str, Any], operands: list[dict[str, Any]], computations: dict[str, dict[str, Any]]
-) -> str:
+def _call(instruction: dict[str, Any], operands: list[dict[str, Any]], computations: dict[str, dict[str, Any]]) -> str:
     kind = _KINDS.get(instruction["opcode"])
     groups = [[int(rank) for rank in group["replicaIds"]] for group in instruction.get("replicaGroups", [])]
     if kind is None or len(groups) != 1 or groups[0] != list(range(len(groups[0]))):

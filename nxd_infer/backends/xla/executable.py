@@ -51,15 +51,10 @@ class XlaExecutable:
 
     def _take(self, number: int, rank: RankGraph) -> dict[str, Cell]:
         """What the body takes of one rank, by the names of ``parts.json``: its number, states and weights."""
-        count = len(self.graph.states) + len(self.graph.inputs)
-        given = [
-            *zip(self._parts.given, _checked(self.graph.states, rank.states, "state", InputMismatchError), strict=False),
-            *zip(
-                self._parts.given[count:],
-                _checked(self.graph.weights, rank.weights, "weight", WeightSchemaError),
-                strict=True,
-            ),
-        ]
+        states = _checked(self.graph.states, rank.states, "state", InputMismatchError)
+        weights = _checked(self.graph.weights, rank.weights, "weight", WeightSchemaError)
+        first = len(states) + len(self.graph.inputs)
+        given = [*zip(self._parts.given, states, strict=False), *zip(self._parts.given[first:], weights, strict=True)]
         context = make_context(self._replicas.degree, number, tp=self._replicas.degree)
         return {
             **{rank_name(axis): Cell(torch.tensor([context.axis(axis).rank])) for axis in self._parts.ranks},
