@@ -17,6 +17,7 @@ require()
 from nxd_infer.runtime.load import load_artifact  # noqa: E402
 from nxd_infer.trace.recompile import parallel_model_recompile  # noqa: E402
 from tests.adapter_files import merge, write_adapter  # noqa: E402
+from tests.e2e.command import nxd_infer  # noqa: E402
 from tests.http.http_artifacts import PROMPTS, real_server, trace_tiny  # noqa: E402
 from tests.http.http_servers import ServerProcess, is_error, wait_for  # noqa: E402
 
@@ -31,7 +32,7 @@ REPEATED = "the with for the with for the with"
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama at degree 2 with guesses and slots for adapters, for both backends, and what they are given."""
     root = tmp_path_factory.mktemp("serving")
-    shapes = {"batch_sizes": [1, 4], "length_buckets": [16], "max_len": 64}
+    shapes = {"batch_sizes": [1, 4], "prompt_buckets": [16], "max_len": 64}
     features = {"speculate": 2, "lora_slots": 2, "lora_rank": 4}
     made = trace_tiny("llama", "generate", root, backend="xla", **shapes, **features)
     made.rename(root / "xla")
@@ -105,6 +106,13 @@ def test_its_answers_are_the_eager_backends(server: ServerProcess, root: Path, w
     assert conversation(server, root) == wanted
     assert wanted["adapter"] == wanted["alone"][-1:] != wanted["alone"][:1]
     assert wanted["other weights"] != wanted["alone"][:2]
+
+
+def test_the_command_line_verifies_and_generates(root: Path, wanted: dict[str, list[str]]) -> None:
+    done = nxd_infer("verify", root / "xla", root / "model")
+    assert done.status == 0 and "all 6 buckets are within the tolerance" in done.out, done.out + done.err
+    done = nxd_infer("generate", root / "xla", PROMPTS[0], "--max-tokens", "6", "--temperature", "0")
+    assert done.status == 0 and wanted["alone"][0].strip() in done.out, done.out + done.err
 
 
 def test_a_killed_process_is_answered_by_503_and_recovery(server: ServerProcess) -> None:
