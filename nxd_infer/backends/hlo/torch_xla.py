@@ -1,6 +1,7 @@
 """All that is used of torch_xla's inside, in one place: most of it has no public name. For torch-xla 2.9.
 
-Import it after :func:`settle_environment`: torch_xla reads its environment when it is imported.
+It reads its environment when it is imported, or when its first program runs: whoever runs programs settles that before
+(:func:`nxd_infer.backends.xla.replicas.environment`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_builder as xla_builder
-import torch_xla.core.xla_model as xla_model
-import torch_xla.debug.metrics as metrics
+import torch_xla  # pyright: ignore[reportMissingImports]
+import torch_xla.core.xla_builder as xla_builder  # pyright: ignore[reportMissingImports]
+import torch_xla.core.xla_model as xla_model  # pyright: ignore[reportMissingImports]
+import torch_xla.debug.metrics as metrics  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from torch_xla._internal import pjrt
+from torch_xla._internal import pjrt  # pyright: ignore[reportMissingImports]
 
 import nxd_infer.comm.ops  # noqa: F401  (registers torch.ops.nxd)
 

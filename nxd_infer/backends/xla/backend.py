@@ -95,10 +95,12 @@ class XlaBackend:
         return DevicePlacement(manifest, weight_file)
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
-        from nxd_infer.backends.xla.executable import XlaExecutable
         from nxd_infer.backends.xla.replicas import replicas_of
 
-        return XlaExecutable(ranks, runtime, replicas_of(len(ranks)))
+        replicas = replicas_of(len(ranks))  # before anything imports torch_xla
+        from nxd_infer.backends.xla.executable import XlaExecutable
+
+        return XlaExecutable(ranks, runtime, replicas)
 
 
 BACKEND = XlaBackend()

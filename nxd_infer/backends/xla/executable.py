@@ -98,7 +98,9 @@ class XlaExecutable:
         return {name: results[name].cpu().reshape(shapes[name]) for name in self._parts.fetched}
 
     def _zeros(self) -> dict[str, Tensor]:
-        return {spec.name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype)) for spec in self._parts.specs}
+        """What the body takes besides what is kept."""
+        given = [spec for spec in self._parts.specs if spec.name not in self._ranks[0]]
+        return {spec.name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype)) for spec in given}
 
     def update_weights(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
         specs = {spec.name: spec for spec in self.graph.weights}

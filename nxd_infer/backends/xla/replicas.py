@@ -16,8 +16,9 @@ import torch
 from nxd_infer.errors import BackendUnavailableError
 
 _Result = TypeVar("_Result")
+_Results = queue.SimpleQueue[tuple[int, Any, "BaseException | None"]]
 _SECONDS = 3600.0
-"""How long a replica waits for the others. A bound for what nobody calls; a caller's own limit comes long before."""
+"""How long a replica waits for the others, and a call for all. A caller's own limit comes long before."""
 _made: Replicas | None = None
 
 
@@ -49,7 +50,7 @@ def replicas_of(degree: int) -> Replicas:
 
 
 class Replicas:
-    """Runs a function on all replicas at once. What raises on one of them ends the use of all."""
+    """Runs a function on all replicas at once. What raises on one of several ends the use of all."""
 
     def __init__(self, degree: int):
         self.degree = degree
@@ -64,19 +65,20 @@ class Replicas:
                 f"needs {degree}: load it before torch_xla is imported, or in another process"
             )
         self._all = threading.Barrier(degree)
-        self._work: list[queue.SimpleQueue[Callable[[int], Any]]] = [queue.SimpleQueue() for _ in self.devices]
-        self._results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # models of degree 1 share a process, and may be called by several threads
+        self._work: list[queue.SimpleQueue[tuple[Callable[[int], Any], _Results]]] = [
+            queue.SimpleQueue() for _ in self.devices
+        ]
         for rank in range(degree):  # daemons: torch_xla's own pool would keep the interpreter from ending
             threading.Thread(target=self._live, args=(rank,), name=f"nxd-replica-{rank}", daemon=True).start()
 
     def run(self, work: Callable[[int], _Result]) -> list[_Result]:
-        """``work(rank)`` of every replica, in its own thread. Returns when all are done, and raises what one raised.
-
-        It may wait for ever where the device does: whoever started this process ends it then.
-        """
-        for each in self._work:
-            each.put(work)
-        done = [self._results.get() for _ in self._work]
+        """``work(rank)`` of every replica, in its own thread. Returns when all are done, and raises what one raised."""
+        results: _Results = queue.SimpleQueue()  # one of its own: what an interrupted call left undone goes nowhere
+        with self._turn:
+            for each in self._work:
+                each.put((work, results))
+            done = [results.get(timeout=_SECONDS) for _ in self._work]
         errors = [error for _, _, error in done if error is not None]
         if errors:  # the others' only say that this one did not come
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
@@ -93,10 +95,11 @@ class Replicas:
         self._xla.use_device(self.devices[rank])
         with torch.no_grad():
             while True:
-                work = self._work[rank].get()
+                work, results = self._work[rank].get()
                 try:
-                    self._results.put((rank, work(rank), None))
+                    results.put((rank, work(rank), None))
                 except BaseException as error:
-                    self._all.abort()
-                    self._results.put((rank, None, error))
-                del work  # with what it holds
+                    if self.degree > 1:  # the others may be in the middle of it
+                        self._all.abort()
+                    results.put((rank, None, error))
+                del work, results  # with what they hold
