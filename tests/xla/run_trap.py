@@ -15,7 +15,7 @@ from nxd_infer.errors import BackendUnavailableError
 def collectives() -> Any:
     """Each of them, on four replicas."""
     replicas = replicas_of(4)
-    from nxd_infer.backends.hlo import torch_xla as xla
+    from nxd_infer.backends.hlo import xla_api as xla
 
     def work(rank: int) -> list[Any]:
         x = (torch.arange(8.0).reshape(2, 4) + rank).to(replicas.devices[rank])
@@ -36,7 +36,7 @@ def collectives() -> Any:
 def infinity() -> Any:
     """An infinity is gathered before other values are."""
     replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import torch_xla as xla
+    from nxd_infer.backends.hlo import xla_api as xla
 
     def work(rank: int) -> Any:
         device = replicas.devices[rank]
@@ -51,7 +51,7 @@ def infinity() -> Any:
 def many() -> Any:
     """Collectives that do not wait for each other, on more replicas than there are processors."""
     replicas = replicas_of(4)
-    from nxd_infer.backends.hlo import torch_xla as xla
+    from nxd_infer.backends.hlo import xla_api as xla
 
     given = [[torch.ones(64, 64).to(device) for _ in range(20)] for device in replicas.devices]
 
@@ -69,7 +69,7 @@ def many() -> Any:
 def in_place() -> Any:
     """Tensors that each step writes where they are."""
     replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import torch_xla as xla
+    from nxd_infer.backends.hlo import xla_api as xla
 
     states = [torch.zeros(64, 64).to(device) for device in replicas.devices]
 
@@ -85,7 +85,7 @@ def in_place() -> Any:
 def stuck() -> Any:
     """One replica does not come to a collective."""
     replicas = replicas_of(2)
-    from nxd_infer.backends.hlo import torch_xla as xla
+    from nxd_infer.backends.hlo import xla_api as xla
 
     def work(rank: int) -> None:
         if rank == 0:

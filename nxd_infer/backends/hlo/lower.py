@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from nxd_infer.artifact.manifest import dtype_of
-from nxd_infer.backends.hlo import torch_xla as xla
+from nxd_infer.backends.hlo import xla_api as xla
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
 from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HLO_TABLE, PARTS_FILE, HloFile, PartsFile, Value, read
 from nxd_infer.backends.hlo.parts import TOKEN, value

@@ -11,7 +11,7 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import TensorSpec, dtype_of
 from nxd_infer.backends.base import RankGraph, RankRuntime
 from nxd_infer.backends.checks import InputChecks, checked_graph, checked_tensors
-from nxd_infer.backends.hlo import torch_xla as xla
+from nxd_infer.backends.hlo import xla_api as xla
 from nxd_infer.backends.hlo.files import HLO_FILE, HLO_TABLE, PARTS_FILE, HloFile, PartsFile, Value, read
 from nxd_infer.backends.hlo.host import HostParts
 from nxd_infer.backends.hlo.parts import TOKEN, rank_name

@@ -55,10 +55,10 @@ class Replicas:
     def __init__(self, degree: int):
         self.degree = degree
         os.environ.update(environment(degree))
-        from nxd_infer.backends.hlo import torch_xla
+        from nxd_infer.backends.hlo import xla_api
 
-        self._xla = torch_xla
-        self.devices = torch_xla.replicate(degree)[:degree]
+        self._xla = xla_api
+        self.devices = xla_api.replicate(degree)[:degree]
         if len(self.devices) < degree:
             raise BackendUnavailableError(
                 f"torch_xla was started in this process before, with {len(self.devices)} devices, and the artifact "
