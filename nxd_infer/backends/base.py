@@ -141,6 +141,10 @@ class Backend(Protocol):
     """Whether graphs are compiled, in processes of their own and with a cache; False when a stored graph is run."""
     cross_compiles: bool
     """Whether it compiles for machines that are not this one; what it made is not asked to run here then."""
+    neuron_arguments: bool
+    """Whether words that are written for neuronx-cc are options of its own (:mod:`.compiler_args`), or mean nothing."""
+    kept: tuple[str, ...]
+    """Files of a compiled graph that ``compiler_workdir`` gets too, whether it was compiled or taken from the cache."""
 
     def probe(self) -> Availability:
         """Whether it can run here. Imports what it needs; never raises."""
@@ -159,8 +163,9 @@ class Backend(Protocol):
         Compiled code depends on all of them. Raises TraceConfigError by name."""
         ...
 
-    def prepare_trace(self, tp_degree: int) -> None:
-        """Before any rank is traced: build what tracing needs. Raises BackendUnavailableError."""
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
+        """Before any rank is traced: build what tracing needs. Raises BackendUnavailableError, and TraceConfigError for
+        a degree that it cannot run."""
         ...
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:

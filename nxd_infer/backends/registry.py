@@ -22,6 +22,7 @@ BUILT_IN = {
     "inductor": "nxd_infer.backends.cpu.inductor",
     "eager": "nxd_infer.backends.cpu.eager",
     "xla": "nxd_infer.backends.xla.backend",
+    "neuron": "nxd_infer.backends.neuron.backend",
 }
 DEFAULT = next(iter(BUILT_IN))
 """The backend of whoever names none."""

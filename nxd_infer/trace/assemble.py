@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,23 @@ def compile_directories(
         )
     for digest, path in directories.items():
         result.specs[digest] = read_graph(path, digest).spec()
+        if workdir is not None:
+            _keep(path, backend.kept, workdir / f"{buckets[digest]}-{digest[:8]}")
     result.seconds = time.monotonic() - start
     return result
+
+
+def _keep(graph: Path, names: Sequence[str], target: Path) -> None:
+    """Copy what the backend's compiler took and gave to the user's ``compiler_workdir``."""
+    try:
+        for name in names:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(graph / name, target / name)
+    except OSError as error:
+        raise TraceError(
+            f"compiler_workdir: the files of the compiler cannot be copied to {target}: {error}; make room there, "
+            "choose another directory, or leave it out"
+        ) from error
 
 
 def _tensors(directory: Path) -> int:

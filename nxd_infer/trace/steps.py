@@ -34,7 +34,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
     """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
     start = time.monotonic()
     request = checked.request
-    checked.backend.prepare_trace(request.tp_degree)
+    checked.backend.prepare_trace(request.tp_degree, request.options)
     if checked.loader is not None:
         ranks = trace_ranks_here(request, build, checked.loader, progress)
     else:

@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
+_PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch", "torch_neuronx")
 """What a child imports from where this process has it, installed or not."""
 
 # What `-P` does, which Python has from 3.11 on. `sys` is built in: importing it looks into no directory.

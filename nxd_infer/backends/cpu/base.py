@@ -25,8 +25,10 @@ class CpuBackend:
     one_process = False
     one_program = False
     cross_compiles = False
+    neuron_arguments = False
+    kept: tuple[str, ...] = ()
 
-    def prepare_trace(self, tp_degree: int) -> None:
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Build the native operators before any rank needs them."""
         from nxd_infer.backends.cpu.operators import native_library
 

@@ -90,7 +90,7 @@ class InductorBackend(CpuBackend):
                 options["cpp.dynamic_threads"] = given.get("cpp.dynamic_threads", False)
         return dict(sorted({**options, **quantize_option(quantize, options)}.items()))
 
-    def prepare_trace(self, tp_degree: int) -> None:
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Compiled graphs of several ranks cannot do without the native operators."""
         from nxd_infer import native
         from nxd_infer.backends.cpu.operators import native_library

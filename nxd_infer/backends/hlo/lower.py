@@ -20,17 +20,21 @@ from nxd_infer.backends.hlo.files import BODY_FILE, HLO_FILE, HLO_TABLE, PARTS_F
 from nxd_infer.backends.hlo.parts import TOKEN, value
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.ir import ir_to_graph
+from nxd_infer.graph.passes import aten
 from nxd_infer.graph.stored import read_graph, read_ir
 
+Look = Callable[[str, HloFile], None]
+"""Is given a module, as protobuf's JSON, and its table, to refuse it."""
 
-def lower_directory(graph_dir: Path) -> HloFile:
+
+def lower_directory(graph_dir: Path, look: Look = lambda module, table: None) -> HloFile:
     """Write ``body.hlo`` and ``hlo.json`` of a directory that :func:`.parts.lower_graphs` has filled.
 
     Raises TraceError for an operator that the device has not, and for HLO whose collectives are not the graph's. Some
     operators end the process instead, so each is written to standard error before it is recorded.
     """
     parts = read(graph_dir, PARTS_FILE, PartsFile)
-    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts, _say)
+    hlo, table = lower_body(read_ir(graph_dir, BODY_FILE), parts, _say, look)
     check_collectives(table.collectives, read_graph(graph_dir).collectives)
     (graph_dir / HLO_FILE).write_bytes(hlo)
     (graph_dir / HLO_TABLE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -42,7 +46,10 @@ def _say(operator: str) -> None:
 
 
 def lower_body(
-    body: dict[str, Any], parts: PartsFile, report: Callable[[str], None] = lambda operator: None
+    body: dict[str, Any],
+    parts: PartsFile,
+    report: Callable[[str], None] = lambda operator: None,
+    look: Look = lambda module, table: None,
 ) -> tuple[bytes, HloFile]:
     """The HLO module and its table. ``report(operator)`` is called before each is recorded."""
     module = ir_to_graph(body)
@@ -68,11 +75,13 @@ def lower_body(
             "result, or write the model without the operator that widens it"
         )
     named = {spec.name: tensor for spec, tensor in zip(parts.specs, given, strict=True)}
+    text = lowering.json()
     table = HloFile(
         parameters=_parameters(lowering, named, {spec.name: spec for spec in parts.specs}),
         results=made,
-        collectives=collectives_of(lowering.json()),
+        collectives=collectives_of(text),
     )
+    look(text, table)
     return lowering.hlo(), table
 
 
@@ -93,6 +102,23 @@ def _parameters(lowering: xla.Lowering, given: dict[str, Tensor], specs: dict[st
     return found
 
 
+def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    """For a bound that is left out, torch_xla writes the largest number of 64 bits, which not every device has."""
+    if x.is_floating_point() or (low is not None and high is not None):
+        return aten.clamp.default(x, low, high)
+    bound = torch.full((), low if high is None else high, dtype=x.dtype, device=x.device)
+    return torch.maximum(x, bound) if high is None else torch.minimum(x, bound)
+
+
+_RECORDED = {
+    **xla.COLLECTIVES,
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
+}
+"""What is recorded in place of an operator."""
+
+
 class _Recorder(fx.Interpreter):
     """Runs a graph with the device's collectives in place of the operators that name an axis."""
 
@@ -102,4 +128,4 @@ class _Recorder(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         self._report(str(target))
-        return super().call_function(xla.COLLECTIVES.get(target, target), args, kwargs)
+        return super().call_function(_RECORDED.get(target, target), args, kwargs)

@@ -31,6 +31,8 @@ class XlaBackend:
     one_program = True
     compiles = True
     cross_compiles = False
+    neuron_arguments = False
+    kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
         """By the packages' versions: an import takes seconds, and starts the device's runtime."""
@@ -61,7 +63,7 @@ class XlaBackend:
             )
         return {}
 
-    def prepare_trace(self, tp_degree: int) -> None:
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """There is nothing to build."""
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
@@ -90,7 +92,7 @@ class XlaBackend:
             )
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
-        from nxd_infer.backends.xla.placement import DevicePlacement
+        from nxd_infer.backends.hlo.placement import DevicePlacement
 
         return DevicePlacement(manifest, weight_file)
 

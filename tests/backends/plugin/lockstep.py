@@ -178,6 +178,8 @@ class Backend:
     one_program = False
     compiles = True
     cross_compiles = False
+    neuron_arguments = False
+    kept = ()
 
     def probe(self):
         return Availability(True)
@@ -193,7 +195,7 @@ class Backend:
             raise TraceConfigError(f"lockstep has one option, speed, got {dict(given)!r} and quantize={quantize!r}")
         return dict(given)
 
-    def prepare_trace(self, tp_degree):
+    def prepare_trace(self, tp_degree, options):
         pass
 
     def passes(self, graphs, options):

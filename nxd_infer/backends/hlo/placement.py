@@ -44,12 +44,12 @@ def as_parameter(tensor: Tensor) -> Tensor:
 class DevicePlacement:
     """States and weights of one rank (``backends.Placement``), as cells."""
 
-    def __init__(self, manifest: Manifest, weight_file: Path):
+    def __init__(self, manifest: Manifest, weight_file: Path, cell: type[Cell] = Cell):
         weights = load_weights(weight_file, manifest.weights)
-        self.weights: dict[str, Any] = {name: Cell(tensor) for name, tensor in weights.items()}
+        self.weights: dict[str, Any] = {name: cell(tensor) for name, tensor in weights.items()}
         self._initial = load_initial_states(weight_file, manifest.states)
         self._specs = {spec.name: spec for spec in manifest.states}
-        self.states: dict[str, Any] = {name: Cell(self._first(name)) for name in self._specs}
+        self.states: dict[str, Any] = {name: cell(self._first(name)) for name in self._specs}
 
     def _first(self, name: str) -> Tensor:
         if name in self._initial:

@@ -1,0 +1,1 @@
+"""The neuron backend: HLO compiled by neuronx-cc, run on the NeuronCores of Inf2 and Trn1. Not yet run on one."""
