@@ -76,6 +76,13 @@ def samples() -> dict[str, tuple[Callable[..., Any], list[tuple[str, list[int]]]
         own = written(state, new, place)
         return own.sum(0), own
 
+    def reads_for_nothing(state: Any, new: Any) -> Any:
+        own = state.clone()
+        view = own.narrow(0, 0, 4).narrow(1, 0, 3)
+        updated = view + new
+        view.copy_(updated)
+        return updated.sum(0), own
+
     def reads_old(state: Any, new: Any, place: Any) -> Any:
         own = written(state, new, place)
         return (state * 2).sum(0), own
@@ -121,6 +128,7 @@ def samples() -> dict[str, tuple[Callable[..., Any], list[tuple[str, list[int]]]
         "gather_inside": (lambda x: x[torch.arange(5, 8, device=x.device)], [("float32", [8, 4])]),
         "gather_from_the_end": (lambda x: x[torch.arange(-3, 0, device=x.device)], [("float32", [8, 4])]),
         "number_of_float64": (lambda x: x.masked_fill(x > 0, 0.5), [("float32", [2, 4])]),
+        "reads_for_nothing": (reads_for_nothing, [("float32", [4, 3]), ("float32", [1, 3])]),
         "reads_new": (reads_new, [("float32", [4, 3]), ("float32", [1, 3]), ("int64", [1])]),
     }
 

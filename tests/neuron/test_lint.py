@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from nxd_infer.backends.neuron import lint
@@ -28,7 +30,7 @@ BREAKING = {
     "reads_old": (lint.ALIAS, "parameter 0 is read for something else than its new value"),
 }
 SOUND = sorted(path.stem for path in FOLDER.glob("*.json") if path.stem not in BREAKING)
-ALIASES = {"reads_old": {1: 0}, "reads_new": {1: 2}}
+ALIASES = {"reads_old": {1: 0}, "reads_new": {1: 2}, "reads_for_nothing": {1: 1}}
 
 
 def findings(name: str) -> list[lint.Finding]:
@@ -54,6 +56,15 @@ def test_what_breaks_none_is_let_through(name: str) -> None:
 
 def test_every_rule_has_a_module_that_breaks_it() -> None:
     assert {rule for rule, _ in BREAKING.values()} == {*lint.RULES, lint.ALIAS}
+
+
+def test_an_instruction_that_nothing_is_made_of_breaks_nothing() -> None:
+    """torch_xla leaves one where a view of all of a state is written: it reads the state, and nobody reads it."""
+    text = json.loads(stored("reads_for_nothing"))
+    (entry,) = [each for each in text["computations"] if each["id"] == text["entryComputationId"]]
+    used = {number for each in entry["instructions"] for number in each.get("operandIds", [])} | {entry["rootId"]}
+    dead = [each for each in entry["instructions"] if each["id"] not in used and each.get("operandIds")]
+    assert dead and findings("reads_for_nothing") == []
 
 
 def test_without_an_alias_the_old_state_may_be_read() -> None:

@@ -159,13 +159,13 @@ def test_too_few_cores_and_cores_in_use(saved: Path, machine: Any, monkeypatch: 
     machine("inf2.xlarge", 1)
     with monkeypatch.context() as patch:
         patch.setenv(cores.VISIBLE, "1")
-        with parallel_model_load(saved) as model, pytest.raises(RankFailedError) as caught:
+        with pytest.raises(RankFailedError) as caught, parallel_model_load(saved) as model:
             model(*STEP)
         assert "needs 2 cores and this inf2.xlarge has 2 of which NEURON_RT_VISIBLE_CORES leaves 1" in str(caught.value)
         assert caught.value.foreseen
     with parallel_model_load(saved) as first:
         assert torch.allclose(first(*STEP)[0], models.expected([STEP])[0], atol=1e-5)
-        with parallel_model_load(saved) as second, pytest.raises(RankFailedError, match="in use by other processes"):
+        with pytest.raises(RankFailedError, match="in use by other processes"), parallel_model_load(saved) as second:
             second(*STEP)
     with parallel_model_load(saved) as again:
         again(*STEP)

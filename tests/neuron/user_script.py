@@ -86,7 +86,7 @@ def serve(artifact: Path, prompt: list[int]) -> str:
 def main(backend: str, model_dir: Path, out: Path) -> None:
     train(model_dir, out / "checkpoints")
     weights = weight_source(out / "checkpoints")
-    shapes = {"batch_sizes": [1], "length_buckets": [8], "max_len": 32, "dtype": torch.float32}
+    shapes = {"batch_sizes": [1], "prompt_buckets": [8], "max_len": 32, "dtype": torch.float32}
     plan = tasks.plan(model_dir, "generate", weights=weights, **shapes)
     with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend=backend) as traced:
         parallel_model_save(traced, out / "artifact")

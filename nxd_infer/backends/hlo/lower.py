@@ -106,8 +106,9 @@ def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     """For a bound that is left out, torch_xla writes the largest number of 64 bits, which not every device has."""
     if x.is_floating_point() or (low is not None and high is not None):
         return aten.clamp.default(x, low, high)
-    bound = torch.full((), low if high is None else high, dtype=x.dtype, device=x.device)
-    return torch.maximum(x, bound) if high is None else torch.minimum(x, bound)
+    limit: Any = high if low is None else low
+    bound = torch.full((), limit, dtype=x.dtype, device=x.device)
+    return torch.minimum(x, bound) if low is None else torch.maximum(x, bound)
 
 
 _RECORDED = {

@@ -57,13 +57,15 @@ class Instruction:
 
 
 class Computation:
-    """Instructions, each behind its operands."""
+    """Its parameters, and the instructions that its result is made of: torch_xla leaves others that do nothing."""
 
     def __init__(self, entry: dict[str, Any], module: Module):
         self.module = module
         self._root = int(entry["rootId"])
-        self.instructions = [Instruction(each, self) for each in entry["instructions"]]
-        self.by_id = {each.id: each for each in self.instructions}
+        every = [Instruction(each, self) for each in entry["instructions"]]
+        self.by_id = {each.id: each for each in every}
+        used = before(self.root)
+        self.instructions = [each for each in every if each.id in used or each.opcode == "parameter"]
         for each in self.instructions:
             for operand in each.operands:
                 operand.users.append(each)
@@ -74,6 +76,18 @@ class Computation:
 
     def parameters(self) -> dict[int, Instruction]:
         return {each.parameter: each for each in self.instructions if each.opcode == "parameter"}
+
+
+def before(node: Instruction) -> set[int]:
+    """The ids of ``node`` and of all that it is made of."""
+    found: set[int] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each.id not in found:
+            found.add(each.id)
+            pending += each.operands
+    return found
 
 
 class Module:

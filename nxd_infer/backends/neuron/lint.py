@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nxd_infer.backends.neuron.constants import Value, constant
-from nxd_infer.backends.neuron.hlo import Computation, Instruction, Module
+from nxd_infer.backends.neuron.hlo import Computation, Instruction, Module, before
 from nxd_infer.errors import TraceError
 
 WHOLE = {*(f"S{bits}" for bits in (4, 8, 16, 32, 64)), *(f"U{bits}" for bits in (4, 8, 16, 32, 64)), "PRED"}
@@ -160,7 +160,7 @@ def _reads_after_writes(module: Module, aliases: Mapping[int, int]) -> Iterator[
         place = parameters.get(number)
         if place is None:
             continue
-        needed = _before(module.results[result])
+        needed = before(module.results[result])
         for reader in place.users:
             if reader.id not in needed:
                 yield (
@@ -170,18 +170,6 @@ def _reads_after_writes(module: Module, aliases: Mapping[int, int]) -> Iterator[
                         "read the state after it was written, not before"
                     ),
                 )
-
-
-def _before(node: Instruction) -> set[int]:
-    """``node`` and all that it is made of."""
-    found: set[int] = set()
-    pending = [node]
-    while pending:
-        each = pending.pop()
-        if each.id not in found:
-            found.add(each.id)
-            pending += each.operands
-    return found
 
 
 ALIAS = "read after write on aliased input/output buffer"
