@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from nxd_infer.backends.xla.placement import Cell
+from nxd_infer.backends.hlo.placement import Cell
 from torch import Tensor
 
 from nxd_infer.backends.base import RankGraph

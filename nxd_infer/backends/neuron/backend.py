@@ -14,7 +14,6 @@ from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron import compiler, cores, sdk
-from nxd_infer.backends.xla.replicas import environment
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import torch_minor, torch_version
 
@@ -93,6 +92,8 @@ class NeuronBackend:
         return lower_graphs(graphs)
 
     def environment(self, workdir: Path) -> Mapping[str, str]:
+        from nxd_infer.backends.xla.replicas import environment
+
         return environment(1)
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
