@@ -111,6 +111,8 @@ def _bucket_config(options: TraceOptions) -> BucketModelConfig | None:
     config = options.bucket_config
     if isinstance(config, Mapping):
         config = _from_mapping(config)
+    if type(config).__name__ == BucketModelConfig.__name__ and not isinstance(config, BucketModelConfig):
+        config = _from_mapping({name: getattr(config, name, None) for name in _DOCUMENTED})  # torch_neuronx's own
     if config is not None and not isinstance(config, BucketModelConfig):
         raise TraceConfigError(
             f"bucket_config must be a BucketModelConfig or a mapping of its arguments, got {type(config).__name__}"
@@ -163,6 +165,9 @@ def _check_extra_name(name: str) -> None:
     first = name.split("/")[0]
     if first in (MANIFEST_NAME, BUCKET_KERNEL_NAME) or (first != name and first in ("graphs", "ops", "weights")):
         raise TraceConfigError(f"extra_files: {name!r} is a name of the artifact's own; choose another")
+
+
+_DOCUMENTED = ("bucket_kernel", "shared_state_buffer", "shared_state_buffer_preprocessor", "func_kwargs")
 
 
 def _from_mapping(arguments: Mapping[str, Any]) -> BucketModelConfig:

@@ -133,6 +133,8 @@ def _signature(name: str) -> str:
 
     if name == "torch_neuronx":
         return "(import)"
+    if name == "torch_neuronx.BucketModelConfig":
+        return str(inspect.signature(importlib.import_module("torch_neuronx").BucketModelConfig))
     if name == "torch.device":
         return f"({torch.zeros(1, device='privateuseone:0').device.type}:<rank>)"
     if name == "torch.ops.neuron._parallel_load":

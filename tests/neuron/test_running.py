@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,14 @@ from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank.rank import Runtime
 from nxd_infer.runtime.save_load import parallel_model_load, parallel_model_save
 from nxd_infer.trace import BucketModelConfig
+from tests import tiny_models
 from tests import traced_models as models
 from tests.neuron.machines import HAS_XLA, NEEDS_XLA, REAL, neuron_machine
 
 pytestmark = pytest.mark.skipif(not HAS_XLA, reason=NEEDS_XLA)
 stand_in = pytest.mark.skipif(REAL, reason="it needs a machine that can be described as one likes")
 STEP = (torch.tensor([3, 20]), torch.tensor([0, 0]))
+ROOT = Path(__file__).parents[2]
 FILES = {"neuron.hlo", "graph.neff", "neuronx-cc.log", "neuronx-cc.txt"}
 
 
@@ -97,6 +102,24 @@ def test_a_graph_from_the_cache_leaves_its_files_too(tmp_path: Path, saved: Path
     assert again.trace_report["compiled"] == 0 and again.trace_report["ignored_compiler_args"] == []
     assert [*kept(tmp_path / "work").values()] == [FILES]
     again.close()
+
+
+@stand_in
+def test_the_command_line_compiles_for_another_machine(tmp_path: Path) -> None:
+    """A Llama for Trn1, where there is neither a device nor torch_neuronx's runtime."""
+    model, out = tiny_models.write_tiny("llama", tmp_path / "model", num_hidden_layers=1), tmp_path / "artifact"
+    line = [sys.executable, "-m", "nxd_infer", "trace", str(model), "--out", str(out), "--tp", "2", "--max-len", "32"]
+    line += ["--batch-sizes", "1", "--prompt-buckets", "8", "--dtype", "float32", "--backend", "neuron"]
+    with neuron_machine(tmp_path / "machine", "m7i.large", 0):
+        refused = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert refused.returncode != 0
+        assert "say for which one to compile, by --target inf2 or --target trn1" in " ".join(refused.stderr.split())
+        line += ["--target", "trn1", "--compiler-args", "--model-type=transformer", "--workdir", str(tmp_path / "work")]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert load_artifact(out, runs_here=False).manifest.target["platform"] == "trn1"
+    commands = [file.read_text() for file in (tmp_path / "work").glob("*/neuronx-cc.txt")]
+    assert commands and all("--target trn1 --auto-cast=none --model-type=transformer" in line for line in commands)
 
 
 # --- where it cannot run ------------------------------------------------------------------------------
@@ -271,9 +294,11 @@ def test_weights_change_where_they_lie(load: Any) -> None:
 # --- the documented call for one device ---------------------------------------------------------------
 
 
-def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any) -> None:
+@pytest.mark.parametrize("whose", ["ours", "torch_neuronx"])
+def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose: str) -> None:
     machine("inf2.xlarge", 1)
-    config = BucketModelConfig(
+    theirs: Any = importlib.import_module("torch_neuronx").BucketModelConfig
+    config = (BucketModelConfig if whose == "ours" else theirs)(
         models.by_length,
         shared_state_buffer=[torch.arange(4.0).reshape(1, 4)],
         shared_state_buffer_preprocessor=models.window_preprocessor,

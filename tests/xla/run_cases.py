@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
-from nxd_infer.backends.hlo.placement import Cell
 from torch import Tensor
 
 from nxd_infer.backends.base import RankGraph
+from nxd_infer.backends.hlo.placement import Cell
 from nxd_infer.backends.xla.backend import BACKEND
 from nxd_infer.graph.stored import read_graph
 from nxd_infer.runtime.rank.rank import Runtime

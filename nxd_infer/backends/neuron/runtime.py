@@ -39,6 +39,11 @@ _SDK = "documents of the Neuron SDK 2.32", "2026-08-17"
 MESSAGE = "torch_neuronx.proto.metaneff_pb2"
 SYMBOLS = (
     Symbol("torch_neuronx", "(import)", *_SDK),
+    Symbol(
+        "torch_neuronx.BucketModelConfig",
+        "(bucket_kernel, *_, shared_state_buffer=None, shared_state_buffer_preprocessor=None, func_kwargs=None)",
+        *_SDK,
+    ),
     Symbol(f"{MESSAGE}.MetaNeff", "(input_tensors, output_tensors, output_aliases_to)", *_TRANSFORMERS),
     Symbol(f"{MESSAGE}.MetaNeff.SerializeToString", "(self) -> bytes", *_TRANSFORMERS),
     Symbol(

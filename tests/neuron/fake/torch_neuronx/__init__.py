@@ -11,7 +11,24 @@ from torch import Tensor
 from torch_neuronx import _device
 from torch_neuronx._model import SPMDModel
 
-__all__: list[str] = []
+__all__ = ["BucketModelConfig"]
+
+
+class BucketModelConfig:
+    """Of the autobucketing guide; that its arguments are its attributes is not written there."""
+
+    def __init__(
+        self,
+        bucket_kernel,
+        *_,
+        shared_state_buffer=None,
+        shared_state_buffer_preprocessor=None,
+        func_kwargs=None,
+    ):
+        self.bucket_kernel = bucket_kernel
+        self.shared_state_buffer = shared_state_buffer
+        self.shared_state_buffer_preprocessor = shared_state_buffer_preprocessor
+        self.func_kwargs = func_kwargs
 
 
 def _parallel_load(checkpoints: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
