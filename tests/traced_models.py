@@ -223,3 +223,28 @@ def _last_entries(shapes: list[list[list[int]]], states: list[Tensor], bucket: T
         length = states[i].shape[1]
         found.append(torch.ops.aten.slice(states[i], 1, length - shapes[index][i][1], length))
     return found
+
+
+def by_length() -> Any:
+    """A bucket kernel: the first bucket for two values, the other one for more."""
+    return torch.jit.script(_by_length)
+
+
+def _by_length(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    return tensors, torch.tensor(0 if tensors[0].shape[1] == 2 else 1)
+
+
+class ReadsFirst(nn.Module):
+    """Answers with what its state was, and keeps something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last * 2, self.last * 0.5 + x
+
+
+def reads_first() -> tuple[nn.Module, dict[Any, int]]:
+    model = ReadsFirst()
+    return model, {model.last: 1}

@@ -141,10 +141,16 @@ class Backend(Protocol):
     """Whether its graphs call this package's native operators and read packed weights."""
     one_process: bool
     """Whether one process runs all ranks, with the backend's own collectives; else each rank has its own process."""
+    one_program: bool
+    """Whether all ranks run one graph: a model whose ranks need different ones is refused when it is traced."""
     compiles: bool
     """Whether graphs are compiled, in separate processes and with a cache; False if stored graphs are run directly."""
     cross_compiles: bool
     """Whether it compiles for other machines; then its results need not be able to run here."""
+    neuron_arguments: bool
+    """Whether arguments for neuronx-cc are options of this backend (:mod:`.compiler_args`); else they are ignored."""
+    kept: tuple[str, ...]
+    """Files of a compiled graph that ``compiler_workdir`` also gets, whether compiled now or taken from the cache."""
 
     def probe(self) -> Availability:
         """Return whether it can run here. Imports what it needs; never raises."""
@@ -163,8 +169,9 @@ class Backend(Protocol):
         Compiled code depends on all of them. Raises TraceConfigError by name."""
         ...
 
-    def prepare_trace(self, tp_degree: int) -> None:
-        """Build what tracing needs, before any rank is traced. Raises BackendUnavailableError."""
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
+        """Build what tracing needs, before any rank is traced. Raises BackendUnavailableError, and TraceConfigError for
+        a degree that it cannot run."""
         ...
 
     def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:

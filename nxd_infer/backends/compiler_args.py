@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_infer.errors import TraceConfigError
 
+if TYPE_CHECKING:
+    from nxd_infer.backends.base import Backend
+
+WORDS = "arguments"
+"""The option that holds the words for neuronx-cc, of a backend that takes them."""
 _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 """Blanks inside quotes belong to the word: ``--tensorizer-options='--one --two'``."""
 _NEURON = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*(=.+)?|-[A-Za-z][0-9]*", re.DOTALL)
@@ -19,6 +24,14 @@ _VALUED = {
 }
 """Its words that may be followed by a value as the next word."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+def arguments_of(compiler_args: Any, backend: Backend) -> tuple[dict[str, Any], list[str]]:
+    """What ``backend.options`` is given, and the words that mean nothing to it. Raises TraceConfigError."""
+    options, words = split_arguments(compiler_args, backend.has_option)
+    if not backend.neuron_arguments:
+        return options, words
+    return {**options, WORDS: [*options.get(WORDS, ()), *words]}, []
 
 
 def split_arguments(compiler_args: Any, has_option: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:

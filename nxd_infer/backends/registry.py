@@ -21,6 +21,8 @@ GROUP = "nxd_infer.backends"
 BUILT_IN = {
     "inductor": "nxd_infer.backends.cpu.inductor",
     "eager": "nxd_infer.backends.cpu.eager",
+    "xla": "nxd_infer.backends.xla.backend",
+    "neuron": "nxd_infer.backends.neuron.backend",
 }
 DEFAULT = next(iter(BUILT_IN))
 """The backend if none is named."""

@@ -111,6 +111,12 @@ CpuTarget = Annotated[
 ]
 
 
+Target = Annotated[
+    str | None,
+    typer.Option(help="Compile for inf2 or trn1, on any machine that has neuronx-cc. Default: for this machine."),
+]
+
+
 @app.callback(invoke_without_command=True)
 def version_of(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
@@ -120,10 +126,10 @@ def version_of(
         raise typer.Exit()
 
 
-def options(compiler_args: str | None, cpu_target: str | None) -> list[str]:
-    """Return ``"a=1,b=2"`` and a target as the backend's ``key=value`` options."""
+def options(compiler_args: str | None, **targets: str | None) -> list[str]:
+    """Return ``"a=1,b=2"`` and what is said of the target as the backend's ``key=value`` options."""
     words = (compiler_args or "").replace(",", " ").split()
-    return words if cpu_target is None else [*words, f"cpu_target={cpu_target}"]
+    return [*words, *(f"{name}={value}" for name, value in targets.items() if value is not None)]
 
 
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
@@ -133,6 +139,7 @@ def trace(
     artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].help, show_default=False)],
     backend: Backend = registry.DEFAULT,
     cpu_target: CpuTarget = None,
+    target: Target = None,
     compiler_args: CompilerArgs = None,
     plan_only: Annotated[
         bool,
@@ -149,7 +156,7 @@ def trace(
     for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
         if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
-    arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target)}
+    arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target=cpu_target, target=target)}
     cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
 
 
@@ -158,13 +165,14 @@ def recompile(
     artifact: ArtifactDir,
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
     cpu_target: CpuTarget = None,
+    target: Target = None,
     backend: Annotated[
         str | None, typer.Option(help="As of `trace`. Default: the artifact's own.", callback=_known_backend)
     ] = None,
     compiler_args: CompilerArgs = None,
 ) -> None:
     """Recompile an artifact's graphs for another CPU or backend, without the model's code or checkpoint."""
-    cli.recompile.run(artifact, out, backend, options(compiler_args, cpu_target))
+    cli.recompile.run(artifact, out, backend, options(compiler_args, cpu_target=cpu_target, target=target))
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")

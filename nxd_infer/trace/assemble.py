@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,10 @@ class Compiled:
     seconds: float = 0.0
 
 
-def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) -> None:
+def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str) -> None:
     """Check that the ranks are consistent. Raises TraceError naming the difference.
 
-    ``one_program`` (``spmd_mode``) requires equal graphs; otherwise graphs may differ, but not their collectives.
+    ``one_program`` says what requires equal graphs; if it is "", graphs may differ, but not their collectives.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -68,7 +68,7 @@ def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: bool) ->
             if one_program:
                 raise TraceError(
                     f"bucket {mine.name!r} traces to another graph on rank {other.rank} than on rank 0, which "
-                    f"spmd_mode=True forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
+                    f"{one_program} forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
                     "A rank must be data: use nxd_infer.comm.axis_rank or a buffer, not a Python number"
                 )
             _compare_collectives(mine.name, other.rank, mine.graph.collectives, theirs.graph.collectives)
@@ -189,8 +189,23 @@ def compile_directories(
         )
     for digest, path in directories.items():
         result.specs[digest] = read_graph(path, digest).spec()
+        if workdir is not None:
+            _keep(path, backend.kept, workdir / f"{buckets[digest]}-{digest[:8]}")
     result.seconds = time.monotonic() - start
     return result
+
+
+def _keep(graph: Path, names: Sequence[str], target: Path) -> None:
+    """Copy what the backend's compiler took and gave to the user's ``compiler_workdir``."""
+    try:
+        for name in names:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(graph / name, target / name)
+    except OSError as error:
+        raise TraceError(
+            f"compiler_workdir: the files of the compiler cannot be copied to {target}: {error}; make room there, "
+            "choose another directory, or leave it out"
+        ) from error
 
 
 def _tensors(directory: Path) -> int:

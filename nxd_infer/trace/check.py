@@ -17,7 +17,7 @@ from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME
 from nxd_infer.artifact.writer import ArtifactWriter, checked_name
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Backend
-from nxd_infer.backends.compiler_args import split_arguments
+from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import (
     ArtifactBackendError,
@@ -64,7 +64,7 @@ def check_options(options: TraceOptions) -> CheckedTrace:
     if options.serialization_path is not None and not options.spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
     backend = tracing_backend(options.backend)
-    own, ignored = split_arguments(options.compiler_args, backend.has_option)
+    own, ignored = arguments_of(options.compiler_args, backend)
     request = TraceRequest(
         func=options.func,
         buckets=list_buckets(options.example_inputs, config, options.func_kwargs),
@@ -111,6 +111,8 @@ def _bucket_config(options: TraceOptions) -> BucketModelConfig | None:
     config = options.bucket_config
     if isinstance(config, Mapping):
         config = _from_mapping(config)
+    if type(config).__name__ == BucketModelConfig.__name__ and not isinstance(config, BucketModelConfig):
+        config = _from_mapping({name: getattr(config, name, None) for name in _DOCUMENTED})  # torch_neuronx's own
     if config is not None and not isinstance(config, BucketModelConfig):
         raise TraceConfigError(
             f"bucket_config must be a BucketModelConfig or a mapping of its arguments, got {type(config).__name__}"
@@ -163,6 +165,9 @@ def _check_extra_name(name: str) -> None:
     first = name.split("/")[0]
     if first in (MANIFEST_NAME, BUCKET_KERNEL_NAME) or (first != name and first in ("graphs", "ops", "weights")):
         raise TraceConfigError(f"extra_files: {name!r} is a name of the artifact's own; choose another")
+
+
+_DOCUMENTED = ("bucket_kernel", "shared_state_buffer", "shared_state_buffer_preprocessor", "func_kwargs")
 
 
 def _from_mapping(arguments: Mapping[str, Any]) -> BucketModelConfig:

@@ -19,7 +19,7 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile.pool import make_workdir
-from nxd_infer.backends.compiler_args import split_arguments
+from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceError
 from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, name_lowered, stored_graph
 from nxd_infer.graph.ir import FUNCTIONAL
@@ -69,7 +69,7 @@ def parallel_model_recompile(
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
-    own, ignored = split_arguments(compiler_args, found.has_option)
+    own, ignored = arguments_of(compiler_args, found)
     quantized = any(weight.encoding in LOSSY_ENCODINGS for weight in source.manifest.weights)
     options = found.options(own, "int8" if quantized else None)
     ArtifactWriter(save_dir, replace=replace).check_target()
@@ -141,10 +141,15 @@ class _Made:
 
 def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
     """Lower the canonical graphs with ``backend``, below ``build``."""
-    backend.prepare_trace(source.manifest.tp_degree)
+    backend.prepare_trace(source.manifest.tp_degree, options)
     made = _Made()
-    ranks = zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True)
-    for digests in dict.fromkeys(ranks):  # ranks with equal graphs are lowered once
+    ranks = dict.fromkeys(zip(*(bucket.graphs for bucket in source.manifest.buckets), strict=True))
+    if backend.one_program and len(ranks) > 1:
+        raise TraceError(
+            f"the ranks of {source.path} have {len(ranks)} graphs, and the {backend.name} backend runs one on "
+            "all of them: write the model so that a rank is data (nxd_infer.comm.axis_rank) and trace it again"
+        )
+    for digests in ranks:  # ranks with equal graphs are lowered once
         graphs = [stored_graph(source.graph_dir(digest)) for digest in digests]
         for old, graph, lowered in zip(digests, graphs, backend.passes(graphs, options), strict=True):
             ir = graph.ir()

@@ -33,7 +33,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
     """Trace the ranks, compare and compile their graphs, write the artifact, wrap it."""
     start = time.monotonic()
     request = checked.request
-    checked.backend.prepare_trace(request.tp_degree)
+    checked.backend.prepare_trace(request.tp_degree, request.options)
     if checked.loader is not None:
         ranks = trace_ranks_here(request, build, checked.loader, progress)
     else:
@@ -45,7 +45,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
             progress=progress,
         )
     traced = time.monotonic()
-    compare_ranks(ranks, build, one_program=checked.options.spmd_mode)
+    compare_ranks(ranks, build, one_program=_one_program(checked))
     compiled = compile_ranks(
         ranks,
         build,
@@ -95,6 +95,13 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
         "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
     }
     return model
+
+
+def _one_program(checked: CheckedTrace) -> str:
+    """What wants the ranks' graphs to be equal; "" where nothing does."""
+    if checked.options.spmd_mode:
+        return "spmd_mode=True"
+    return f"the {checked.backend.name} backend" if checked.backend.one_program else ""
 
 
 def make_plan(checked: CheckedTrace) -> TracePlan:

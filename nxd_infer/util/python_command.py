@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch")
+_PACKAGES = ("nxd_infer", "nxd_server", "nxd_models", "torch", "torch_neuronx")
 """Packages that a child imports from the same place as this process, installed or not."""
 
 # What `-P` does in Python 3.11 and later. `sys` is built in, so importing it reads no directory.

@@ -22,7 +22,7 @@ from nxd_infer.graph.ir import FUNCTIONAL, graph_to_ir, ir_to_graph
 from nxd_infer.graph.split import Split, split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST
-from tests.backends.canonical import Rank, in_lockstep, program, ranks_of, same
+from tests.backends.canonical import Rank, in_lockstep, program, ranks_of, run_whole, same, steps_of
 from tests.tiny_models import CLASSIFIERS, DECODERS, ENCODERS
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -39,41 +39,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     family, degree, options = CASES[request.param]
     return ranks_of(family, degree, tmp_path_factory.getbasetemp() / "canonical", **options)
-
-
-def steps_of(rank: Rank) -> list[list[Tensor]]:
-    """Inputs of three steps: every row drawn in another way, tokens that the graph itself remembers in the second."""
-    found = []
-    for number in range(3):
-        given = {spec.name: value.clone() for spec, value in zip(rank.graph.file.inputs, rank.inputs, strict=True)}
-        rows = len(rank.inputs[0])
-        if "block_table" in given:
-            length = given["tokens"].shape[1]
-            given["tokens"] = (torch.arange(rows * length).view(rows, length) * 37 + number * 11 + 5) % 280
-            if number == 1:
-                given["tokens"][:, 0] = -1
-            given["block_table"] = torch.arange(rows)[:, None]
-            given["start"] = torch.full((rows,), number * length)
-            given["length"] = torch.full((rows,), length)
-            given["temperature"][-1] = 0.9
-            given["presence_penalty"][-1] = 0.5
-            given["seed"][-1] = 7
-        found.append(list(given.values()))
-    return found
-
-
-def run_whole(ranks: list[Rank]) -> list[list[list[Tensor]]]:
-    """``[rank][step]``: outputs and new states, of the canonical graph as it is."""
-
-    def run(number: int) -> list[list[Tensor]]:
-        rank, states = ranks[number], list(ranks[number].states)
-        whole, results = program(rank.graph.module), []
-        for inputs in steps_of(rank):
-            results.append(whole(*states, *inputs, *rank.weights))
-            states = results[-1][len(rank.graph.file.outputs) :]
-        return results
-
-    return in_lockstep(len(ranks), run)
 
 
 def equal(found: list[list[list[Tensor]]], wanted: list[list[list[Tensor]]]) -> bool:

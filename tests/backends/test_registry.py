@@ -22,10 +22,12 @@ PACKAGES = ("nxd_infer", "server/nxd_server", "models/nxd_models")
 @pytest.mark.check
 def test_backends_of_other_packages_are_found_by_their_entry_points() -> None:
     assert "lockstep" not in registry.names()
-    with pytest.raises(ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are inductor, eager$"):
+    with pytest.raises(
+        ArtifactBackendError, match=r"there is no backend 'lockstep'; backends are inductor, eager, xla, neuron$"
+    ):
         registry.get("lockstep")
     with installed():
-        assert {"inductor", "eager", "lockstep", "broken"} == set(registry.names())
+        assert {"inductor", "eager", "xla", "neuron", "lockstep", "broken"} == set(registry.names())
         assert registry.get("lockstep").name == "lockstep"
     assert registry.names()[0] == registry.DEFAULT
 
@@ -52,9 +54,9 @@ def test_what_starts_ranks_asks_backends_without_torch() -> None:
         "import sys\nfrom nxd_infer.backends import registry\n"
         "for name in registry.BUILT_IN:\n"
         "    backend = registry.get(name)\n"
-        "    backend.check_target({'arch': __import__('platform').machine()}, {})\n"
-        "    assert backend.one_process is False\n"
-        "assert 'torch' not in sys.modules, 'torch'\n"
+        "    backend.check_target({'arch': __import__('platform').machine(), 'revision': 1}, {})\n"
+        "    assert backend.one_process is (name in ('xla', 'neuron'))\n"
+        "assert not {'torch', 'torch_xla'} & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,10 @@ class CpuBackend:
 
     native = True
     one_process = False
+    one_program = False
     cross_compiles = False
+    neuron_arguments = False
+    kept: tuple[str, ...] = ()
 
     def available(self, limits: str = "") -> Availability:
         """Return the result of a probe that succeeded."""
@@ -34,7 +37,7 @@ class CpuBackend:
             limits=limits,
         )
 
-    def prepare_trace(self, tp_degree: int) -> None:
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Build the native operators before any rank needs them."""
         cpu.operators.native_library()
 

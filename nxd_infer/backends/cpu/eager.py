@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_infer import backends
 from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
@@ -48,7 +49,7 @@ class EagerBackend(CpuBackend):
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         (rank,) = ranks
-        graph = cpu.executable.checked_graph(rank, runtime)
+        graph = backends.checks.checked_graph(rank, runtime)
         program = cpu.lower.load_program(rank.directory)
         return cpu.executable.CpuExecutable(graph, rank.states, rank.weights, lambda values: program(*values))
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_infer import backends
 from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
@@ -93,7 +94,7 @@ class InductorBackend(CpuBackend):
                 options["cpp.dynamic_threads"] = given.get("cpp.dynamic_threads", False)
         return dict(sorted({**options, **quantize_option(quantize, options)}.items()))
 
-    def prepare_trace(self, tp_degree: int) -> None:
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
         """Build the native operators: compiled graphs of several ranks need them."""
         if cpu.operators.native_library() is None and tp_degree > 1:
             raise BackendUnavailableError(
@@ -128,7 +129,7 @@ class InductorBackend(CpuBackend):
 
     def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
         (rank,) = ranks
-        graph = cpu.executable.checked_graph(rank, runtime)
+        graph = backends.checks.checked_graph(rank, runtime)
         package = rank.directory / PACKAGE
         if not list((rank.directory / CODE).glob("*.so")):
             raise ArtifactCorruptError(f"{package} holds no compiled graph; trace again")

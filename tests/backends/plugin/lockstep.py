@@ -175,8 +175,11 @@ class Backend:
     name = "lockstep"
     native = False
     one_process = True
+    one_program = False
     compiles = True
     cross_compiles = False
+    neuron_arguments = False
+    kept = ()
 
     def probe(self):
         return Availability(True)
@@ -192,7 +195,7 @@ class Backend:
             raise TraceConfigError(f"lockstep has one option, speed, got {dict(given)!r} and quantize={quantize!r}")
         return dict(given)
 
-    def prepare_trace(self, tp_degree):
+    def prepare_trace(self, tp_degree, options):
         pass
 
     def passes(self, graphs, options):

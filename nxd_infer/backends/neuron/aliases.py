@@ -1,0 +1,64 @@
+"""Which result takes the memory of which parameter: a state's new value takes the old one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nxd_infer.backends.hlo.files import HloFile, PartsFile
+from nxd_infer.errors import TraceError
+from nxd_infer.graph.stored import GraphFile
+
+_ALIASES, _ENTRY = 8, 1
+"""Fields of HloModuleProto and of its HloInputOutputAliasProto."""
+_RESULT, _PARAMETER, _KIND, _MUST = 1, 2, 4, 2
+"""Fields of an entry, and the kind of one that is more than a permission."""
+
+
+def aliases_of(graph: GraphFile, parts: PartsFile, table: HloFile) -> dict[int, int]:
+    """The number of the parameter whose memory takes each such result, by the result's number.
+
+    Raises TraceError for a state of the body that cannot be kept so.
+    """
+    parameters = {spec.name: number for number, spec in enumerate(table.parameters)}
+    results = {spec.name: number for number, spec in enumerate(table.results)}
+    found: dict[int, int] = {}
+    for spec, given, new in zip(graph.states, parts.given, parts.new_states, strict=False):
+        if given not in parts.body.takes or new == given:
+            continue
+        if new not in results or new in parts.fetched or results[new] in found:
+            raise TraceError(
+                f"the new value of the state {spec.name!r} is also an output, another state's value or an input, and a "
+                "NeuronCore keeps it in the state's own memory: return a copy of it (.clone())"
+            )
+        if given not in parameters:
+            raise TraceError(
+                f"the state {spec.name!r} is replaced without being read, so that the graph does not take it, and its "
+                "new value has no memory to go to on a NeuronCore: make it an input and an output of the call"
+            )
+        found[results[new]] = parameters[given]
+    return found
+
+
+def with_aliases(hlo: bytes, aliases: Mapping[int, int]) -> bytes:
+    """The module that says so itself. A field that is appended to a message of protobuf's is merged with it."""
+    entries = b""
+    for result, parameter in aliases.items():
+        entry = _bytes(_RESULT, _varint(result)) + _number(_PARAMETER, parameter) + _number(_KIND, _MUST)
+        entries += _bytes(_ENTRY, entry)
+    return hlo + _bytes(_ALIASES, entries)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content

@@ -1,0 +1,142 @@
+"""``backend="neuron"``: HLO made once for all ranks, compiled by neuronx-cc, run on the NeuronCores of Inf2 and Trn1.
+
+All but the calls of :mod:`.runtime` runs on any machine. Those calls, the compiler and a core were not at hand: what
+was not run on hardware is held to ``contracts/torch_neuronx_2_9.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.backends import hlo, neuron, xla
+from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
+from nxd_infer.backends.compiler_args import WORDS
+from nxd_infer.backends.neuron import compiler, cores, sdk
+from nxd_infer.backends.xla.backend import BACKEND as XLA
+from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
+from nxd_infer.util.machine import torch_minor, torch_version
+
+if TYPE_CHECKING:
+    from nxd_infer.graph.canonical import Graph
+    from nxd_infer.graph.stored import Lowered
+
+REVISION = 1
+"""Of what a graph's directory holds; counts up when an earlier one cannot be read any more."""
+TARGET = "target"
+_claims: list[cores.Claim] = []
+"""The cores of this process: one group, until it ends."""
+
+
+class NeuronBackend:
+    """``compiler_args``: ``target`` (``inf2`` or ``trn1``; the default is this machine) and words for neuronx-cc."""
+
+    name = "neuron"
+    native = False
+    one_process = True
+    one_program = True
+    compiles = True
+    cross_compiles = True
+    neuron_arguments = True
+    kept = compiler.KEPT
+
+    def probe(self) -> Availability:
+        found = {"torch": torch_version(), "torch_neuronx": sdk.installed()}
+        reason = sdk.check_version(found["torch_neuronx"])
+        if not reason and torch_minor(found["torch"]) != sdk.TORCH:
+            reason = f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}"
+        if not reason and not cores.machine().devices:
+            reason = cores.NO_DEVICE
+        return Availability(not reason, reason, found)
+
+    def probe_compiler(self) -> Availability:
+        lowering = XLA.probe()
+        if not lowering.ok:
+            return lowering
+        try:
+            return Availability(True, "", {**lowering.versions, compiler.PROGRAM: compiler.version()})
+        except BackendUnavailableError as error:
+            return Availability(False, str(error), lowering.versions)
+
+    def has_option(self, name: str) -> bool:
+        return name == TARGET
+
+    def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
+        if quantize is not None:
+            raise TraceConfigError(
+                f"the neuron backend keeps weights as they are, got quantize={quantize!r}: leave it out"
+            )
+        if unknown := sorted(given.keys() - {TARGET, WORDS}):
+            raise TraceConfigError(
+                f"compiler_args: the neuron backend has the option {TARGET} and takes arguments of neuronx-cc, got "
+                f"{unknown[0]!r}"
+            )
+        arguments = compiler.read_arguments(given.get(WORDS, ()), str(given.get(TARGET, "")))
+        target = arguments.target or cores.machine().platform
+        if not target:
+            raise TraceConfigError(
+                "this machine is neither an Inf2 nor a Trn1 instance: say for which one to compile, by --target inf2 "
+                "or --target trn1 (compiler_args='--target inf2')"
+            )
+        return {TARGET: target, WORDS: arguments.words, "compiler": compiler.version()}
+
+    def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:
+        """Refuse a degree before any rank is traced."""
+        cores.check_degree(tp_degree, options[TARGET])
+
+    def passes(self, graphs: Sequence[Graph], options: Mapping[str, Any]) -> list[Lowered]:
+        return hlo.parts.lower_graphs(graphs)
+
+    def environment(self, workdir: Path) -> Mapping[str, str]:
+        return xla.replicas.environment(1)
+
+    def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
+        neuron.lower.lower_directory(graph_dir)
+        compiler.compile_here(graph_dir, options)
+
+    def target(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"platform": options[TARGET], "compiler": options["compiler"], "revision": REVISION}
+
+    def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        if target.get("revision") != REVISION:
+            raise ArtifactVersionError(
+                f"holds files of another revision than {REVISION}, which this version reads: "
+                f"{target.get('revision')!r}; trace it again"
+            )
+        made, used = (str(text).endswith(sdk.FAKE) for text in (target.get("compiler"), sdk.installed()))
+        if made and not used:
+            raise ArtifactVersionError(
+                f"was compiled by {target.get('compiler')}, a stand-in of tests, and runs on no NeuronCore: trace it "
+                "again with neuronx-cc"
+            )
+        here = cores.machine()
+        if here.platform and target.get("platform") != here.platform:
+            raise ArtifactVersionError(
+                f"was compiled for {target.get('platform')} and {here} is {here.platform}: trace it again with "
+                f"--target {here.platform}"
+            )
+
+    def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
+        _start(manifest.tp_degree)
+        return hlo.placement.DevicePlacement(manifest, weight_file, neuron.placement.CoreCell)
+
+    def load(self, ranks: Sequence[RankGraph], runtime: RankRuntime) -> Executable:
+        return neuron.executable.NeuronExecutable(ranks, runtime)
+
+
+def _start(degree: int) -> None:
+    """Take cores for this process, and start the runtime on them; nothing the second time."""
+    if not _claims:
+        _claims.append(cores.claim(degree))
+        neuron.runtime.load()
+    taken = _claims[0].cores
+    if len(taken) != degree:
+        raise BackendUnavailableError(
+            f"this process runs a model on {len(taken)} cores, which it keeps until it ends, and this one needs "
+            f"{degree}: load it in another process"
+        )
+
+
+BACKEND = NeuronBackend()

@@ -1,0 +1,122 @@
+"""One bucket's graph on all NeuronCores of a model: the host's parts here, the body as a program of the runtime's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.artifact.manifest import dtype_of
+from nxd_infer.backends.base import RankGraph, RankRuntime
+from nxd_infer.backends.hlo.executable import HloExecutable
+from nxd_infer.backends.hlo.files import Value
+from nxd_infer.backends.hlo.parts import TOKEN
+from nxd_infer.backends.hlo.placement import Cell, as_parameter
+from nxd_infer.backends.neuron import runtime
+from nxd_infer.backends.neuron.aliases import aliases_of
+from nxd_infer.backends.neuron.compiler import NEFF
+from nxd_infer.backends.neuron.placement import CoreCell, load_states, load_weights
+from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError, InputMismatchError
+
+PROBE = "NXD_INFER_NEURON_PROBE"
+"""``0`` leaves out the probe after loading, for a model that answers with zeros by its nature."""
+
+
+class NeuronExecutable(HloExecutable):
+    """Loading allocates the program's buffers and runs it once; its states are as they were afterwards."""
+
+    def __init__(self, ranks: Sequence[RankGraph], runtime_: RankRuntime):
+        super().__init__(ranks, runtime_, CoreCell)
+        file = ranks[0].directory / NEFF
+        try:
+            neff = file.read_bytes()
+        except OSError as error:
+            raise ArtifactCorruptError(f"{file} cannot be read: {error}; trace again") from error
+        self._aliases = aliases_of(self.graph, self.parts, self.table)
+        first = len(self.graph.states)
+        self._state_names = dict(zip(self.parts.given, (spec.name for spec in self.graph.states), strict=False))
+        weights = zip(self.parts.given[first + len(self.graph.inputs) :], self.graph.weights, strict=True)
+        self._weight_names = {given: spec.name for given, spec in weights}
+        for rank in self.ranks:
+            rank[TOKEN] = CoreCell(torch.zeros(()))
+        taken = [self._taken(spec) for spec in self.table.parameters]
+        self._inputs = [spec.name for spec, each in zip(self.table.parameters, taken, strict=True) if each.kind == _IN]
+        self._results = [spec for number, spec in enumerate(self.table.results) if number not in self._aliases]
+        given = [(dtype_of(spec.dtype), spec.device_shape) for spec in self.table.results]
+        self._program: Any = runtime.program(neff, runtime.metaneff(taken, given, self._aliases), len(ranks))
+        self._place(taken)
+        if os.environ.get(PROBE) != "0":
+            self._probe()
+
+    def _taken(self, spec: Value) -> runtime.Taken:
+        dtype, shape = dtype_of(spec.dtype), spec.shape if spec.name == TOKEN else spec.device_shape
+        if spec.name in self._state_names:
+            return runtime.Taken(_STATE, self._state_names[spec.name], dtype, shape)
+        if spec.name in self.ranks[0]:
+            return runtime.Taken(_WEIGHT, self._weight_names.get(spec.name, spec.name), dtype, shape)
+        return runtime.Taken(_IN, spec.name, dtype, shape)
+
+    def _place(self, taken: Sequence[runtime.Taken]) -> None:
+        """Have on the cores what the program takes, and give it that."""
+        names = [spec.name for spec in self.table.parameters]
+        states = {each.key: name for name, each in zip(names, taken, strict=True) if each.kind == _STATE}
+        weights = {each.key: name for name, each in zip(names, taken, strict=True) if each.kind == _WEIGHT}
+        for number, rank in enumerate(self.ranks):
+            load_states(number, [rank[name] for name in states.values()])
+        held = [{key: rank[name] for key, name in weights.items()} for rank in self.ranks]
+        load_weights(held, {each.key: each.shape for each in taken})
+        runtime.initialize(
+            self._program,
+            [{key: rank[name].value for key, name in states.items()} for rank in self.ranks],
+            [{key: cell.value for key, cell in rank.items()} for rank in held],
+        )
+
+    def run_body(self, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        inputs = [_fitting(name, as_parameter(known[name])) for name in self._inputs]
+        results = runtime.forward(self._program, inputs)
+        found = {spec.name: value for spec, value in zip(self._results, results, strict=True)}
+        shapes = {spec.name: spec.shape for spec in self._results}
+        return {name: found[name].cpu().reshape(shapes[name]) for name in self.parts.fetched}
+
+    def _probe(self) -> None:
+        """A program whose weights did not arrive answers with zeros and no error."""
+        weighed = any(name in self._weight_names for name in self.ranks[0])
+        kept = [(cell, cell.on_host().clone()) for rank in self.ranks for cell in self._cells(rank)]
+        sizes = {spec.name: spec for spec in self.table.parameters}
+        results = self.run_body({name: _trial(sizes[name]) for name in self._inputs}).values()
+        for cell, value in kept:
+            cell.put(value)
+        numbers = [value for value in results if value.is_floating_point()]
+        if weighed and numbers and not any(value.count_nonzero() for value in numbers):
+            raise BackendUnavailableError(
+                f"the graph {self.graph.digest} answers a probe with zeros alone, as the Neuron runtime does where its "
+                f"weights did not arrive: load the model again, or set {PROBE}=0 if zeros are right for inputs of 1"
+            )
+
+    def _cells(self, rank: Mapping[str, Cell]) -> list[Cell]:
+        return [cell for name, cell in rank.items() if name in self._state_names]
+
+    def close(self) -> None:
+        super().close()
+        self._program = None  # nothing else gives its buffers back
+
+
+_IN, _STATE, _WEIGHT = "USER_INPUT", "INPUT_STATE", "INPUT_WEIGHT"
+LARGEST = 2**31 - 1
+"""As which a core computes int64."""
+
+
+def _trial(spec: Value) -> Tensor:
+    """Whole numbers of 0, which are places that there are, and others of 1."""
+    dtype = dtype_of(spec.dtype)
+    return torch.full(spec.shape, 1 if dtype.is_floating_point or dtype == torch.bool else 0, dtype=dtype)
+
+
+def _fitting(name: str, value: Tensor) -> Tensor:
+    """The core computes int64 in 32 bits. Raises InputMismatchError for a value that would be another one there."""
+    if value.dtype == torch.int64 and value.numel() and int(value.abs().max()) > LARGEST:
+        raise InputMismatchError(f"input {name!r} holds a number beyond 32 bits, in which a NeuronCore computes int64")
+    return value.contiguous()

@@ -1,0 +1,185 @@
+"""What the Neuron compiler and the cores of Inf2 and Trn1 cannot do, as far as their documents say and a graph shows.
+
+Each rule carries the code that neuronx-cc gives it. They were read in the documents of Neuron SDK 2.32 (August 2026);
+no compiler was at hand to try one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from nxd_infer.backends.neuron.constants import Value, constant
+from nxd_infer.backends.neuron.hlo import Computation, Instruction, Module, before
+from nxd_infer.errors import TraceError
+
+WHOLE = {*(f"S{bits}" for bits in (4, 8, 16, 32, 64)), *(f"U{bits}" for bits in (4, 8, 16, 32, 64)), "PRED"}
+TYPES = {"PRED", "F16", "BF16", "F32", "F8E4M3FN", "F8E5M2", "U8", "S32", "U32", "S64", "TUPLE", "TOKEN"}
+"""Those of NeuronCore-v2. It computes S64 in 32 bits."""
+_PLACES = {
+    "gather": ("gatherDimensionNumbers", "startIndexMap"),
+    "scatter": ("scatterDimensionNumbers", "scatterDimsToOperandDims"),
+}
+"""Where an instruction says which dimension each number of its places, the second operand, is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A limit that a module breaks."""
+
+    rule: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.where}: {self.what}"
+
+
+Check = Callable[[Module], Iterator[tuple[Instruction, str]]]
+
+
+def check(module: Module, aliases: Mapping[int, int]) -> None:
+    """Raise TraceError with every limit that ``module`` breaks. ``aliases``: see :func:`findings`."""
+    if found := findings(module, aliases):
+        lines = "".join(f"\n  {each}" for each in found[:8])
+        more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""
+        raise TraceError(f"the graph cannot run on a NeuronCore of Inf2 or Trn1:{lines}{more}")
+
+
+def findings(module: Module, aliases: Mapping[int, int]) -> list[Finding]:
+    """The limits that ``module`` breaks. ``aliases``: which parameter's memory takes each such result, by number."""
+    found = [Finding(rule, node.name, what) for rule, look in RULES.items() for node, what in look(module)]
+    return found + [Finding(ALIAS, node.name, what) for node, what in _reads_after_writes(module, aliases)]
+
+
+def _types(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.dtype not in TYPES and not _converted_at_once(node):
+            yield node, f"NeuronCore-v2 has no {node.dtype}: use a type of 32 bits or fewer, such as float32 or int32"
+
+
+def _converted_at_once(node: Instruction) -> bool:
+    """A number of float64 as torch_xla writes it for any model: nothing is computed in that type."""
+    return node.opcode == "constant" and not node.shape and all(user.opcode == "convert" for user in node.users)
+
+
+def _topk(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.opcode == "topk" or (node.opcode == "custom-call" and "TopK" in node.field("customCallTarget", "")):
+            keys = node.operands[:1]
+        elif node.opcode == "sort":
+            keys = [node.operands[number] for number in _compared(node.called[0], len(node.operands))]
+        else:
+            continue
+        if any(key.dtype in WHOLE for key in keys):
+            yield node, f"top-k, or a sort, of {keys[0].dtype}: convert to float32 first"
+
+
+def _compared(comparison: Computation, operands: int) -> list[int]:
+    """The operands of a sort that its comparison looks at."""
+    return sorted({number // 2 for number, place in comparison.parameters().items() if place.users and operands})
+
+
+def _shifts(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.opcode == "shift-right-arithmetic" and node.dtype not in ("S32", "U32"):
+            yield node, f"an arithmetic right shift of {node.dtype}: only 32 bits can be shifted, so use int32"
+
+
+def _adds(computation: Computation) -> bool:
+    return any(node.opcode == "add" for node in computation.instructions)
+
+
+def _scatter_adds(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.opcode == "scatter" and node.dtype in WHOLE and _adds(node.called[0]):
+            yield node, f"a scatter that adds {node.dtype}: add in float32, or write without adding"
+
+
+def _reductions(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.opcode in ("all-reduce", "reduce-scatter"):
+            for operand in node.operands:
+                if operand.dtype in WHOLE:
+                    yield node, f"{node.opcode} of {operand.dtype}: ranks can add and compare floating-point types only"
+
+
+def _products(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        if node.opcode == "dot" and node.dtype in WHOLE:
+            yield node, f"a matrix product of {node.dtype}: convert to float32 or bfloat16 first"
+
+
+def _large_constants(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for node in module:
+        numbers = node.whole_numbers if node.opcode == "constant" and node.dtype in ("S64", "U64") else None
+        outside = [number for number in numbers or () if not -(2**31) <= number < 2**31]
+        if outside:
+            yield node, f"the constant {outside[0]} needs 64 bits, and whole numbers have 32"
+
+
+def _out_of_bounds(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for computation in module.by_id.values():
+        known: dict[int, Value | None] = {}
+        for node in computation.instructions:
+            if node.opcode in _PLACES:
+                yield from _outside(node, known)
+
+
+def _outside(node: Instruction, known: dict[int, Value | None]) -> Iterator[tuple[Instruction, str]]:
+    target, chosen, *_ = node.operands
+    places = constant(chosen, known)
+    if places is None or not places.size:
+        return
+    name, mapped = _PLACES[node.opcode]
+    numbers = node.field(name, {})
+    vector = int(numbers.get("indexVectorDim", 0))
+    along = [int(dimension) for dimension in numbers.get(mapped, [])]
+    if vector == places.ndim:
+        places = places[..., None]
+    for number, dimension in enumerate(along):
+        taken = int(node.field("gatherSliceSizes", [1] * len(target.shape))[dimension])
+        limit = target.shape[dimension] - taken
+        own = np.take(places, number, axis=vector)
+        if own.min() < 0 or own.max() > limit:
+            yield (
+                node,
+                (
+                    f"it goes to {own.min()} to {own.max()} of dimension {dimension}, which ends at {limit}: outside "
+                    "of a tensor nothing is read as zero or left out, as on other devices"
+                ),
+            )
+
+
+def _reads_after_writes(module: Module, aliases: Mapping[int, int]) -> Iterator[tuple[Instruction, str]]:
+    """The new state takes the old one's memory, so whoever reads the old one must be part of making the new one."""
+    parameters = module.entry.parameters()
+    for result, number in aliases.items():
+        place = parameters.get(number)
+        if place is None:
+            continue
+        needed = before(module.results[result])
+        for reader in place.users:
+            if reader.id not in needed:
+                yield (
+                    reader,
+                    (
+                        f"parameter {number} is read for something else than its new value, which takes its memory: "
+                        "read the state after it was written, not before"
+                    ),
+                )
+
+
+ALIAS = "read after write on aliased input/output buffer"
+RULES: Mapping[str, Check] = {
+    "types of NeuronCore-v2": _types,
+    "NCC_EVRF013": _topk,
+    "NCC_EVRF022": _shifts,
+    "NCC_EVRF016, NCC_EVRF060": _scatter_adds,
+    "NCC_EVRF061, NCC_EVRF063": _reductions,
+    "NCC_EVRF035": _products,
+    "NCC_ESFH002": _large_constants,
+    "NCC_EVRF031, NCC_EVRF056": _out_of_bounds,
+}

@@ -1,0 +1,104 @@
+"""The cores: a process with a replica of torch_xla for each rank. ``python _worker.py DESCRIPTOR RANKS``.
+
+It ends with its connection. A replica that is stuck ends it as well, as torch_xla does then.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xla_builder
+import torch_xla.core.xla_model as xm
+from torch_xla._internal import pjrt
+
+_X: Any = torch_xla
+REFUSED = {
+    r"\bf64\[\d": "NCC_ESPP004: float64",
+    r"\b(s8|s16|u16|c64|c128)\[": "NCC_ESPP004: a type that NeuronCore-v2 has not",
+    r"= \(?(s32|s64|u32|pred)\[[^=]* (all-reduce|reduce-scatter)\(": "NCC_EVRF061: an all-reduce of integers",
+    r"= (s64|u8|u64)\[[^=]* shift-right-arithmetic\(": "NCC_EVRF022: an arithmetic right shift",
+    r"= (s32|s64)\[[^=]* dot\(": "NCC_EVRF035: a matrix product of integers",
+}
+
+
+class Replicas:
+    def __init__(self, degree: int):
+        if degree > 1:
+            pjrt.initialize_multiprocess(0, 1)
+        self.devices = list(xm.get_xla_supported_devices())[:degree]
+        self._lock, self._all = threading.Lock(), threading.Barrier(degree)
+
+    def run(self, program: Any, ranks: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        found: list[Any] = [None] * len(ranks)
+        threads = [
+            threading.Thread(target=self._run, args=(rank, program, given, found)) for rank, given in enumerate(ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+    def _run(self, rank: int, program: Any, given: list[torch.Tensor], found: list[Any]) -> None:
+        try:
+            _X._XLAC._xla_set_default_device(self.devices[rank])
+            with torch.no_grad():
+                held = [tensor.to(self.devices[rank]) for tensor in given]
+                results = _X._XLAC._xla_user_computation("xla::_op_neff", held, program)
+            with self._lock:
+                torch_xla.sync(wait=False)
+            self._all.wait(60)
+            xm.wait_device_ops()
+            self._all.wait(60)
+            found[rank] = [result.cpu() for result in results]
+        except BaseException as error:
+            self._all.abort()
+            found[rank] = error
+
+
+def refused(hlo: str) -> str:
+    """The first limit that a module breaks; empty when it breaks none."""
+    return next((why for pattern, why in REFUSED.items() if re.search(pattern, hlo)), "")
+
+
+def main(descriptor: int, degree: int) -> None:
+    connection, replicas, programs = Connection(descriptor), Replicas(degree), []
+    while True:
+        try:
+            question = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            if question.startswith(b"load"):
+                program = xla_builder.computation_from_module_proto("neff", question.removeprefix(b"load"))
+                if why := refused(xla_builder.get_computation_hlo(program)):
+                    raise RuntimeError(f"NRT: {why}")
+                programs.append(program)
+                answer = str(len(programs) - 1).encode()
+            else:
+                job = torch.load(io.BytesIO(question.removeprefix(b"run ")), weights_only=True)
+                out = io.BytesIO()
+                torch.save(replicas.run(programs[job["program"]], job["ranks"]), out)
+                answer = out.getvalue()
+        except BaseException as error:
+            connection.send_bytes(b"error" + f"{type(error).__name__}: {error}".encode())
+        else:
+            connection.send_bytes(b"answer" + answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)  # torch_xla's threads would keep it
