@@ -8,6 +8,7 @@ hyperparameters are copied before each step. Other attributes and methods are th
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NonFiniteGradientError, NotInitializedError, ParallelConfigError
 from nxd_infer.optimizer.buckets import GradReducer
@@ -276,7 +278,8 @@ class NxDOptimizer(OptimizerWrapper):
             if piece.tensor.grad is not None:
                 shares[piece.index] = gradients.Share(piece.tensor.grad, piece.spans)
         found = gradients.nonfinite(shares, self.context, zero1=self.zero1)
-        return tuple(self.names[index] for index in found)
+        mine = json.dumps([self.names[index] for index in found])
+        return tuple(name for names in gather_texts(mine, self.context) for name in json.loads(names))
 
     # --- the step -------------------------------------------------------------------------------------
 

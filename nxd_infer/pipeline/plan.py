@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.stage import Stage, calling, hidden_of, own_forward, shadowed
+from nxd_infer.util.devices import transport_device
 
 Output = tuple[int, int]
 """Number of a call, and number of the tensor among its results."""
@@ -43,10 +44,10 @@ class Shape:
 
     def zeros(self) -> Tensor:
         """Zeros of this shape that take no memory."""
-        return torch.zeros((), dtype=self.dtype).expand(self.size)
+        return torch.zeros((), dtype=self.dtype, device=transport_device()).expand(self.size)
 
     def empty(self) -> Tensor:
-        return torch.empty(self.size, dtype=self.dtype)
+        return torch.empty(self.size, dtype=self.dtype, device=transport_device())
 
 
 @dataclass(frozen=True)

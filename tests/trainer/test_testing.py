@@ -105,7 +105,7 @@ def test_ranks_that_fail(fault: str, timeout: float, message: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2}, "pp=2: pipelines are not supported yet"),
+        ({"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
         ({"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
         ({"dp": 2, "accumulate": 4}, "which do not divide into 8 equal parts"),
     ],

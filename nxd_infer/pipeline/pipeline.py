@@ -1,0 +1,192 @@
+"""A pipelined model's steps on one rank: the batch in microbatches, a plan for its shapes, a schedule, and the loss."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
+from nxd_infer.modules.transformer_layers import transformer_layers
+from nxd_infer.pipeline.engine import Engine, Step
+from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probe_of, split_batch, watching_losses
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.partition import auto_partition
+from nxd_infer.pipeline.plan import Plan, make_plan
+from nxd_infer.pipeline.schedule import Action, forward_only, schedule
+from nxd_infer.pipeline.stage import Stage
+from nxd_infer.pipeline.timeline import write_timeline
+from nxd_infer.util.devices import transport_device
+from nxd_infer.util.suggest import did_you_mean
+
+SEEDS = 2**62
+
+
+def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]:
+    """Return the cuts for ``ranks`` pipeline ranks: those of ``options``, or balanced ones.
+
+    Raises ParallelConfigError if there are neither, or if their number does not fit.
+    """
+    if ranks == 1:
+        return []
+    stages = ranks * options.virtual_pipeline_size
+    if options.auto_partition:
+        return auto_partition(model, transformer_layers(model, options.transformer_layer_cls), stages)
+    cuts = options.pipeline_cuts
+    if cuts is None or len(cuts) != stages - 1:
+        raise ParallelConfigError(
+            f"pipeline_parallel_size={ranks} with virtual_pipeline_size={options.virtual_pipeline_size} needs "
+            f"{stages - 1} pipeline_cuts, one after each stage but the last, got {0 if cuts is None else len(cuts)}: "
+            'give them, or pass pipeline_config={"auto_partition": True}'
+        )
+    _require_no_cut_inside(model, cuts, options.leaf_module_cls or [])
+    return cuts
+
+
+def _require_no_cut_inside(model: nn.Module, cuts: Sequence[str], leaves: Sequence[Any]) -> None:
+    names = {leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves}
+    for name, module in model.named_modules() if names else ():
+        inside = [cut for cut in cuts if cut.startswith(f"{name}.")]
+        if type(module).__name__ in names and inside:
+            raise ParallelConfigError(
+                f"pipeline_cuts: {inside[0]!r} lies inside {name!r}, a {type(module).__name__}, which leaf_module_cls "
+                "keeps whole: cut after it"
+            )
+
+
+class Pipeline:
+    """Runs steps of ``stage``. Every rank of the pipeline group calls ``run`` with the same batch.
+
+    ``call(**inputs)`` is the forward of the stage's model, and ``loss_of`` finds the loss in what it returns.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        options: PipelineOptions,
+        context: ParallelContext,
+        call: Callable[..., Any],
+        loss_of: Callable[[Any], Tensor],
+    ):
+        self.stage, self.options, self.context = stage, options, context
+        self._call, self._loss_of = call, loss_of
+        self._plans: dict[Any, tuple[Plan, Count | None]] = {}
+        self._actions = self._schedule()
+
+    def _schedule(self) -> list[list[Action]]:
+        options, ranks = self.options, self.stage.ranks
+        if ranks == 1:
+            return schedule("1f1b", 1, options.num_microbatches)
+        return schedule(options.schedule_name, ranks, options.num_microbatches, options.virtual_pipeline_size)
+
+    def run(self, inputs: Mapping[str, Any], train: bool) -> tuple[Tensor, list[Tensor]]:
+        """Run one step; return its loss and that of each microbatch, the same on all ranks of the pipeline.
+
+        Raises InputMismatchError for a batch that does not fit. If another stage fails, CollectiveError has its
+        traceback.
+        """
+        count = self.options.num_microbatches
+        parts = split_batch(inputs, count)
+        training = self.stage.module.training
+        with torch.set_grad_enabled(train):
+            plan, counter = self._plan_for(parts[0], training)
+            weights = loss_weights(parts, counter).to(transport_device())
+            actions = self._actions if train else forward_only(self._actions)
+            seed = self._seed() if training else None
+            with torch.random.fork_rng(devices=[], enabled=seed is not None):
+                losses = self._steps(plan, actions, parts, weights, seed)
+        return losses @ weights, list(losses)
+
+    def _steps(
+        self,
+        plan: Plan,
+        actions: list[list[Action]],
+        parts: list[dict[str, Any]],
+        weights: Tensor,
+        seed: int | None,
+    ) -> Tensor:
+        calls = [lambda part=part: self._call(**part) for part in parts]
+        step = Step(plan, actions[self.stage.rank], calls, self._loss_of, weights, seed)
+        engine = Engine(self.stage, self.context, step)
+        try:
+            found = engine.run()
+            losses = torch.zeros(len(parts), dtype=torch.float64, device=weights.device)
+            for number, loss in found.items():
+                losses[number] = loss.reshape(())
+            last = self.stage.rank_of(self.stage.units.stages - 1)
+            losses = comm.broadcast(losses, self.context, "pp", last)
+        except Exception as error:
+            self._fail(error)
+            raise
+        if self.options.trace_file_path is not None:
+            write_timeline(self.options.trace_file_path, engine.spans, self.context)
+        return losses
+
+    def _fail(self, error: Exception) -> None:
+        """End the waiting of the other ranks, and raise what made them wait if it was not this rank."""
+        transport = comm.collectives_of(self.context) if self.context.world_size > 1 else None
+        if not isinstance(transport, DistributedCollectives):
+            return
+        others = transport.why_given_up() if isinstance(error, CollectiveError) else {}
+        transport.give_up(traceback.format_exc())
+        for rank, reason in others.items():
+            if rank != self.context.rank and "CollectiveTimeoutError" not in reason.strip().splitlines()[-1]:
+                stage = self.context.layout.axis("pp", rank).rank
+                raise CollectiveError(f"pipeline stage {stage} (rank {rank}) failed:\n{reason}") from error
+
+    def _seed(self) -> int:
+        """Draw the seed of a step from the generator, which a checkpoint holds; the same for all stages."""
+        drawn = torch.randint(SEEDS, (1,)).to(transport_device())
+        return int(comm.broadcast(drawn, self.context, "pp", 0))
+
+    def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
+        key = (training, torch.is_autocast_enabled("cpu"), *(_signature(inputs)))
+        if key not in self._plans:
+            plan = make_plan(self.stage, lambda: self._call(**inputs), self._loss_of)
+            probe, count = probe_of(inputs), None
+            if probe is not None and self.options.num_microbatches > 1:
+                with watching_losses() as counts:
+                    make_plan(self.stage, lambda: self._call(**probe), self._loss_of)
+                count = count_of(probe, counts)
+            self._plans[key] = plan, count
+        return self._plans[key]
+
+
+def _signature(inputs: Mapping[str, Any]) -> list[Any]:
+    return [
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+        for name, value in inputs.items()
+    ]
+
+
+def named_inputs(
+    model: nn.Module, names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the inputs of a call by name. Raises InputMismatchError for what is not in ``names``."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY]
+    known = [name for name in known if name != "self"]
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    order = list(names) if names else known
+    if len(args) > len(order):
+        raise InputMismatchError(f"run_train() takes the inputs {', '.join(order)}, got {len(args)} positional ones")
+    found = {**dict(zip(order, args, strict=False)), **kwargs}
+    for name in kwargs:
+        if (names and name not in names) or (not names and name not in known and not takes_more):
+            where = "input_names" if names else "the parameters of the model's forward"
+            raise InputMismatchError(f"{name!r} is not in {where}: {', '.join(order)}{did_you_mean(name, order)}")
+    if len(kwargs) + len(args) > len(found):
+        raise InputMismatchError(f"an input was given twice: by position, and as {', '.join(kwargs)}")
+    return found
+
+
+def mean_over_data(loss: Tensor, context: ParallelContext) -> Tensor:
+    """Return the mean of the data-parallel ranks' losses."""
+    return comm.all_reduce(loss, context, "dp") / context.dp.degree
