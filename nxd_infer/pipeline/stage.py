@@ -105,6 +105,22 @@ class Stage:
         """Return the weights that other ranks own."""
         return [weight for weight in self.weights.values() if not self.owns(weight)]
 
+    def elsewhere(self, name: str) -> bool:
+        """Return whether a tensor of the whole model, under its name in a checkpoint, is another rank's."""
+        if name in self._foreign_names():
+            return True
+        paths = [(unit.path, unit.stage) for unit in self.units.units]
+        paths += [(path, dict(paths)[first]) for path, first in self.units.aliases]
+        return any(name.startswith(f"{path}.") and self.rank_of(stage) != self.rank for path, stage in paths)
+
+    def saves(self, name: str) -> bool:
+        """Return whether this rank saves a tensor that it has; buffers of what contains units are on all ranks."""
+        paths = [unit.path for unit in self.units.units] + [path for path, _ in self.units.aliases]
+        return self.rank == 0 or name in self.weights or any(name.startswith(f"{path}.") for path in paths)
+
+    def _foreign_names(self) -> set[str]:
+        return {f"{path}.{name}" if path else name for one in self.foreign() for path, name in one.places}
+
     def own(self, name: str) -> Tensor:
         """Return a weight of this rank; after LoRA wrapped its layer, the wrapped layer's."""
         path, attribute = self.weights[name].places[0]
