@@ -7,9 +7,9 @@
     def test_my_model():
         assert_parallel_equivalent(build_my_model, {"input_ids": ids, "labels": ids}, tp=2, dp=2, zero1=True)
 
-``model_fn()`` is called in this process without parallelism, and once in each of ``tp * pp * dp`` gloo processes. Both sides
-train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of every
-element, on every rank) and the weights after the last step.
+``model_fn()`` is called in this process without parallelism, and once in each of ``tp * pp * dp`` gloo processes. Both
+sides train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of
+every element, on every rank) and the weights after the last step.
 """
 
 from __future__ import annotations

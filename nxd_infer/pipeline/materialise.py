@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def fill_modules(model: nn.Module, fill: Fill | None, foreign: Collection[int]) 
     alive: list[Tensor] = []
     """The tensors of the meta device, whose ids are the keys of ``made``."""
     for name, module in model.named_modules():
-        slots = [
+        slots: list[tuple[dict[str, Any], str, Tensor]] = [
             (table, key, tensor)
             for table in (module._parameters, module._buffers)
             for key, tensor in table.items()

@@ -15,7 +15,7 @@ from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.pipeline.materialise import keep_stage
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.pipeline.pipeline import Pipeline, cuts_of, mean_over_data, named_inputs
+from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data, named_inputs
 from nxd_infer.pipeline.stage import Stage
 
 __all__ = ["NxDPPModel"]

@@ -39,7 +39,11 @@ def _names(what: str, value: Any) -> list[str] | None:
 
 
 def _layer_class(what: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, str) and not (isinstance(value, type) and issubclass(value, nn.Module)):
+    if (
+        value is not None
+        and not isinstance(value, str)
+        and not (isinstance(value, type) and issubclass(value, nn.Module))
+    ):
         raise ParallelConfigError(f"{what} must be a class derived from torch.nn.Module or its name, got {value!r}")
     return value
 
@@ -100,9 +104,7 @@ class PipelineOptions(Options):
     broadcast_and_average_loss: bool = option(False, "average the loss over the data-parallel ranks too", _boolean)
     pipeline_cuts: list[str] | None = option(None, "names of the last layer of every stage but the last one", _names)
     auto_partition: bool = option(False, "choose the cuts, so that stages cost the same", _boolean)
-    input_names: list[str] | None = option(
-        None, "the inputs of the model; None: the parameters of its forward", _names
-    )
+    input_names: list[str] | None = option(None, "the inputs of the model; None: the parameters of its forward", _names)
     leaf_module_cls: list[Any] | None = option(None, "classes, or names of some, that no cut lies inside of", _classes)
     autowrap_functions: Any = option(None, _TRACING, _anything)
     autowrap_modules: Any = option(None, _TRACING, _anything)

@@ -48,7 +48,11 @@ def balanced(costs: Sequence[float], may_end: Sequence[bool], stages: int) -> li
         found = {}
         for end in candidates:
             options = [
-                (max(top, total[end + 1] - total[cut + 1]), squares + (total[end + 1] - total[cut + 1]) ** 2, (*cuts, cut))
+                (
+                    max(top, total[end + 1] - total[cut + 1]),
+                    squares + (total[end + 1] - total[cut + 1]) ** 2,
+                    (*cuts, cut),
+                )
                 for cut, (top, squares, cuts) in best.items()
                 if cut < end
             ]

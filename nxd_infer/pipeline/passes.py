@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import InputMismatchError, ParallelConfigError
 from nxd_infer.pipeline.plan import Output, Plan
@@ -71,9 +72,7 @@ class Forward:
 
     def directed(self, modules: Mapping[str, tuple[nn.Module, Callable[..., Any]]]) -> dict[nn.Module, Any]:
         """Return what calls of units go to, for (module, its own forward) by path."""
-        return {
-            module: functools.partial(self._call, path, forward) for path, (module, forward) in modules.items()
-        }
+        return {module: functools.partial(self._call, path, forward) for path, (module, forward) in modules.items()}
 
     def run(self, at: Pass, call: Callable[[], Any], loss_of: Callable[[Any], Tensor]) -> None:
         """Run the forward of ``at``, and fill in what it produces."""
@@ -116,7 +115,7 @@ class Forward:
         places = self._wanted.get(at.stage, {}).get(number)
         if places is None:
             return
-        flat = torch.utils._pytree.tree_leaves(result)
+        flat = tree_leaves(result)
         for place in places:
             planned = self.plan.shape((number, place))
             tensor = flat[place] if place < len(flat) else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.modules.transformer_layers import transformer_layers
@@ -26,6 +28,7 @@ from nxd_infer.pipeline.timeline import write_timeline
 from nxd_infer.util.devices import transport_device
 from nxd_infer.util.suggest import did_you_mean
 
+T = TypeVar("T")
 SEEDS = 2**62
 
 
@@ -96,10 +99,11 @@ class Pipeline:
         parts = split_batch(inputs, count)
         training = self.stage.module.training
         with torch.set_grad_enabled(train):
+            drawn = self._meet(parts[0], train)
             plan, counter = self._plan_for(parts[0], training)
             weights = loss_weights(parts, counter).to(transport_device())
             actions = self._actions if train else forward_only(self._actions)
-            seed = self._seed() if training else None
+            seed = drawn if training else None
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
                 losses = self._steps(plan, actions, parts, weights, seed)
         return losses @ weights, list(losses)
@@ -141,22 +145,54 @@ class Pipeline:
                 stage = self.context.layout.axis("pp", rank).rank
                 raise CollectiveError(f"pipeline stage {stage} (rank {rank}) failed:\n{reason}") from error
 
-    def _seed(self) -> int:
-        """Draw the seed of a step from the generator, which a checkpoint holds; the same for all stages."""
-        drawn = torch.randint(SEEDS, (1,)).to(transport_device())
-        return int(comm.broadcast(drawn, self.context, "pp", 0))
+    def _meet(self, inputs: dict[str, Any], train: bool) -> int:
+        """Return the seed of a step, drawn from the first stage's generator, which a checkpoint holds.
+
+        Raises InputMismatchError on every stage if one of them has other inputs.
+        """
+        training = self.stage.module.training
+        what = f"train={train}, training={training}, {_signature(inputs)}"
+        drawn = torch.randint(SEEDS, (1,)) if training else torch.zeros(1, dtype=torch.int64)
+        digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([[int(drawn), digest]], dtype=torch.int64, device=transport_device())
+        everyone = comm.all_gather(mine, self.context, "pp", 0)
+        if (everyone[:, 1] != digest).any():
+            raise InputMismatchError(
+                f"the stages of a pipeline got different inputs, on this one for a microbatch {what}: every rank of "
+                "the pipeline group takes the same batch"
+            )
+        return int(everyone[0, 0])
 
     def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
         key = (training, torch.is_autocast_enabled("cpu"), *(_signature(inputs)))
         if key not in self._plans:
-            plan = make_plan(self.stage, lambda: self._call(**inputs), self._loss_of)
-            probe, count = probe_of(inputs), None
-            if probe is not None and self.options.num_microbatches > 1:
-                with watching_losses() as counts:
-                    make_plan(self.stage, lambda: self._call(**probe), self._loss_of)
-                count = count_of(probe, counts)
-            self._plans[key] = plan, count
+            self._plans[key] = self._all_or_none(lambda: self._new_plan(inputs))
         return self._plans[key]
+
+    def _new_plan(self, inputs: dict[str, Any]) -> tuple[Plan, Count | None]:
+        plan = make_plan(self.stage, lambda: self._call(**inputs), self._loss_of)
+        probe, count = probe_of(inputs), None
+        if probe is not None and self.options.num_microbatches > 1:
+            with watching_losses() as counts:
+                make_plan(self.stage, lambda: self._call(**probe), self._loss_of)
+            count = count_of(probe, counts)
+        return plan, count
+
+    def _all_or_none(self, action: Callable[[], T]) -> T:
+        """Return what ``action`` gives, if it succeeds on every stage; else raise on all of them."""
+        failure: Exception | None = None
+        result: list[T] = []
+        try:
+            result.append(action())
+        except Exception as error:  # raised below, after the other stages have been told
+            failure = error
+        reasons = gather_texts("" if failure is None else f"{type(failure).__name__}: {failure}", self.context)
+        if failure is not None:
+            raise failure
+        for stage, reason in enumerate(reasons):
+            if reason:
+                raise CollectiveError(f"pipeline stage {stage} failed: {reason}")
+        return result[0]
 
 
 def _signature(inputs: Mapping[str, Any]) -> list[Any]:

@@ -29,7 +29,9 @@ Output = tuple[int, int]
 Tag = Output | str
 """An output, or the name of a weight."""
 
-READS = frozenset({"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "__len__", "stride", "ndimension"})
+READS = frozenset(
+    {"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "__len__", "stride", "ndimension"}
+)
 """What may be asked of a tensor whose values are elsewhere."""
 DECISIONS = frozenset({"__bool__", "item", "tolist", "__int__", "__float__", "__index__"})
 """What makes a Python value of a tensor's."""
@@ -137,9 +139,7 @@ class _Planner:
         handed = tuple(
             tuple(
                 sorted(
-                    output
-                    for output, last in self.last_needed.items()
-                    if self.calls[output[0]].stage < stage <= last
+                    output for output, last in self.last_needed.items() if self.calls[output[0]].stage < stage <= last
                 )
             )
             for stage in range(self.stage.units.stages)

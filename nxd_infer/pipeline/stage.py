@@ -34,6 +34,10 @@ class StandIn(nn.Module):
     def __init__(self, hidden: nn.Module):
         super().__init__()
         self.__dict__["hidden"] = hidden
+        # Hooks see what a call gives, which is handed over.
+        self._forward_hooks, self._forward_pre_hooks = hidden._forward_hooks, hidden._forward_pre_hooks
+        self._forward_hooks_with_kwargs = hidden._forward_hooks_with_kwargs
+        self._forward_pre_hooks_with_kwargs = hidden._forward_pre_hooks_with_kwargs
 
     def __getattr__(self, name: str) -> Any:
         if name == "hidden" or (name.startswith("__") and name.endswith("__")):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import ParallelContext
 from nxd_infer.layout.files.atomic import replacing
-from nxd_infer.comm.texts import gather_texts
 from nxd_infer.pipeline.schedule import Action, Span, bubble
 
 
@@ -24,7 +25,7 @@ def write_timeline(path: str | os.PathLike[str], spans: Sequence[Span], context:
         return
     tables = [[Span(Action(stage, i, back), start, end) for stage, i, back, start, end in row] for row in rows]
     text = json.dumps(chrome_trace(tables))
-    with replacing(os.path.abspath(path)) as temporary:
+    with replacing(Path(path)) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

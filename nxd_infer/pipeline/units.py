@@ -69,7 +69,9 @@ def find_units(model: nn.Module, cuts: Sequence[str]) -> Units:
         opened |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     nested = [cut for cut in cuts if cut in opened]
     if nested:
-        raise ParallelConfigError(f"pipeline_cuts: {nested[0]!r} contains another cut; a stage ends after a whole module")
+        raise ParallelConfigError(
+            f"pipeline_cuts: {nested[0]!r} contains another cut; a stage ends after a whole module"
+        )
     found: list[tuple[str, nn.Module]] = []
     aliases: list[tuple[str, str]] = []
     containers: list[tuple[str, int]] = []
@@ -92,7 +94,9 @@ def find_units(model: nn.Module, cuts: Sequence[str]) -> Units:
     order = [path for path, _ in found]
     positions = [order.index(cut) if cut in order else -1 for cut in cuts]
     if -1 in positions:
-        raise ParallelConfigError(f"pipeline_cuts: {cuts[positions.index(-1)]!r} has no weights; a stage ends after a layer")
+        raise ParallelConfigError(
+            f"pipeline_cuts: {cuts[positions.index(-1)]!r} has no weights; a stage ends after a layer"
+        )
     if positions != sorted(positions):
         raise ParallelConfigError(
             f"pipeline_cuts: {list(cuts)} are not in the order of the model, which is "

@@ -148,7 +148,7 @@ class TrainConfig(Options):
     pipeline_parallel_size: int = option(1, "ranks that share the layers in order", _DEGREE)
     pipeline_config: PipelineOptions = section(
         PipelineOptions,
-        "arguments of `NxDPPModel`; `transformer_layer_cls` and `output_loss_value_spec` are used without a pipeline too",
+        "arguments of `NxDPPModel`; without a pipeline, `transformer_layer_cls` and `output_loss_value_spec` are used",
     )
     optimizer_config: OptimizerOptions = section(OptimizerOptions)
     activation_checkpoint_config: Any = option(

@@ -33,7 +33,8 @@ def initialize_parallel_model(
 
     Every rank must call it. All ranks draw the same random numbers while they build, so they hold parts of one model.
     With ``pipeline_parallel_size`` above 1 this rank keeps its stages of it, in an NxDPPModel: train with its
-    ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must not communicate.
+    ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must
+    not communicate.
 
     Raises ParallelConfigError for a configuration that does not fit the model or the current degrees.
     """

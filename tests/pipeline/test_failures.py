@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import current_context
-from nxd_infer.errors import CollectiveError, NonFiniteGradientError
+from nxd_infer.errors import NonFiniteGradientError
 from tests.ranks import run_ranks
 
 LIMIT = 8.0
