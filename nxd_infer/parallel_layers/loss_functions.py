@@ -5,9 +5,6 @@ Source: API guide, "Loss functions".
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -65,20 +62,6 @@ class _LogProbs(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
-_watchers: list[list[Tensor]] = []
-
-
-@contextlib.contextmanager
-def counting_targets() -> Iterator[list[Tensor]]:
-    """Inside the block, add to a list how many targets each :func:`parallel_cross_entropy` does not ignore."""
-    counts: list[Tensor] = []
-    _watchers.append(counts)
-    try:
-        yield counts
-    finally:
-        _watchers.remove(counts)
-
-
 def parallel_cross_entropy(
     parallel_logits: Tensor,
     labels: Tensor,
@@ -111,8 +94,6 @@ def parallel_cross_entropy(
     if labels.is_floating_point():
         raise ParallelConfigError(f"labels must be class indices (int64), got {labels.dtype}: call labels.long()")
     counted = labels != ignore_index
-    for counts in _watchers:
-        counts.append(counted.sum())
     target = labels.masked_fill(~counted, 0)
     vocabulary = _vocabulary(parallel_logits, vocab_size, context)
     _check_range(target, vocabulary)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nxd_infer.errors import InputMismatchError
-from nxd_infer.parallel_layers.loss_functions import counting_targets
 
 LABELS = "labels"
 IGNORED = -100
@@ -39,55 +36,40 @@ def split_batch(inputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{**inputs, **{name: part[i] for name, part in parts.items()}} for i in range(count)]
 
 
-def probe_of(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the inputs with labels that are ignored but in the first column; None without integer labels."""
+def probes_of(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the inputs with other labels, which show by their losses what a model's loss is the mean of.
+
+    ``"all"``: no label is ignored; ``"last"`` and ``"first"``: all are but those of the last or first column, or row if
+    there is one dimension. Nothing without integer labels, or if they are too few.
+    """
     labels = inputs.get(LABELS)
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or not labels.dim():
-        return None
-    probe = torch.full_like(labels, IGNORED)
-    probe[:, :1] = 0 if labels.dim() > 1 else IGNORED
-    if labels.dim() == 1:
-        probe = torch.zeros_like(labels)
-    return {**inputs, LABELS: probe}
+        return {}
+    dim = min(1, labels.dim() - 1)
+    if labels.shape[dim] < 3:
+        return {}
+    every, none = torch.zeros_like(labels), torch.full_like(labels, IGNORED)
+    last, first = none.clone(), none.clone()
+    last.narrow(dim, labels.shape[dim] - 1, 1).zero_()
+    first.narrow(dim, 0, 1).zero_()
+    return {name: {**inputs, LABELS: one} for name, one in (("all", every), ("last", last), ("first", first))}
 
 
-def count_of(probe: Mapping[str, Any], counts: list[Tensor]) -> Count | None:
-    """Return how a model counts its targets, from what it counted for :func:`probe_of`; None if it counts otherwise.
+def count_of(losses: Mapping[str, float]) -> Count | None:
+    """Return how a model counts the targets that its loss is the mean of; None if it counts ignored ones too.
 
-    A causal model predicts the next token: its loss leaves the first label of a row out.
+    ``losses``: for the inputs of :func:`probes_of`, from a model that finds all classes equally likely, so that every
+    target costs the same. A causal model predicts the next token: it leaves the first label of a row out.
     """
-    labels = probe[LABELS]
-    found = {int(count) for count in counts}
-    if found == {0} and labels.dim() > 1:
-        return lambda labels: (labels[:, 1:] != IGNORED).sum()
-    if found == {labels.shape[0]}:
+    if not losses or not _near(losses["last"], losses["all"]):
+        return None
+    if _near(losses["first"], losses["all"]):
         return lambda labels: (labels != IGNORED).sum()
-    return None
+    return lambda labels: (labels[:, 1:] != IGNORED).sum()
 
 
-class _CrossEntropies(TorchFunctionMode):
-    """Notes how many targets PyTorch's cross entropies do not ignore."""
-
-    def __init__(self, counts: list[Tensor]):
-        super().__init__()
-        self.counts = counts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss):
-            target = args[1] if len(args) > 1 else kwargs["target"]
-            if not target.is_floating_point():
-                self.counts.append((target != kwargs.get("ignore_index", IGNORED)).sum())
-            with torch._C.DisableTorchFunction():  # one calls the other
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def watching_losses() -> Iterator[list[Tensor]]:
-    """Inside the block, collect how many targets each cross entropy counts."""
-    with counting_targets() as counts, _CrossEntropies(counts):
-        yield counts
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-2) and other != 0
 
 
 def loss_weights(parts: list[dict[str, Any]], count: Count | None) -> Tensor:

@@ -18,7 +18,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.modules.transformer_layers import transformer_layers
 from nxd_infer.pipeline.engine import Engine, Step
-from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probe_of, split_batch, watching_losses
+from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probes_of, split_batch
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import auto_partition
 from nxd_infer.pipeline.plan import Plan, make_plan
@@ -171,12 +171,12 @@ class Pipeline:
 
     def _new_plan(self, inputs: dict[str, Any]) -> tuple[Plan, Count | None]:
         plan = make_plan(self.stage, lambda: self._call(**inputs), self._loss_of)
-        probe, count = probe_of(inputs), None
-        if probe is not None and self.options.num_microbatches > 1:
-            with watching_losses() as counts:
-                make_plan(self.stage, lambda: self._call(**probe), self._loss_of)
-            count = count_of(probe, counts)
-        return plan, count
+        probes = probes_of(inputs) if self.options.num_microbatches > 1 else {}
+        losses = {
+            name: make_plan(self.stage, lambda probe=probe: self._call(**probe), self._loss_of).loss
+            for name, probe in probes.items()
+        }
+        return plan, count_of(losses)
 
     def _all_or_none(self, action: Callable[[], T]) -> T:
         """Return what ``action`` gives, if it succeeds on every stage; else raise on all of them."""

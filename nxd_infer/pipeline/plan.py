@@ -82,6 +82,8 @@ class Plan:
     """(weight, stage) for what a stage needs of another rank."""
     ends: tuple[int, ...]
     """Of each stage but the last: the number of its last call."""
+    loss: float = field(compare=False)
+    """What the model's loss is where units give zeros."""
 
     def shape(self, output: Output) -> Shape:
         return self.calls[output[0]].leaves[output[1]]
@@ -144,7 +146,7 @@ class _Planner:
             )
             for stage in range(self.stage.units.stages)
         )
-        return Plan(tuple(self.calls), handed, tuple(sorted(self.lent)), tuple(self.ends))
+        return Plan(tuple(self.calls), handed, tuple(sorted(self.lent)), tuple(self.ends), float(found.detach()))
 
     def _weights(self) -> Iterable[tuple[nn.Module, str, Tensor]]:
         """Zeros in the place of all weights, for code between units."""
