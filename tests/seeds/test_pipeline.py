@@ -1,4 +1,4 @@
-"""The calls of the documents' chapter "Pipeline parallelism", and the wrapper guide with its pipeline, on two stages."""
+"""The calls of the documents' chapter "Pipeline parallelism", and the wrapper guide, on two stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def chapter(auto: bool) -> tuple[list[float], list[str], float]:
-    """``NxDPPModel`` with every documented argument; losses, names of this rank's weights, the loss of an evaluation."""
+    """``NxDPPModel`` with every documented argument; losses, this rank's layers, the loss of an evaluation."""
     torch.manual_seed(0)
     model = NxDPPModel(
         get_model(),
