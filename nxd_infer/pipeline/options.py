@@ -13,7 +13,7 @@ from torch import nn
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.pipeline.schedule import SCHEDULES
-from nxd_infer.util.options import Options, option
+from nxd_infer.util.option_dict import Options, option
 
 TRACERS = ("hf", "torch")
 

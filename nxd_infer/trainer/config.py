@@ -18,7 +18,7 @@ from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.util.options import Check, Options, option, section
+from nxd_infer.util.option_dict import Check, Options, option, section
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
 
