@@ -74,6 +74,8 @@ class DistributedCollectives:
 
     def exchange_identities(self, device: torch.device | None = None) -> None:
         """Exchange process identities with every rank of the world, so that errors can name a dead peer."""
+        with contextlib.suppress(Exception):  # of earlier groups of these processes
+            dist.distributed_c10d._get_default_store().delete_key(self._failed_key(self._context.rank))
         mine = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
         dist.all_gather(everyone, mine)
@@ -199,7 +201,7 @@ class DistributedCollectives:
         return found
 
     def _failed_key(self, rank: int) -> str:
-        return f"nxd/{self._context.collectives}/failed/{rank}"
+        return f"nxd/failed/{rank}"  # the same on all ranks, unlike the name of their collectives
 
     def close(self) -> None:
         """Destroy the groups, except the default group, which belongs to its creator."""

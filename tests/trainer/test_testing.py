@@ -50,7 +50,7 @@ def test_it_names_what_differs():
     with pytest.raises(AssertionError) as raised:
         assert_parallel_equivalent(partial(Wrong, "scaled"), vectors(), tp=2, steps=1)
     text = str(raised.value)
-    assert "parallel training (tp=2, dp=1) is not plain PyTorch" in text
+    assert "parallel training (tp=2, pp=1, dp=1) is not plain PyTorch" in text
     first = text.splitlines()[1]
     assert first.startswith("rank 0: ") and "the gradient of scale differs by 1, allowed 1e-05" in text
     assert "the gradient of up.weight" not in text and "the loss" not in text
