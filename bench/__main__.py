@@ -23,6 +23,7 @@ BENCHMARKS = (
     "trace",
     "sizes",
     "train",
+    "pipeline",
     "plot",
 )
 ON_REQUEST = ("attacks", "against")

@@ -9,21 +9,16 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from bench import report
 from bench.compiled import program
-from bench.options import Options, home
-from bench.processes import Group
+from bench.options import Options
 from bench.stats import Verdict, ratios, summary
+from bench.two_ranks import RANKS, SECONDS, figures_of
 
-RANKS = 2
 TOKENS = 4 * 256
 """Tokens of a step, over all ranks."""
-SECONDS = 600.0
 MEMORY_LENGTH = 512
 
 
@@ -77,21 +72,7 @@ def _verdicts(figures: dict[str, Any]) -> list[Verdict]:
 
 def _ranks(options: Options) -> dict[str, Any]:
     """Run the two ranks and return their figures."""
-    with tempfile.TemporaryDirectory(prefix="train-", dir=home()) as folder, ExitStack() as stack:
-        groups: list[Group] = []
-        for rank in range(RANKS):
-            arguments = (rank, folder, options.rounds, options.quick, SECONDS)
-            command = [sys.executable, "-m", "bench.train_ranks", *map(str, arguments)]
-            log = home() / "logs" / f"train-{rank}.log"
-            groups.append(stack.enter_context(Group(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})))
-        try:
-            status = groups[0].process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = f"none after {SECONDS:.0f} s"
-        out = Path(folder) / "figures.json"
-        if status != 0 or not out.is_file():
-            raise SystemExit(f"rank 0 ended with status {status}:\n" + "\n\n".join(group.tail() for group in groups))
-        return json.loads(out.read_text())
+    return figures_of("bench.train_ranks", options)
 
 
 def _memory(mode: str, options: Options) -> dict[str, Any]:

@@ -20,13 +20,18 @@ parser.add_argument("checkpoints", help="a folder that all ranks share, or s3://
 parser.add_argument("--steps", type=int, default=100, help="how many steps to train, on top of the checkpoint's")
 parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
 parser.add_argument("--text", default=__file__, help="the text file to train on; default: this program")
-parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer; the rest are data parallel")
+parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
+parser.add_argument(
+    "--pp", type=int, default=1, help="ranks that share the layers in order; the rest are data parallel"
+)
 args = parser.parse_args()
 if "RANK" not in os.environ:
     parser.error("needs one process per rank: run `torchrun --nproc_per_node=2 examples/train.py ...`")
 
 nxd_config = nxd.neuronx_distributed_config(  # joins the other processes: over gloo, or NCCL on GPUs
     tensor_parallel_size=args.tp,
+    pipeline_parallel_size=args.pp,
+    pipeline_config={"auto_partition": True, "num_microbatches": 4} if args.pp > 1 else None,
     optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
 )
 model = nxd.initialize_parallel_model(nxd_config, registry.load_model, args.model, dtype=torch.float32)
@@ -49,7 +54,7 @@ with TrainingProgress(total=last, initial=first) as progress:
     while step < last:
         for batch in loader:  # the rest of an epoch
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            loss = model.run_train(**batch)  # forward and backward; or model(**batch) and loss.backward()
+            loss = model.run_train(**batch)  # forward and backward, over all stages
             optimizer.step()  # averages, clips, steps
             optimizer.zero_grad()
             scheduler.step()

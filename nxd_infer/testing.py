@@ -7,9 +7,9 @@
     def test_my_model():
         assert_parallel_equivalent(build_my_model, {"input_ids": ids, "labels": ids}, tp=2, dp=2, zero1=True)
 
-``model_fn()`` is called in this process without parallelism, and once in each of ``tp * dp`` gloo processes. Both sides
-train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of every
-element, on every rank) and the weights after the last step.
+``model_fn()`` is called in this process without parallelism, and once in each of ``tp * pp * dp`` gloo processes. Both
+sides train the same steps. Compared are the losses, the gradient norms, the gradients of the first step (every copy of
+every element, on every rank) and the weights after the last step.
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ class Training:
     optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
     max_grad_norm: float | None = 1.0
     seed: int = 0
+    pp: int = 1
+    pipeline: Mapping[str, Any] | None = None
+    """``pipeline_config``; default: balanced stages, one microbatch a stage."""
+    meta: bool = False
+    """Build the parallel model on the meta device, and fill each module by its ``reset_parameters``."""
+
+    @property
+    def pipeline_config(self) -> Mapping[str, Any]:
+        return self.pipeline or {"auto_partition": True, "num_microbatches": self.pp}
 
 
 @dataclass
@@ -98,6 +107,7 @@ def assert_parallel_equivalent(
     *,
     activation_checkpoint: Any = None,
     pad_model: bool = False,
+    pipeline_config: Mapping[str, Any] | None = None,
     steps: int = 3,
     accumulate: int = 1,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -114,8 +124,9 @@ def assert_parallel_equivalent(
             model returns its loss, a mean over the batch, so that parts of equal size can be averaged.
         batch: the whole batch, keyword or positional arguments of the model. Tensors are split along their first
             dimension over data-parallel ranks and accumulated passes.
-        tp, pp, dp: degrees; ``pp`` must be 1 for now.
+        tp, pp, dp: degrees.
         sequence_parallel, zero1, activation_checkpoint, pad_model: options of ``neuronx_distributed_config``.
+        pipeline_config: for ``pp`` above 1; default: stages of equal cost and ``pp`` microbatches.
         steps: number of optimizer steps to compare.
         optimizer_class, optimizer_options: the optimizer; default ``AdamW(lr=1e-3)``.
         max_grad_norm: clip to this norm on both sides; None does not clip.
@@ -126,8 +137,6 @@ def assert_parallel_equivalent(
     Raises ParallelConfigError for degrees and batches that do not fit, and RuntimeError with the rank's traceback if a
     rank fails or ends with a status other than 0.
     """
-    if pp != 1:
-        raise ParallelConfigError(f"pp={pp}: pipelines are not supported yet; use 1")
     training = Training(
         tp,
         dp,
@@ -141,12 +150,19 @@ def assert_parallel_equivalent(
         optimizer_options or {"lr": 1e-3},
         max_grad_norm,
         seed,
+        pp,
+        pipeline_config,
     )
+    if pp > 1 and accumulate > 1:
+        raise ParallelConfigError(
+            f"accumulate={accumulate}: a pipeline accumulates over its microbatches; leave it out, and pass "
+            f'pipeline_config={{"auto_partition": True, "num_microbatches": {accumulate}}}'
+        )
     pieces(batch, dp * accumulate)
     reference = train_single(model_fn, batch, training)
     found = _in_processes(model_fn, batch, training, reference, tolerance, timeout)
     if found:
-        what = f"tp={tp}, dp={dp}" + ", sequence parallel" * sequence_parallel + ", ZeRO-1" * zero1
+        what = f"tp={tp}, pp={pp}, dp={dp}" + ", sequence parallel" * sequence_parallel + ", ZeRO-1" * zero1
         raise AssertionError(f"parallel training ({what}) is not plain PyTorch:\n" + "\n".join(found[:20]))
 
 
@@ -220,6 +236,9 @@ def compare_with(
     limit = reference.tolerance if tolerance is None else tolerance
     config = neuronx_distributed_config(
         tensor_parallel_size=training.tp,
+        pipeline_parallel_size=training.pp,
+        pipeline_config=training.pipeline_config if training.pp > 1 else None,
+        model_init_config={"meta_device_init": training.meta},
         sequence_parallel=training.sequence_parallel,
         activation_checkpoint_config=training.activation_checkpoint,
         pad_model=training.pad_model,
@@ -249,9 +268,7 @@ def compare_with(
         optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         for part in mine:
-            output = model._loss(_call(model, part)) / training.accumulate
-            output.backward()
-            loss += output.detach().cpu()
+            loss += _forward_and_backward(model, part, training).cpu()
         if not step:
             gradients = optimizer.named_gradients()
             whole = float(torch.stack([g.double().norm() for g in reference.gradients.values()]).norm())
@@ -271,6 +288,15 @@ def compare_with(
         gap = float((model.state_dict()[name].double().cpu() - wanted.double()).norm())
         differ(f"{name} after {training.steps} steps", gap, max(float(wanted.double().norm()), 1e-6), 10 * limit)
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def _forward_and_backward(model: NxDModel, part: Batch, training: Training) -> Tensor:
+    """Add the gradients of a part of the batch; return its share of the loss."""
+    if training.pp > 1:
+        return model.run_train(**part) if isinstance(part, Mapping) else model.run_train(*part)
+    output = model._loss(_call(model, part)) / training.accumulate
+    output.backward()
+    return output.detach()
 
 
 def _shards(model: NxDModel, logical: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -304,7 +330,7 @@ def _in_processes(
             f"new processes cannot import {getattr(model_fn, '__qualname__', model_fn)!r}: pass a function defined at "
             f"the top level of a module, and tensors in the batch ({error})"
         ) from error
-    world = training.tp * training.dp
+    world = training.tp * training.pp * training.dp
     if _importing:
         raise ParallelConfigError(
             "the script compares at its top level, and every rank imports the script: put the call under "

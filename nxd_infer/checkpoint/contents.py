@@ -21,6 +21,8 @@ from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import describe, stem
+from nxd_infer.pipeline.model import NxDPPModel
+from nxd_infer.pipeline.stage import Stage
 
 
 @dataclass
@@ -54,7 +56,8 @@ def collect(
     if model is not None and first:
         name = f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors"
         if isinstance(model, nn.Module):
-            files[name], described = _describe_model(local_module(model), context)
+            stage = stage_of(model)
+            files[name], described = _describe_model(local_module(model), context, stage)
         else:
             files[name], described = _packed(*pack(model, what="model"))
         record["model"] = {"file": name, **described}
@@ -91,13 +94,22 @@ def local_module(model: nn.Module) -> nn.Module:
     return model.local_module() if isinstance(model, NxDModel) else model
 
 
-def _describe_model(model: nn.Module, context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def stage_of(model: nn.Module) -> Stage | None:
+    """What this rank holds of a pipelined model; None if that is all of it."""
+    return model.stage if isinstance(model, NxDPPModel) else None
+
+
+def _describe_model(
+    model: nn.Module, context: ParallelContext, stage: Stage | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the parameters and buffers with elements that this rank is the first to hold, and their runs."""
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     degree, rank = context.tp.degree, context.tp.rank
     for name, (tensor, layout) in _weights(model).items():
         if layout.alias_of or not (owned_blocks(layout, degree, rank) or (rank == 0 and not tensor.numel())):
+            continue
+        if stage is not None and not stage.saves(name):
             continue
         tensors[name] = tensor.detach()
         pieces[name] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.checkpoint.contents import local_module
-from nxd_infer.context import current_context
+from nxd_infer.comm.texts import gather_texts
+from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, merge_state_dicts, weight_layout
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
+from nxd_infer.util.devices import transport_device
 
 __all__ = ["gather_weights", "whole_weights"]
 
@@ -23,13 +26,11 @@ __all__ = ["gather_weights", "whole_weights"]
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the logical weights of ``model``, which may be an NxDModel; a LoRAModel's adapters are merged.
 
-    Every rank of a tensor-parallel group calls it. Tensors are gathered one by one; the group's first rank gets
-    copies of all on the CPU, the others get none. (``save_checkpoint`` does not need memory for the whole model.)
-
-    Raises CheckpointError with pipeline parallelism.
+    Every rank of the tensor- and pipeline-parallel groups calls it. Tensors are gathered one by one, and the first rank
+    of the first stage gets copies of them all, on the CPU; the others get none. (``save_checkpoint`` needs no memory
+    for the whole model.)
     """
     context = current_context()
-    _require_one_stage()
     degree = context.tp.degree
     found: dict[str, Tensor] = {}
     for name, tensor, layout in _weights(model):
@@ -38,6 +39,22 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
             ranks = list(comm.all_gather(tensor[None].contiguous(), context, "tp", dim=0).unbind(0))
         if context.tp.rank == 0:
             found.update(merge_state_dicts([{name: rank.cpu()} for rank in ranks], {name: layout}))
+    return _of_all_stages(found, context) if context.tp.rank == 0 else {}
+
+
+def _of_all_stages(mine: dict[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
+    """The tensors of every pipeline rank, on the first one, moved one by one; the others get none."""
+    if context.pp.degree == 1:
+        return mine
+    facts = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()]
+    found: dict[str, Tensor] = {}
+    for stage, text in enumerate(gather_texts(json.dumps(facts), context)):
+        for name, shape, dtype in json.loads(text):
+            own = stage == context.pp.rank
+            tensor = mine[name] if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            whole = comm.broadcast(tensor.to(transport_device()), context, "pp", stage).cpu()
+            if context.pp.rank == 0:
+                found.setdefault(name, whole)
     return found
 
 

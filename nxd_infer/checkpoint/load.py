@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from nxd_infer.checkpoint.archive import RunsSource
-from nxd_infer.checkpoint.contents import EXTRA, local_module, modules_with_extra_state
+from nxd_infer.checkpoint.contents import EXTRA, local_module, modules_with_extra_state, stage_of
 from nxd_infer.checkpoint.load_optimizer import optimizer_layouts, read_optimizer
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive, ReferenceArchive
 from nxd_infer.context import AXES, ParallelContext
 from nxd_infer.errors import CheckpointError, WeightMismatchError
-from nxd_infer.layout import ParamLayout, check_weights, fill_tensor, load_weights, weight_layout
+from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, load_weights, weight_layout
 from nxd_infer.layout.files.values import pack
 from nxd_infer.layout.shard import named_tensors
+from nxd_infer.layout.sources import SelectedSource
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.optimizer.sharded_files import take_over
+from nxd_infer.pipeline.stage import Stage
 
 
 def data_position(archive: AnyArchive, context: ParallelContext) -> Any:
@@ -115,15 +117,15 @@ def _whole(kind: str, archive: AnyArchive, context: ParallelContext) -> Any | No
 
 def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: ParallelContext) -> Callable[[], object]:
     """Return what loads the model. Raises WeightMismatchError immediately, before any change, if it does not fit."""
-    module = local_module(model)
+    module, stage = local_module(model), stage_of(model)
     state = _whole("model", archive, context)
     if state is not None:
         return partial(load_state, "model, a dictionary,", module, state, strict=strict)
     if isinstance(archive, ReferenceArchive):
         if isinstance(module, LoRAModel):
             raise CheckpointError(f"{archive.where} was written by the reference; it loads into models without LoRA")
-        archive.know(weight_layout(module))
-    source, degree, rank = RunsSource(archive.pieces("model")), context.tp.degree, context.tp.rank
+        archive.know({**({} if stage is None else stage.layouts), **weight_layout(module)})
+    source, degree, rank = _own_weights(archive, stage), context.tp.degree, context.tp.rank
     if isinstance(module, LoRAModel):
         module.weights_of(source, strict)
         return partial(module.load_weights, source, rank, degree, strict)
@@ -145,6 +147,12 @@ def model_change(model: nn.Module, archive: AnyArchive, strict: bool, context: P
     return fill
 
 
+def _own_weights(archive: AnyArchive, stage: Stage | None) -> WeightSource:
+    """The weights of a checkpoint but those of other pipeline stages."""
+    source = RunsSource(archive.pieces("model"))
+    return source if stage is None else SelectedSource(source, lambda name: not stage.elsewhere(name))
+
+
 def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
     """Raise CheckpointError if the optimizer's state in ``archive`` belongs to an adapter merged into the weights.
 
@@ -153,7 +161,8 @@ def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
     module = local_module(model)
     if not isinstance(module, LoRAModel) or not any("pieces" in part for _, part in archive.parts("model")):
         return
-    if not module.adapter_names & module.weights_of(RunsSource(archive.pieces("model")), strict=False).keys():
+    source = _own_weights(archive, stage_of(model))
+    if not module.adapter_names & module.weights_of(source, strict=False).keys():
         raise CheckpointError(
             f"{archive.where} holds merged weights and no adapter beside them: merged checkpoints are for serving: "
             "resume from one that was saved with LoraConfig(save_lora_base=True, merge_lora=False), or load the model "
@@ -162,7 +171,7 @@ def require_adapter(model: nn.Module, archive: AnyArchive) -> None:
 
 
 def _require_equal_ties(
-    layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: RunsSource, context: ParallelContext
+    layouts: Mapping[str, ParamLayout], here: Mapping[str, Tensor], source: WeightSource, context: ParallelContext
 ) -> None:
     """Raise WeightMismatchError if one weight of the model is two different ones in the checkpoint.
 

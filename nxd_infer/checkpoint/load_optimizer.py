@@ -14,10 +14,11 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import DictSource, ParamLayout, TensorLayout, check_weights
 from nxd_infer.layout.flat import flat_index, flat_rectangles, moved, overlap, relative
+from nxd_infer.layout.params import layout_by_name
 from nxd_infer.layout.shard import write_fills
 from nxd_infer.optimizer import pieces as optimizer_pieces
 from nxd_infer.optimizer.parallel import NxDOptimizer
-from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, layout_by_name, require_same_groups
+from nxd_infer.optimizer.sharded_files import GROUP_KEYS, MASTER, NAMES, require_same_groups
 
 
 def read_optimizer(
@@ -33,7 +34,8 @@ def read_optimizer(
     stored = archive.pieces("optimizer")
     layouts = optimizer_layouts(optimizer)
     shapes = {name: torch.empty(shape, device="meta") for piece in stored for name, shape in piece.logical.items()}
-    check_weights(layouts, DictSource(shapes))
+    others = optimizer.logical_elsewhere
+    check_weights(layouts, DictSource({name: shape for name, shape in shapes.items() if name not in others}))
     elementwise, single = classify(stored)
     sources = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
     names_of = {key: set(source.keys()) for key, source in sources.items()}
@@ -61,10 +63,19 @@ def read_optimizer(
                     f"{dict(archive.degrees)}"
                 )
             tensors[f"{name}|{key}"] = found
-    stored_part = next(part for _, part in archive.parts("optimizer"))
-    description = {"pieces": values, **{key: stored_part[key] for key in GROUP_KEYS if key in stored_part}}
-    require_same_groups(optimizer, description, archive.where)
+    description = {"pieces": values, **groups_of(archive)}
+    require_same_groups(optimizer, description, archive.where, optimizer.whole_group_names)
     return tensors, description
+
+
+def groups_of(archive: AnyArchive) -> dict[str, Any]:
+    """The hyperparameters of each group, and the names of its parameters: those of all pipeline stages together."""
+    parts = [part for _, part in archive.parts("optimizer")]
+    found = {key: parts[0][key] for key in GROUP_KEYS if key in parts[0]}
+    if NAMES in found:
+        together = [{name: None for part in parts for name in part[NAMES][n]} for n in range(len(found[NAMES]))]
+        found[NAMES] = [list(names) for names in together]
+    return found
 
 
 def optimizer_layouts(optimizer: NxDOptimizer) -> dict[str, ParamLayout]:

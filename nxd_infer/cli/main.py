@@ -18,6 +18,7 @@ from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import ckpt
 from nxd_infer.cli.parameters import with_options
+from nxd_infer.cli.pipeline_app import pipeline
 from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.options import CommandOption, command_options, declared, with_default
@@ -251,6 +252,7 @@ def verify(
 
 
 app.add_typer(ckpt, name="ckpt")
+app.add_typer(pipeline, name="pipeline")
 
 
 @app.command(epilog="Example:  nxd-infer doctor")

@@ -20,7 +20,7 @@ from nxd_infer.checkpoint.archive import Archive, Piece, RunsSource
 from nxd_infer.checkpoint.contents import EXTRA
 from nxd_infer.checkpoint.folder import rank_stem
 from nxd_infer.checkpoint.load import data_position, extra_states
-from nxd_infer.checkpoint.load_optimizer import classify, read_flat
+from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.save import wait_for_ranks
 from nxd_infer.checkpoint.storage import Storage
@@ -31,7 +31,7 @@ from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
-from nxd_infer.optimizer.sharded_files import FORMAT, GROUP_KEYS, stem
+from nxd_infer.optimizer.sharded_files import FORMAT, stem
 from nxd_infer.util.reading import sha256_of
 
 Read = Callable[[], Tensor]
@@ -158,9 +158,8 @@ class Resharding:
                 **_describe(plans, self.tp, context.tp.rank, start, stop),
                 "values": dict(first.values),
             }
-        stored = next(part for _, part in self.archive.parts("optimizer"))
         degrees = {"dp": self.dp, "tp": self.tp, "pp": 1}
-        part.record = {"format": FORMAT, "degrees": degrees, **{k: stored[k] for k in GROUP_KEYS if k in stored}}
+        part.record = {"format": FORMAT, "degrees": degrees, **groups_of(self.archive)}
         return part
 
     def _values(self, context: ParallelContext) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class DistributedCollectives:
 
     def exchange_identities(self, device: torch.device | None = None) -> None:
         """Exchange process identities with every rank of the world, so that errors can name a dead peer."""
+        with contextlib.suppress(Exception):  # of earlier groups of these processes
+            dist.distributed_c10d._get_default_store().delete_key(self._failed_key(self._context.rank))
         mine = torch.tensor([_host_key(), os.getpid(), process_start(os.getpid())], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
         dist.all_gather(everyone, mine)
@@ -125,7 +127,7 @@ class DistributedCollectives:
         if (shared := self.shared(axis, x)) is not None:
             return self._remembering(lambda: shared.all_gather(x, axis, dim))
         degree = self._context.axis(axis).degree
-        flat = _as_bytes(x)
+        flat = as_bytes(x)
         parts = [torch.empty_like(flat) for _ in range(degree)]
         self.run("all_gather", axis, lambda group: dist.all_gather(parts, flat, group=group))
         return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
@@ -154,7 +156,7 @@ class DistributedCollectives:
         degree = self._context.axis(axis).degree
         pieces = torch.stack(x.chunk(degree, dim))
         received = torch.empty_like(pieces)
-        ours, theirs = _as_bytes(pieces), _as_bytes(received)
+        ours, theirs = as_bytes(pieces), as_bytes(received)
         self.run("reduce_scatter", axis, lambda group: dist.all_to_all_single(theirs, ours, group=group))
         return received.sum(0, dtype=torch.float32 if x.dtype in HALF else x.dtype).to(x.dtype)
 
@@ -162,22 +164,44 @@ class DistributedCollectives:
         if (shared := self.shared(axis, x)) is not None:
             return self._remembering(lambda: shared.broadcast(x, axis, src))
         here = self._context.axis(axis)
-        flat = _as_bytes(x).clone()
+        flat = as_bytes(x).clone()
         self.run("broadcast", axis, lambda group: dist.broadcast(flat, here.ranks[src], group=group))
         return flat.view(x.dtype).view(x.shape)
 
     def send(self, x: Tensor, axis: str, dst: int) -> None:
         target = self._context.axis(axis).ranks[dst]
-        self.run("send", axis, lambda group: dist.send(_as_bytes(x), target, group=group))
+        self.run("send", axis, lambda group: dist.send(as_bytes(x), target, group=group))
 
     def recv(self, x: Tensor, axis: str, src: int) -> Tensor:
         source = self._context.axis(axis).ranks[src]
-        flat = torch.empty_like(_as_bytes(x))
+        flat = torch.empty_like(as_bytes(x))
         self.run("recv", axis, lambda group: dist.recv(flat, source, group=group))
         return flat.view(x.dtype).view(x.shape)
 
     def barrier(self, axis: str) -> None:
         self.run("barrier", axis, lambda group: dist.barrier(group=group))
+
+    def give_up(self, reason: str) -> None:
+        """Leave all groups for ever because this rank failed, so that no peer waits for it, and let peers know why."""
+        failure = f"rank {self._context.rank} gave up: {reason.strip().splitlines()[-1] if reason.strip() else reason}"
+        self._failure = self._failure or CollectiveError(failure)
+        with contextlib.suppress(Exception):  # whoever holds the store may be gone
+            dist.distributed_c10d._get_default_store().set(self._failed_key(self._context.rank), reason)
+        with contextlib.suppress(Exception):  # a group that a lost peer has broken
+            self.close()
+
+    def why_given_up(self) -> dict[int, str]:
+        """Return the reason of every rank that gave up, by rank."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()
+            for rank in range(self._context.world_size):
+                if store.check([self._failed_key(rank)]):
+                    found[rank] = store.get(self._failed_key(rank)).decode(errors="replace")
+        return found
+
+    def _failed_key(self, rank: int) -> str:
+        return f"nxd/failed/{rank}"  # the same on all ranks, unlike the name of their collectives
 
     def close(self) -> None:
         """Destroy the groups, except the default group, which belongs to its creator."""
@@ -257,7 +281,7 @@ def _plain(error: Exception) -> str:
     return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).split(". This is typically")[0]
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """Return a flat uint8 view, so that every dtype can be transferred (gloo does not support bool)."""
     return x.detach().contiguous().view(-1).view(torch.uint8)
 

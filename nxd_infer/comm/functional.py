@@ -11,12 +11,17 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError
 
 
+def only_shapes(x: Tensor) -> bool:
+    """Return whether nothing is computed: during export, and on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta
+
+
 def all_reduce(x: Tensor, context: ParallelContext, axis: str = "tp", op: str = "sum") -> Tensor:
     """Reduce with ``op`` (sum, max, min) over the axis; same shape as ``x``."""
     degree = context.axis(axis).degree
     if degree == 1:
         return x
-    if torch.compiler.is_compiling():
+    if only_shapes(x):
         return torch.ops.nxd.all_reduce(x, axis, op, degree)
     return collectives_of(context).all_reduce(x, axis, op)
 
@@ -27,7 +32,7 @@ def all_gather(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int =
     if degree == 1:
         return x
     dim = _ops.check_dim(x, dim, "all_gather")
-    if torch.compiler.is_compiling():
+    if only_shapes(x):
         return torch.ops.nxd.all_gather(x, axis, dim, degree)
     return collectives_of(context).all_gather(x, axis, dim)
 
@@ -39,7 +44,7 @@ def reduce_scatter(x: Tensor, context: ParallelContext, axis: str = "tp", dim: i
         return x
     dim = _ops.check_dim(x, dim, "reduce_scatter")
     _ops.check_divisible(x, dim, degree, "reduce_scatter")
-    if torch.compiler.is_compiling():
+    if only_shapes(x):
         return torch.ops.nxd.reduce_scatter(x, axis, dim, degree)
     return collectives_of(context).reduce_scatter(x, axis, dim)
 
@@ -51,7 +56,7 @@ def broadcast(x: Tensor, context: ParallelContext, axis: str = "tp", src: int = 
         return x
     if not 0 <= src < degree:
         raise CollectiveError(f"broadcast: source rank {src} is not one of the {degree} ranks of axis {axis!r}")
-    if torch.compiler.is_compiling():
+    if only_shapes(x):
         return torch.ops.nxd.broadcast(x, axis, src, degree)
     return collectives_of(context).broadcast(x, axis, src)
 
@@ -63,7 +68,7 @@ def shard(x: Tensor, context: ParallelContext, axis: str = "tp", dim: int = -1) 
         return x
     dim = _ops.check_dim(x, dim, "shard")
     _ops.check_divisible(x, dim, here.degree, "shard")
-    if torch.compiler.is_compiling():
+    if only_shapes(x):
         return torch.ops.nxd.shard(x, axis, dim, here.degree)
     return _ops.own_piece(x, dim, here)
 

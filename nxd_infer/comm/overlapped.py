@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.distributed import DistributedCollectives, as_bytes
 from nxd_infer.comm.protocol import collectives_of
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CollectiveError
@@ -136,3 +136,28 @@ def _started(
 def _require_pieces(x: Tensor, degree: int) -> None:
     if x.dim() != 1 or x.numel() % degree:
         raise CollectiveError(f"x must be a flat tensor that divides by {degree} ranks, got shape {tuple(x.shape)}")
+
+
+def start_send(x: Tensor, context: ParallelContext, axis: str, dst: int, tag: int) -> Pending:
+    """Send ``x`` to the ``dst``-th rank of the axis. Messages of one tag arrive in order; tags do not wait for each
+    other. ``x`` must not change before ``wait()``."""
+    transport, target = _point_to_point(context), context.axis(axis).ranks[dst]
+    flat = as_bytes(x)
+    return _started(transport, "send", axis, lambda group: dist.isend(flat, target, group=group, tag=tag), x)
+
+
+def start_recv(x: Tensor, context: ParallelContext, axis: str, src: int, tag: int) -> Pending:
+    """Receive into contiguous ``x`` from the ``src``-th rank of the axis; see :func:`start_send`."""
+    transport, source = _point_to_point(context), context.axis(axis).ranks[src]
+    flat = as_bytes(x)
+    return _started(transport, "recv", axis, lambda group: dist.irecv(flat, source, group=group, tag=tag), x)
+
+
+def _point_to_point(context: ParallelContext) -> DistributedCollectives:
+    transport = collectives_of(context)
+    if not isinstance(transport, DistributedCollectives):
+        raise CollectiveError(
+            f"{type(transport).__name__} has no messages between two ranks that overlap with computation; pipelines "
+            "need a process group: call torch.distributed.init_process_group() first"
+        )
+    return transport

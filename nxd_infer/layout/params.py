@@ -181,6 +181,13 @@ def layout_of(module: nn.Module, param_name: str) -> ParamLayout | None:
     return found[0] if found else getattr(getattr(module, param_name, None), "nxd_layout", None)
 
 
+def layout_by_name(param: Tensor, name: str) -> ParamLayout:
+    """Return the layout of a parameter, with absolute logical names."""
+    layout: ParamLayout = getattr(param, "nxd_layout", None) or ParamLayout.of(list(param.shape))
+    path, _, own = name.rpartition(".")
+    return layout.resolved(path, own)
+
+
 def attachment_of(module: nn.Module, param_name: str) -> tuple[int, int]:
     """Return the degree and the stride that :func:`attach_layout` got for ``module.<param_name>``."""
     _, degree, stride = module.__dict__[MODULE_TABLE][param_name]

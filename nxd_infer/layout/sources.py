@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -119,6 +119,25 @@ class SafetensorsSource:
         """Close the mappings; later reads open them again."""
         self._slices.clear()
         self._open.clear()
+
+
+class SelectedSource:
+    """The tensors of ``source`` whose names are wanted."""
+
+    def __init__(self, source: WeightSource, wanted: Callable[[str], bool]):
+        self._source, self._wanted = source, wanted
+
+    def keys(self) -> Iterable[str]:
+        return [name for name in self._source.keys() if self._wanted(name)]  # noqa: SIM118  (a source is no mapping)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(name)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._source.read(name, slices)
 
 
 class RemappedSource:

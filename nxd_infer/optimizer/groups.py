@@ -17,12 +17,11 @@ NOT_HYPERPARAMETERS = ("params", "param_names")
 
 def require_elementwise(optimizer_class: type, zero1: bool, context: ParallelContext) -> None:
     """Raise ParallelConfigError for axes without training support, and for optimizers that need full parameters."""
-    for axis in ("pp", "cp"):
-        if context.axis(axis).degree > 1:
-            raise ParallelConfigError(
-                f"training over the axis {axis!r} is not supported yet, but its degree is {context.axis(axis).degree}; "
-                "use tensor and data parallelism"
-            )
+    if context.cp.degree > 1:
+        raise ParallelConfigError(
+            f"training over the axis 'cp' is not supported yet, but its degree is {context.cp.degree}; use tensor, "
+            "pipeline and data parallelism"
+        )
     kind = optimizer_class if isinstance(optimizer_class, type) else object
     if issubclass(kind, torch.optim.LBFGS):
         raise ParallelConfigError(

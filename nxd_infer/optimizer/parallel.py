@@ -8,6 +8,7 @@ hyperparameters are copied before each step. Other attributes and methods are th
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.texts import gather_texts
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, NonFiniteGradientError, NotInitializedError, ParallelConfigError
+from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.buckets import GradReducer
 from nxd_infer.optimizer.groups import (
     NOT_HYPERPARAMETERS,
@@ -116,6 +119,9 @@ class NxDOptimizer(OptimizerWrapper):
         self._final = False
         self._frozen: list[Tensor] = []
         self.names, self.pieces = [], []
+        self._names_elsewhere: list[list[str]] = []
+        self.logical_elsewhere: set[str] = set()
+        """Logical names of what other pipeline stages train."""
         self._reducer = GradReducer(
             [],
             self.context,
@@ -139,6 +145,7 @@ class NxDOptimizer(OptimizerWrapper):
         self.names += parameter_names(
             groups, self._params[first:], self.names, len(self.param_groups) if self.inited else 0
         )
+        self._meet_other_stages(groups)
         added = make_pieces(self._reducer, self.master_weights, first)
         self.pieces += added
         self.pieces_changed()
@@ -150,6 +157,19 @@ class NxDOptimizer(OptimizerWrapper):
             }
             for group in groups
         ]
+
+    def _meet_other_stages(self, groups: list[dict[str, Any]]) -> None:
+        """Note the names of the parameters that the other pipeline stages train, by group. A collective."""
+        names = dict(zip(map(id, self._params), self.names, strict=True))
+        layouts = {name: layout_by_name(param, name) for param, name in zip(self._params, self.names, strict=True)}
+        mine = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+        logical = [[n for name in group for n in layouts[name].logical_names] for group in mine]
+        texts = gather_texts(json.dumps([mine, logical]), self.context)
+        others = [json.loads(text) for rank, text in enumerate(texts) if rank != self.context.pp.rank]
+        for number in range(len(groups)):
+            found = [several[0][number] for several in others if number < len(several[0])]
+            self._names_elsewhere.append([name for some in found for name in some])
+        self.logical_elsewhere |= {name for several in others for some in several[1] for name in some}
 
     def pieces_changed(self) -> None:
         super().pieces_changed()
@@ -172,6 +192,11 @@ class NxDOptimizer(OptimizerWrapper):
         """The names of the trained parameters of each group."""
         name_of = dict(zip(map(id, self._params), self.names, strict=True))
         return [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in self.param_groups]
+
+    @property
+    def whole_group_names(self) -> list[list[str]]:
+        """:attr:`group_names`, with those of the other pipeline stages."""
+        return [[*mine, *others] for mine, others in zip(self.group_names, self._names_elsewhere, strict=True)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, as with any optimizer; their gradients use separate buckets.
@@ -280,7 +305,8 @@ class NxDOptimizer(OptimizerWrapper):
             if piece.tensor.grad is not None:
                 shares[piece.index] = gradients.Share(piece.tensor.grad, piece.spans)
         found = gradients.nonfinite(shares, self.context, zero1=self.zero1)
-        return tuple(self.names[index] for index in found)
+        mine = json.dumps([self.names[index] for index in found])
+        return tuple(name for names in gather_texts(mine, self.context) for name in json.loads(names))
 
     # --- the step -------------------------------------------------------------------------------------
 

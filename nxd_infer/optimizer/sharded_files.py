@@ -23,7 +23,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.files.atomic import replacing
-from nxd_infer.layout.params import ParamLayout
+from nxd_infer.layout.params import layout_by_name
 from nxd_infer.optimizer.groups import NOT_HYPERPARAMETERS
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 FORMAT = "nxd-optimizer-shards 1.0"
 MASTER = "master"
-GROUP_KEYS = ("param_groups", "group_names")
+NAMES = "group_names"
+GROUP_KEYS = ("param_groups", NAMES)
 """Keys of a description: the hyperparameters of each group, and the names of its parameters."""
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that learning-rate schedulers add to groups."""
@@ -105,13 +106,6 @@ def describe(optimizer: NxDOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]
     }
 
 
-def layout_by_name(param: Tensor, name: str) -> ParamLayout:
-    """Return the layout of a parameter, with absolute logical names."""
-    layout: ParamLayout = getattr(param, "nxd_layout", None) or ParamLayout.of(list(param.shape))
-    path, _, own = name.rpartition(".")
-    return layout.resolved(path, own)
-
-
 def _stored(value: Any, where: str) -> Any:
     """Return a hyperparameter as JSON: plain, or a tensor (such as a learning rate) with its dtype; floats are exact.
 
@@ -175,7 +169,7 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
         )
     wanted = {name: (piece["range"], piece["shape"]) for name, piece in mine["pieces"].items()}
     differing = [name for name in stored | wanted if stored.get(name) != wanted.get(name)]
-    require_same_groups(optimizer, description, str(json_file))
+    require_same_groups(optimizer, description, str(json_file), optimizer.group_names)
     if differing:
         raise CheckpointError(
             f"{json_file} belongs to another model: {len(differing)} parameters differ in name, shape or range, "
@@ -192,8 +186,13 @@ def _load(optimizer: NxDOptimizer, folder: Path) -> None:
     take_over(optimizer, tensors, description)
 
 
-def require_same_groups(optimizer: NxDOptimizer, description: dict[str, Any], where: str) -> None:
-    """Raise CheckpointError if the groups, matched by position, are of another optimizer or of other parameters."""
+def require_same_groups(
+    optimizer: NxDOptimizer, description: dict[str, Any], where: str, names: list[list[str]]
+) -> None:
+    """Raise CheckpointError if the groups, matched by position, are of another optimizer or of other parameters.
+
+    ``names``: of the optimizer's parameters, by group, that ``description`` is about.
+    """
     stored, mine = description["param_groups"], optimizer.param_groups
     if len(stored) != len(mine):
         raise CheckpointError(
@@ -209,7 +208,7 @@ def require_same_groups(optimizer: NxDOptimizer, description: dict[str, Any], wh
                 f"{where} is of another optimizer than this {type(optimizer.optimizer).__name__}: it has {surplus} and "
                 f"not {missing}; create an optimizer of the saved class, or load without one"
             )
-    for number, (theirs, ours) in enumerate(zip(description["group_names"], optimizer.group_names, strict=False)):
+    for number, (theirs, ours) in enumerate(zip(description["group_names"], names, strict=False)):
         differing = sorted(set(theirs) ^ set(ours))
         if differing:
             raise CheckpointError(

@@ -102,8 +102,8 @@ def norm_order(norm_type: float | int | str) -> float:
 def total_norm(shares: Sequence[Share], p: float, context: ParallelContext, *, zero1: bool = False) -> Tensor:
     """Return the p-norm of all counted elements over all ranks, a 0-d float32 or float64 tensor.
 
-    Every tensor-parallel rank must call it, with ``zero1`` also every data-parallel rank. If a sum overflows float32,
-    it is computed again in float64, so the norm is non-finite only if a gradient is.
+    Every tensor- and pipeline-parallel rank must call it, with ``zero1`` also every data-parallel rank. If a sum
+    overflows float32, it is computed again in float64, so the norm is non-finite only if a gradient is.
     """
     norm = _combined_norm(shares, p, context, zero1, wide=False)
     if not torch.isfinite(norm):
@@ -116,7 +116,7 @@ def _combined_norm(shares: Sequence[Share], p: float, context: ParallelContext, 
     if zero1:
         pieces = _over_ranks(_local_norm([share for share in shares if share.over_dp], p, wide), p, context, "dp")
         norm = torch.linalg.vector_norm(torch.stack([norm.to(pieces), pieces]), p)
-    return _over_ranks(norm, p, context, "tp")
+    return _over_ranks(_over_ranks(norm, p, context, "tp"), p, context, "pp")
 
 
 def _local_norm(shares: Sequence[Share], p: float, wide: bool) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.transformer_layers import class_names, transformer_layers
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
 
 __all__ = ["apply_activation_checkpoint", "transformer_layers"]
@@ -68,39 +69,9 @@ def apply_activation_checkpoint(model: nn.Module, config: Any, pipeline_config: 
         if not chosen:
             names = ", ".join(cls.__name__ for cls in classes)
             raise ParallelConfigError(
-                f"activation_checkpoint_config: the model has no {names}; its classes are {_class_names(model)}"
+                f"activation_checkpoint_config: the model has no {names}; its classes are {class_names(model)}"
             )
     for module in chosen:
         if not isinstance(module.__dict__.get("forward"), _Recomputed):
             module.forward = _Recomputed(module)
     return len(chosen)
-
-
-def transformer_layers(model: nn.Module, layer_class: type | None = None) -> list[nn.Module]:
-    """Return the layers of a transformer: the instances of ``layer_class``.
-
-    Without a class they are the modules named in ``_no_split_modules`` (Hugging Face), else the members of the
-    outermost ``nn.ModuleList`` s. Raises ParallelConfigError if nothing is found.
-    """
-    if layer_class is not None:
-        found = [module for module in model.modules() if isinstance(module, layer_class)]
-    else:
-        names = set(getattr(model, "_no_split_modules", None) or ())
-        found = [module for module in model.modules() if type(module).__name__ in names]
-        found = found or _members_of_lists(model)
-    if not found:
-        raise ParallelConfigError(
-            'activation_checkpoint_config="full" found no transformer layers: pass the class of a layer instead, or '
-            f'pipeline_config={{"transformer_layer_cls": ...}}; the classes of the model are {_class_names(model)}'
-        )
-    return found
-
-
-def _members_of_lists(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList):
-        return list(module)
-    return [member for child in module.children() for member in _members_of_lists(child)]
-
-
-def _class_names(model: nn.Module) -> str:
-    return ", ".join(sorted({type(module).__name__ for module in model.modules()}))

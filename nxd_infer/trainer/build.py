@@ -14,16 +14,24 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
+from nxd_infer.pipeline.materialise import keep_stage
+from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.util.devices import HOST, transport_device
 
 Args = tuple[Any, ...]
 
 
-def build_model(config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict) -> nn.Module:
-    """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group."""
+def build_model(
+    config: TrainConfig, model_fn: Callable[..., nn.Module], args: Args, kwargs: dict
+) -> tuple[nn.Module, Stage | None]:
+    """Call ``model_fn`` in this rank's turn, and put the model on the device of the process group.
+
+    Of a pipeline, the model is reduced to this rank's stages, which are returned beside it.
+    """
     init, context = config.model_init_config, current_context()
     model: nn.Module | None = None
+    stage: Stage | None = None
     with same_random_numbers(context), build_sequence_parallel(config.sequence_parallel):
         for mine in turns(context, init.sequential_move_factor):
             if not mine:
@@ -35,7 +43,10 @@ def build_model(config: TrainConfig, model_fn: Callable[..., nn.Module], args: A
                     f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, "
                     f"got {type(model).__name__}"
                 )
-            if init.meta_device_init:
+            if context.pp.degree > 1:
+                fill = init.param_init_fn or config.pipeline_config.param_init_fn
+                stage = keep_stage(model, config.pipeline_config, context.pp, fill)
+            elif init.meta_device_init:
                 materialise(model, init.param_init_fn)
             move_to_transport(model)
     assert model is not None
@@ -44,7 +55,7 @@ def build_model(config: TrainConfig, model_fn: Callable[..., nn.Module], args: A
             "sequence_parallel=True, but no layer of the model has sequence_parallel_enabled=True: pass it to its "
             "parallel layers and norms (see nxd_infer.parallel_layers.sequence_parallel), or leave the option out"
         )
-    return model
+    return model, stage
 
 
 def turns(context: ParallelContext, at_a_time: int) -> Iterator[bool]:

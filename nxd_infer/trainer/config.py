@@ -18,7 +18,8 @@ from nxd_infer.context import current_context, default_context
 from nxd_infer.errors import NotInitializedError, ParallelConfigError
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.parallel_state import initialize_model_parallel, model_parallel_is_initialized
-from nxd_infer.trainer.options import Check, Options, option, section
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.util.option_dict import Check, Options, option, section
 from nxd_infer.util.options import whole_number
 
 __all__ = ["TrainConfig", "neuronx_distributed_config"]
@@ -42,15 +43,6 @@ def _positive(value: Any) -> bool:
 
 def _module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def _one_stage(what: str, value: Any) -> int:
-    _DEGREE(what, value)
-    if value > 1:
-        raise ParallelConfigError(
-            f"{what}={value}: pipelines are not supported yet; use 1 and raise tensor_parallel_size instead"
-        )
-    return value
 
 
 def _recomputed(what: str, value: Any) -> Any:
@@ -77,32 +69,6 @@ _POSITIVE = _require(_positive, "a number above 0")
 
 
 # --- the options ------------------------------------------------------------------------------------------
-
-
-class PipelineOptions(Options):
-    """Kept for pipelines as they are given; None where one is not."""
-
-    name = "pipeline_config"
-    only_given = True
-
-    transformer_layer_cls: type[nn.Module] | None = option(None, 'for activation_checkpoint_config="full"', _anything)
-    num_microbatches: int | None = option(None, "", _anything)
-    output_loss_value_spec: Any = option(None, "where in the model's output the loss is", _anything)
-    return_mb_loss: Any = option(None, "", _anything)
-    broadcast_and_average_loss: Any = option(None, "", _anything)
-    pipeline_cuts: Any = option(None, "", _anything)
-    input_names: Any = option(None, "", _anything)
-    leaf_module_cls: Any = option(None, "", _anything)
-    autowrap_functions: Any = option(None, "", _anything)
-    autowrap_modules: Any = option(None, "", _anything)
-    tracer_cls: Any = option(None, "", _anything)
-    param_init_fn: Any = option(None, "", _anything)
-    trace_file_path: Any = option(None, "", _anything)
-    use_zero1_optimizer: Any = option(None, "", _anything)
-    use_optimizer_wrapper: Any = option(None, "", _anything)
-    auto_partition: Any = option(None, "", _anything)
-    virtual_pipeline_size: Any = option(None, "", _anything)
-    fuse_microbatches: Any = option(None, "", _anything)
 
 
 class OptimizerOptions(Options):
@@ -176,9 +142,10 @@ class TrainConfig(Options):
     tensor_parallel_size: int = option(
         1, "ranks that share each layer; data parallelism takes what is left of the world", _DEGREE
     )
-    pipeline_parallel_size: int = option(1, "only 1 for now", _one_stage)
+    pipeline_parallel_size: int = option(1, "ranks that share the layers in order", _DEGREE)
     pipeline_config: PipelineOptions = section(
-        PipelineOptions, "`transformer_layer_cls` and `output_loss_value_spec` are used without a pipeline too"
+        PipelineOptions,
+        "arguments of `NxDPPModel`; without a pipeline, `transformer_layer_cls` and `output_loss_value_spec` are used",
     )
     optimizer_config: OptimizerOptions = section(OptimizerOptions)
     activation_checkpoint_config: Any = option(

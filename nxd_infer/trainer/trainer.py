@@ -18,6 +18,7 @@ from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.optimizer.parallel import NxDOptimizer, Parameters
 from nxd_infer.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_infer.parallel_layers.pad import pad_model
+from nxd_infer.pipeline.model import NxDPPModel
 from nxd_infer.trainer.activation_checkpoint import apply_activation_checkpoint
 from nxd_infer.trainer.build import build_model, same_random_numbers
 from nxd_infer.trainer.config import TrainConfig, initialize, neuronx_distributed_config, require_degrees
@@ -31,21 +32,23 @@ def initialize_parallel_model(
     """Build ``model_fn(*model_args, **model_kwargs)`` on this rank with the options of ``nxd_config``, and wrap it.
 
     Every rank must call it. All ranks draw the same random numbers while they build, so they hold parts of one model.
-    With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must not communicate.
+    With ``pipeline_parallel_size`` above 1 this rank keeps its stages of it, in an NxDPPModel: train with its
+    ``run_train``. With more ranks than ``sequential_move_factor``, ``model_fn`` runs on that many at a time and must
+    not communicate.
 
     Raises ParallelConfigError for a configuration that does not fit the model or the current degrees.
     """
     config = TrainConfig.of(nxd_config)
     initialize(config)
     require_degrees(config)
-    model = build_model(config, model_fn, model_args, model_kwargs)
+    model, stage = build_model(config, model_fn, model_args, model_kwargs)
     if config.pad_model:
         pad_model(model, current_context().tp.degree, _heads(model))
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
             model = LoRAModel(model, config.lora_config)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
-    return NxDModel(model, config)
+    return NxDModel(model, config) if stage is None else NxDPPModel.of_stage(model, stage, config)
 
 
 def initialize_parallel_optimizer(

@@ -4,7 +4,7 @@ This module holds every documented signature; the printed calls themselves run i
 without a process group and on two ranks. The documents, and where their calls are:
 
 * the training API: :mod:`test_training`, :mod:`test_lora`, :mod:`test_layers` (checkpoints, norms, the QKV module)
-* the guide of the model and optimizer wrapper: :mod:`test_training`
+* the guide of the model and optimizer wrapper: :mod:`test_training`, :mod:`test_pipeline`
 * the API reference: this module (parallel state), :mod:`test_layers`, :mod:`test_padding`, :mod:`test_training`,
   :mod:`test_tracing`
 * Optimum Neuron Distributed, and the overview of NxD Training: nothing yet, see below. The overview prints no call.
@@ -28,8 +28,6 @@ Corrected, since it is no valid Python or names what is not there:
 
 Not here yet, in words of the documents:
 
-* Pipelines: ``pipeline_parallel_size`` above 1, ``NxDPPModel`` and ``run_train`` over stages.
-  ``pipeline_config`` is checked, and at degree 1 says which output is the loss.
 * Lightning: ``NeuronLTModule``, ``NeuronXLAStrategy``, ``NeuronXLAPrecisionPlugin``, ``NeuronTQDMProgressBar``,
   ``NeuronTensorBoardLogger``; and jobs described by a YAML file.
 * Optimum: ``Parallelizer``, ``ParallelizersManager``, ``lazy_load_for_parallelism``,
@@ -145,6 +143,28 @@ DOCUMENTED: dict[str, dict[str, object]] = {
         "output_dir": EMPTY,
         "num_workers_per_step": 8,
     },
+    "neuronx_distributed.pipeline.NxDPPModel": {
+        "module": EMPTY,
+        "transformer_layer_cls": None,
+        "num_microbatches": 1,
+        "output_loss_value_spec": None,
+        "return_mb_loss": False,
+        "broadcast_and_average_loss": False,
+        "pipeline_cuts": None,
+        "input_names": None,
+        "leaf_module_cls": None,
+        "autowrap_functions": None,
+        "autowrap_modules": None,
+        "tracer_cls": None,
+        "param_init_fn": None,
+        "trace_file_path": None,
+        "use_zero1_optimizer": False,
+        "auto_partition": False,
+    },
+    "neuronx_distributed.pipeline.NxDPPModel.run_train": {"self": EMPTY},
+    "neuronx_distributed.pipeline.NxDPPModel.run_eval": {"self": EMPTY},
+    "neuronx_distributed.pipeline.NxDPPModel.local_named_parameters": {"self": EMPTY},
+    "neuronx_distributed.pipeline.NxDPPModel.local_named_modules": {"self": EMPTY},
     f"{TRAINER}.neuronx_distributed_config": {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -258,6 +278,8 @@ def test_module_paths():
         "modules.qkv_linear": ["GQAQKVColumnParallelLinear"],
         "modules.lora": ["LoraConfig", "LoraModel", "LoRAModel", "get_lora_model"],
         "optimizer": ["NeuronZero1Optimizer"],
+        "pipeline": ["NxDPPModel"],
+        "pipeline.model": ["NxDPPModel"],
         "parallel_state": ["move_model_to_device", "get_context_model_parallel_group"],
         "trace": ["parallel_model_trace", "parallel_model_save", "parallel_model_load"],
         "trace.trace": ["parallel_model_trace", "TensorParallelNeuronModel"],

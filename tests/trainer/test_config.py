@@ -102,7 +102,7 @@ def test_the_callers_dicts_are_left_alone():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ({"tensor_parallel_size": True}, "got True"),
         ({"tensor_parallel_size": 2.0}, "got 2.0"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: pipelines are not supported yet"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a whole number of at least 1, got 0"),
         ({"pad_model": 1}, "pad_model must be True or False, got 1"),
         ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, "needs use_master_weights=True"),
     ],

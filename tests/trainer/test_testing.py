@@ -50,7 +50,7 @@ def test_it_names_what_differs():
     with pytest.raises(AssertionError) as raised:
         assert_parallel_equivalent(partial(Wrong, "scaled"), vectors(), tp=2, steps=1)
     text = str(raised.value)
-    assert "parallel training (tp=2, dp=1) is not plain PyTorch" in text
+    assert "parallel training (tp=2, pp=1, dp=1) is not plain PyTorch" in text
     first = text.splitlines()[1]
     assert first.startswith("rank 0: ") and "the gradient of scale differs by 1, allowed 1e-05" in text
     assert "the gradient of up.weight" not in text and "the loss" not in text
@@ -105,7 +105,7 @@ def test_ranks_that_fail(fault: str, timeout: float, message: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2}, "pp=2: pipelines are not supported yet"),
+        ({"pp": 2, "accumulate": 2}, "accumulate=2: a pipeline accumulates over its microbatches"),
         ({"dp": 3}, "the batch's 'x' has 4 rows, which do not divide into 3 equal parts"),
         ({"dp": 2, "accumulate": 4}, "which do not divide into 8 equal parts"),
     ],

@@ -23,7 +23,7 @@ FLOORS: list[list[str]] = [
     ["nxd_infer.trace"],
     ["nxd_infer.runtime", "nxd_infer.trainer"],
     ["nxd_models", "nxd_infer.backends", "nxd_infer.checkpoint"],
-    ["nxd_infer.graph", "nxd_infer.optimizer"],
+    ["nxd_infer.graph", "nxd_infer.optimizer", "nxd_infer.pipeline"],
     ["nxd_infer.artifact", "nxd_infer.modules"],
     ["nxd_infer.parallel_layers"],
     ["nxd_infer.parallel_state"],

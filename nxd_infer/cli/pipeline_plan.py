@@ -1,0 +1,76 @@
+"""``nxd-infer pipeline plan``: the stages of a model and the schedule of a step, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nxd_infer.cli.console import console, table
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.partition import describe_partition, imbalance
+from nxd_infer.pipeline.pipeline import cuts_of
+from nxd_infer.pipeline.schedule import Span, bubble, schedule, timetable
+from nxd_infer.util.units import size
+from nxd_models import registry
+
+WIDEST = 150
+"""Columns of a picture of a schedule."""
+
+
+def run(model_dir: Path, pp: int, microbatches: int, chunks: int, kind: str | None, cuts: list[str] | None) -> None:
+    """Print the partition of the model of ``model_dir``, its schedule, and the bubble."""
+    with torch.device("meta"):
+        model = registry.build(model_dir)
+    given = {
+        "num_microbatches": microbatches,
+        "virtual_pipeline_size": chunks,
+        "schedule": kind,
+        "auto_partition": cuts is None,
+        "pipeline_cuts": cuts,
+    }
+    options = PipelineOptions(given)
+    chosen = cuts_of(model, options, pp)
+    costs = describe_partition(model, chosen)
+    whole = sum(stage.cost for stage in costs)
+    rows = [
+        (
+            str(number),
+            str(number % pp),
+            stage.first if stage.first == stage.last else f"{stage.first} ... {stage.last}",
+            size(stage.bytes),
+            f"{stage.cost / whole:.1%}" if whole else "-",
+        )
+        for number, stage in enumerate(costs)
+    ]
+    table("", ("stage", "rank", "modules", "weights", "cost"), rows)
+    console.print(f"pipeline_cuts: {chosen}", markup=False, soft_wrap=True)
+    console.print(f"The most expensive stage works {imbalance(costs):.1%} longer than an equal share.", markup=False)
+    # A backward pass multiplies twice as much as a forward pass.
+    share = [stage.cost / whole * len(costs) if whole else 1.0 for stage in costs]
+    actions = schedule(options.schedule_name, pp, microbatches, chunks)
+    found = timetable(actions, share, [2 * cost for cost in share])
+    console.print(f"Expected bubble of {options.schedule_name} with {microbatches} microbatches: {bubble(found):.1%}")
+    console.print(picture(timetable(actions, [1] * len(costs), [2] * len(costs))), markup=False, highlight=False)
+
+
+def picture(found: Sequence[Sequence[Span]]) -> str:
+    """Return a timetable of whole units as a line a rank: the microbatch of each pass, ``.`` for a bubble.
+
+    A forward pass is one column, a backward pass two in brackets.
+    """
+    width = len(str(max(span.action.microbatch for mine in found for span in mine))) + 1
+    end = int(max(span.end for mine in found for span in mine))
+    lines = []
+    for rank, mine in enumerate(found):
+        cells = [".".rjust(width)] * end
+        for span in mine:
+            text = str(span.action.microbatch)
+            if span.action.backward:
+                cells[int(span.start) : int(span.end)] = [f"[{text}".rjust(width), "]".ljust(width)]
+            else:
+                cells[int(span.start)] = text.rjust(width)
+        line = f"rank {rank} " + "".join(cells).rstrip()
+        lines.append(line if len(line) <= WIDEST else f"{line[: WIDEST - 4]} ...")
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""Which modules of a model are its transformer layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nxd_infer.errors import ParallelConfigError
+
+
+def transformer_layers(model: nn.Module, layer_class: type | str | None = None) -> list[nn.Module]:
+    """Return the layers of a transformer: the instances of ``layer_class``, a class or the name of one.
+
+    Without a class they are the modules named in ``_no_split_modules`` (Hugging Face), else the members of the
+    outermost ``nn.ModuleList`` s. Raises ParallelConfigError if nothing is found.
+    """
+    if isinstance(layer_class, str):
+        found = [module for module in model.modules() if type(module).__name__ == layer_class]
+    elif layer_class is not None:
+        found = [module for module in model.modules() if isinstance(module, layer_class)]
+    else:
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        found = [module for module in model.modules() if type(module).__name__ in names]
+        found = found or _members_of_lists(model)
+    if not found:
+        raise ParallelConfigError(
+            'activation_checkpoint_config="full" found no transformer layers: pass the class of a layer instead, or '
+            f'pipeline_config={{"transformer_layer_cls": ...}}; the classes of the model are {class_names(model)}'
+        )
+    return found
+
+
+def _members_of_lists(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [member for child in module.children() for member in _members_of_lists(child)]
+
+
+def class_names(model: nn.Module) -> str:
+    """Return the classes of a model's modules, for a message."""
+    return ", ".join(sorted({type(module).__name__ for module in model.modules()}))

@@ -1,0 +1,88 @@
+"""A batch in microbatches, and how much each counts in the loss of the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_infer.errors import InputMismatchError
+
+LABELS = "labels"
+IGNORED = -100
+"""The label that losses leave out, in PyTorch, Hugging Face and here."""
+
+Count = Callable[[Tensor], Tensor]
+"""The labels of a microbatch to the number of targets that its loss is the mean of."""
+
+
+def split_batch(inputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Split every tensor of a batch along its first dimension into ``count`` equal parts; other values are in each.
+
+    Raises InputMismatchError for a tensor that does not divide.
+    """
+    rows = {name: value.shape[0] for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+    for name, size in rows.items():
+        if size % count or not size:
+            fits = [number for number in range(1, size + 1) if size % number == 0]
+            raise InputMismatchError(
+                f"{name!r} has {size} rows, which num_microbatches={count} does not divide: use one of {fits}, or pass "
+                f"a multiple of {count} rows"
+            )
+    parts = {name: inputs[name].chunk(count) for name in rows}
+    return [{**inputs, **{name: part[i] for name, part in parts.items()}} for i in range(count)]
+
+
+def probes_of(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the inputs with other labels, which show by their losses what a model's loss is the mean of.
+
+    ``"all"``: no label is ignored; ``"last"`` and ``"first"``: all are but those of the last or first column, or row if
+    there is one dimension. Nothing without integer labels, or if they are too few.
+    """
+    labels = inputs.get(LABELS)
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or not labels.dim():
+        return {}
+    dim = min(1, labels.dim() - 1)
+    if labels.shape[dim] < 3:
+        return {}
+    every, none = torch.zeros_like(labels), torch.full_like(labels, IGNORED)
+    last, first = none.clone(), none.clone()
+    last.narrow(dim, labels.shape[dim] - 1, 1).zero_()
+    first.narrow(dim, 0, 1).zero_()
+    return {name: {**inputs, LABELS: one} for name, one in (("all", every), ("last", last), ("first", first))}
+
+
+def count_of(losses: Mapping[str, float]) -> Count | None:
+    """Return how a model counts the targets that its loss is the mean of; None if it counts ignored ones too.
+
+    ``losses``: for the inputs of :func:`probes_of`, from a model that finds all classes equally likely, so that every
+    target costs the same. A causal model predicts the next token: it leaves the first label of a row out.
+    """
+    if not losses or not _near(losses["last"], losses["all"]):
+        return None
+    if _near(losses["first"], losses["all"]):
+        return lambda labels: (labels != IGNORED).sum()
+    return lambda labels: (labels[:, 1:] != IGNORED).sum()
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-2) and other != 0
+
+
+def loss_weights(parts: list[dict[str, Any]], count: Count | None) -> Tensor:
+    """Return the weight of each microbatch's loss in that of the batch, float64 [microbatches].
+
+    They are the shares of the targets, so that the loss is the mean over the batch; without a ``count`` they are equal.
+    With Hugging Face's ``num_items_in_batch`` a loss is a sum already.
+    """
+    if parts[0].get("num_items_in_batch") is not None:
+        return torch.ones(len(parts), dtype=torch.float64)
+    if count is None or len(parts) == 1:
+        return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
+    counts = torch.stack([count(part[LABELS]).cpu() for part in parts]).double()
+    if not counts.any():
+        return counts + float("nan")  # as the mean over no target is
+    return counts / counts.sum()

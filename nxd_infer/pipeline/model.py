@@ -1,0 +1,178 @@
+"""NxDPPModel: a model over pipeline stages.
+
+Source: API guide, "Neuron Distributed Pipeline Model".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.pipeline.materialise import keep_stage
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data, named_inputs
+from nxd_infer.pipeline.stage import Stage
+
+__all__ = ["NxDPPModel"]
+
+
+class NxDPPModel(NxDModel):
+    """``module`` over the pipeline ranks of the current context: this rank keeps its stage, under the same names.
+
+    ``initialize_parallel_model`` makes one; use it directly to wrap a module that is there. A module on the meta device
+    is filled, the part of this rank only, by ``param_init_fn`` or its ``reset_parameters``. Without pipeline ranks it
+    is an NxDModel.
+
+    Args:
+        module: any module; it is changed in place.
+        transformer_layer_cls: class of the transformer layers, or its name, for ``auto_partition``.
+        num_microbatches: parts that a batch is split into, along the first dimension of its tensors.
+        output_loss_value_spec: where in the output the loss is: ``(True, False)``, or ``{"loss": True}``.
+        return_mb_loss: return a list of all microbatches' losses.
+        broadcast_and_average_loss: average the loss over the data-parallel ranks. All pipeline ranks get it either way.
+        pipeline_cuts: names of the last layer of every stage but the last one.
+        input_names: the inputs; default: the parameters of the module's forward.
+        leaf_module_cls: classes, or names of some, that no cut may lie inside of.
+        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted. The module is split by the
+            calls of its modules, and its own forward runs on every stage, so nothing is traced symbolically.
+        param_init_fn: fills a module of the meta device, for its own parameters.
+        trace_file_path: write a timeline of the last step into this file, for a browser's trace viewer.
+        use_zero1_optimizer, use_optimizer_wrapper: accepted; the optimizer averages gradients in any case.
+        auto_partition: choose the cuts, so that all stages cost the same.
+        virtual_pipeline_size: stages a rank; above 1, the schedule is interleaved.
+        schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.
+
+    The loss is the mean over the batch, also where microbatches have other numbers of labels that are not -100.
+    Dropout draws the same numbers at any number of stages above 1 and with any schedule.
+
+    Raises ParallelConfigError for options that do not fit the module, with those that would.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transformer_layer_cls: Any = None,
+        num_microbatches: int = 1,
+        output_loss_value_spec: Any = None,
+        return_mb_loss: bool = False,
+        broadcast_and_average_loss: bool = False,
+        pipeline_cuts: list[str] | None = None,
+        input_names: list[str] | None = None,
+        leaf_module_cls: list[Any] | None = None,
+        autowrap_functions: Any = None,
+        autowrap_modules: Any = None,
+        tracer_cls: Any = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        trace_file_path: str | None = None,
+        use_zero1_optimizer: bool = False,
+        auto_partition: bool | None = False,
+        *,
+        use_optimizer_wrapper: bool = False,
+        virtual_pipeline_size: int = 1,
+        autowrap_obj_methods: Any = None,
+        fuse_microbatches: bool = False,
+        schedule: str | None = None,
+    ):
+        options = PipelineOptions(
+            {
+                "transformer_layer_cls": transformer_layer_cls,
+                "num_microbatches": num_microbatches,
+                "output_loss_value_spec": output_loss_value_spec,
+                "return_mb_loss": return_mb_loss,
+                "broadcast_and_average_loss": broadcast_and_average_loss,
+                "pipeline_cuts": pipeline_cuts,
+                "input_names": input_names,
+                "leaf_module_cls": leaf_module_cls,
+                "autowrap_functions": autowrap_functions,
+                "autowrap_modules": autowrap_modules,
+                "tracer_cls": tracer_cls,
+                "param_init_fn": param_init_fn,
+                "trace_file_path": trace_file_path,
+                "use_zero1_optimizer": use_zero1_optimizer,
+                "auto_partition": bool(auto_partition),
+                "use_optimizer_wrapper": use_optimizer_wrapper,
+                "virtual_pipeline_size": virtual_pipeline_size,
+                "autowrap_obj_methods": autowrap_obj_methods,
+                "fuse_microbatches": fuse_microbatches,
+                "schedule": schedule,
+            }
+        )
+        stage = keep_stage(module, options, current_context().pp, param_init_fn)
+        self._of_stage(module, stage, {"pipeline_config": options})
+
+    @classmethod
+    def of_stage(cls, module: nn.Module, stage: Stage, nxd_config: Mapping[str, Any]) -> NxDPPModel:
+        """Wrap ``module``, which is ``stage.module`` or has been wrapped around it (adapters)."""
+        model = cls.__new__(cls)
+        model._of_stage(module, stage, nxd_config)
+        return model
+
+    def _of_stage(self, module: nn.Module, stage: Stage, nxd_config: Mapping[str, Any]) -> None:
+        super().__init__(module, nxd_config)
+        options = PipelineOptions(nxd_config["pipeline_config"])
+        self.stage = stage
+        self.pipeline = Pipeline(stage, options, current_context(), module, self._loss)
+
+    @property
+    def options(self) -> PipelineOptions:
+        return self.pipeline.options
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Without other stages, the module's own. Raises ParallelConfigError if this rank has only a part of it."""
+        return self.module(*args, **kwargs)
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward of a batch over all stages. Every rank of the pipeline calls it with the same batch.
+
+        Returns the loss, detached, on every rank; with ``return_mb_loss`` a list of each microbatch's. Gradients are
+        added to ``.grad``. Raises InputMismatchError for inputs that are not in ``input_names`` or do not divide.
+        """
+        return self._run(args, kwargs, train=True)
+
+    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a batch in evaluation mode, without gradients; otherwise as :meth:`run_train`."""
+        training = self.module.training
+        self.eval()
+        try:
+            return self._run(args, kwargs, train=False)
+        finally:
+            self.train(training)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
+        inputs = named_inputs(self.stage.module, self.options.input_names, args, kwargs)
+        loss, several = self.pipeline.run(inputs, train)
+        kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if self.options.return_mb_loss:
+            return [one.to(kind) for one in several]
+        if self.options.broadcast_and_average_loss:
+            loss = mean_over_data(loss, self.pipeline.context)
+        return loss.to(kind)
+
+    # --- this rank's part -----------------------------------------------------------------------------
+
+    def local_named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages, under their names in the whole model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this rank's stages, under their names in the whole model."""
+        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if type(m).__name__ != "StandIn")
+
+    def local_parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages."""
+        return (parameter for _, parameter in self.local_named_parameters(*args, **kwargs))
+
+    def local_modules(self, *args: Any, **kwargs: Any) -> list[nn.Module]:
+        """The modules of this rank's stages."""
+        return [module for _, module in self.local_named_modules(*args, **kwargs)]
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The weights of this rank's stages, under their names in the whole model."""
+        return self.module.state_dict(*args, **kwargs)

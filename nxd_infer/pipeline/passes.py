@@ -1,0 +1,168 @@
+"""One microbatch through one stage: the model's own forward, stopped after the stage's last unit; and its backward."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nxd_infer.errors import InputMismatchError, ParallelConfigError
+from nxd_infer.pipeline.plan import Output, Plan
+
+
+class StageEnd(BaseException):
+    """Stops a model's forward: what follows is another stage's."""
+
+
+@dataclass
+class Pass:
+    """A microbatch on a stage, from its forward to its backward."""
+
+    stage: int
+    microbatch: int
+    received: dict[Output, Tensor]
+    """What the stage before handed over; for training, floating values require gradients."""
+    produced: dict[Output, Tensor] = field(default_factory=dict)
+    """Outputs of this stage that the next one is handed."""
+    loss: Tensor | None = None
+    """On the last stage."""
+    versions: dict[Output, int] = field(default_factory=dict)
+
+    def handed_on(self, plan: Plan) -> dict[Output, Tensor]:
+        """Return what the next stage is handed. Raises ParallelConfigError if it was changed after its layer."""
+        found = {}
+        for output in plan.handed[self.stage + 1]:
+            if output in self.produced:
+                tensor = self.produced[output]
+                if tensor._version != self.versions[output]:
+                    raise ParallelConfigError(
+                        f"the result of {plan.calls[output[0]].unit!r} is changed in place after it is returned, so "
+                        "the next stage would do it again: use an operation that makes a new tensor"
+                    )
+                found[output] = tensor
+            else:
+                found[output] = self.received[output]
+        return found
+
+
+class Forward:
+    """Directs the calls of units while a stage's forward runs. One for all stages of a rank; not reentrant.
+
+    Used as ``calling(forward.directed(modules))``.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.seed: int | None = None
+        """Of the step; None draws from the generator as it is."""
+        self._at: Pass | None = None
+        self._number = 0
+        self._inside = False
+        self._wanted: dict[int, dict[int, list[int]]] = {}
+        for stage, outputs in enumerate(plan.handed):
+            for number, place in outputs:
+                if stage == plan.calls[number].stage + 1:
+                    self._wanted.setdefault(stage - 1, {}).setdefault(number, []).append(place)
+
+    def directed(self, modules: Mapping[str, tuple[nn.Module, Callable[..., Any]]]) -> dict[nn.Module, Any]:
+        """Return what calls of units go to, for (module, its own forward) by path."""
+        return {module: functools.partial(self._call, path, forward) for path, (module, forward) in modules.items()}
+
+    def run(self, at: Pass, call: Callable[[], Any], loss_of: Callable[[Any], Tensor]) -> None:
+        """Run the forward of ``at``, and fill in what it produces."""
+        self._at, self._number, self._inside = at, 0, False
+        try:
+            output = call()
+            if at.stage < len(self.plan.ends):
+                raise InputMismatchError(_other_calls(self.plan, self._number, "the model's end"))
+            at.loss = loss_of(output)
+        except StageEnd:
+            pass
+        finally:
+            self._at = None
+
+    def _call(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        at = self._at
+        if self._inside or at is None:
+            return forward(*args, **kwargs)
+        number, self._number = self._number, self._number + 1
+        if number >= len(self.plan.calls) or self.plan.calls[number].unit != path:
+            raise InputMismatchError(_other_calls(self.plan, number, path))
+        planned = self.plan.calls[number]
+        if planned.stage < at.stage:
+            self._reseed(number, after=True)
+            handed = {i: at.received[number, i] for i in range(len(planned.leaves)) if (number, i) in at.received}
+            return planned.result(handed)
+        self._reseed(number, after=False)
+        self._inside = True
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._keep(number, result, at)
+        if at.stage < len(self.plan.ends) and number == self.plan.ends[at.stage]:
+            raise StageEnd
+        self._reseed(number, after=True)
+        return result
+
+    def _keep(self, number: int, result: Any, at: Pass) -> None:
+        places = self._wanted.get(at.stage, {}).get(number)
+        if places is None:
+            return
+        flat = tree_leaves(result)
+        for place in places:
+            planned = self.plan.shape((number, place))
+            tensor = flat[place] if place < len(flat) else None
+            if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (planned.size, planned.dtype):
+                found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InputMismatchError(
+                    f"{self.plan.calls[number].unit!r} gave {found} where its shapes promised {tuple(planned.size)} "
+                    f"{planned.dtype}: what a layer returns must depend on the shapes of the inputs only"
+                )
+            at.produced[number, place] = tensor
+            at.versions[number, place] = tensor._version
+
+    def _reseed(self, number: int, after: bool) -> None:
+        """Make random numbers those of this call of this microbatch, whatever the stages and the schedule are."""
+        if self.seed is not None and self._at is not None:
+            text = f"{self.seed} {self._at.microbatch} {number} {after}".encode()
+            torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
+
+
+def run_backward(
+    at: Pass, weight: Tensor | None, gradients: Mapping[Output, Tensor], more: Mapping[Tensor, Tensor]
+) -> dict[Output, Tensor]:
+    """Run the backward of a pass; return the gradients of what it had received.
+
+    ``weight``: of this microbatch's loss, on the last stage. ``gradients``: what the next stage returned. ``more``:
+    gradients from elsewhere of this rank's weights, which are added in the same pass.
+    """
+    roots: list[tuple[Tensor, Tensor]] = list(more.items())
+    if at.loss is not None and at.loss.requires_grad:
+        assert weight is not None
+        roots.append((at.loss, weight.to(at.loss.dtype).expand(at.loss.shape)))
+    roots += [(at.produced[output], g) for output, g in gradients.items() if output in at.produced]
+    roots = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+    found: dict[Output, Tensor] = {}
+    for output, tensor in at.received.items():
+        if not tensor.dtype.is_floating_point:
+            continue
+        parts = [part for part in (tensor.grad, gradients.get(output)) if part is not None]
+        found[output] = torch.zeros_like(tensor) if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return found
+
+
+def _other_calls(plan: Plan, number: int, found: str) -> str:
+    wanted = plan.calls[number].unit if number < len(plan.calls) else "the model's end"
+    return (
+        f"the model came to {found!r} where it came to {wanted!r} before: a pipeline needs the same calls for all "
+        "microbatches; values of the inputs must not decide about them"
+    )

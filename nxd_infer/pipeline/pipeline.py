@@ -1,0 +1,228 @@
+"""A pipelined model's steps on one rank: the batch in microbatches, a plan for its shapes, a schedule, and the loss."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.comm.distributed import DistributedCollectives
+from nxd_infer.comm.texts import gather_texts
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
+from nxd_infer.modules.transformer_layers import transformer_layers
+from nxd_infer.pipeline.engine import Engine, Step
+from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probes_of, split_batch
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.partition import auto_partition
+from nxd_infer.pipeline.plan import Plan, make_plan
+from nxd_infer.pipeline.schedule import Action, forward_only, schedule
+from nxd_infer.pipeline.stage import Stage
+from nxd_infer.pipeline.timeline import write_timeline
+from nxd_infer.util.devices import transport_device
+from nxd_infer.util.suggest import did_you_mean
+
+T = TypeVar("T")
+SEEDS = 2**62
+
+
+def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]:
+    """Return the cuts for ``ranks`` pipeline ranks: those of ``options``, or balanced ones.
+
+    Raises ParallelConfigError if there are neither, or if their number does not fit.
+    """
+    if ranks == 1:
+        return []
+    stages = ranks * options.virtual_pipeline_size
+    if options.auto_partition:
+        return auto_partition(model, transformer_layers(model, options.transformer_layer_cls), stages)
+    cuts = options.pipeline_cuts
+    if cuts is None or len(cuts) != stages - 1:
+        raise ParallelConfigError(
+            f"pipeline_parallel_size={ranks} with virtual_pipeline_size={options.virtual_pipeline_size} needs "
+            f"{stages - 1} pipeline_cuts, one after each stage but the last, got {0 if cuts is None else len(cuts)}: "
+            'give them, or pass pipeline_config={"auto_partition": True}'
+        )
+    _require_no_cut_inside(model, cuts, options.leaf_module_cls or [])
+    return cuts
+
+
+def _require_no_cut_inside(model: nn.Module, cuts: Sequence[str], leaves: Sequence[Any]) -> None:
+    names = {leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves}
+    for name, module in model.named_modules() if names else ():
+        inside = [cut for cut in cuts if cut.startswith(f"{name}.")]
+        if type(module).__name__ in names and inside:
+            raise ParallelConfigError(
+                f"pipeline_cuts: {inside[0]!r} lies inside {name!r}, a {type(module).__name__}, which leaf_module_cls "
+                "keeps whole: cut after it"
+            )
+
+
+class Pipeline:
+    """Runs steps of ``stage``. Every rank of the pipeline group calls ``run`` with the same batch.
+
+    ``call(**inputs)`` is the forward of the stage's model, and ``loss_of`` finds the loss in what it returns.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        options: PipelineOptions,
+        context: ParallelContext,
+        call: Callable[..., Any],
+        loss_of: Callable[[Any], Tensor],
+    ):
+        self.stage, self.options, self.context = stage, options, context
+        self._call, self._loss_of = call, loss_of
+        self._plans: dict[Any, tuple[Plan, Count | None]] = {}
+        self._actions = self._schedule()
+
+    def _schedule(self) -> list[list[Action]]:
+        options, ranks = self.options, self.stage.ranks
+        if ranks == 1:
+            return schedule("1f1b", 1, options.num_microbatches)
+        return schedule(options.schedule_name, ranks, options.num_microbatches, options.virtual_pipeline_size)
+
+    def run(self, inputs: Mapping[str, Any], train: bool) -> tuple[Tensor, list[Tensor]]:
+        """Run one step; return its loss and that of each microbatch, the same on all ranks of the pipeline.
+
+        Raises InputMismatchError for a batch that does not fit. If another stage fails, CollectiveError has its
+        traceback.
+        """
+        count = self.options.num_microbatches
+        parts = split_batch(inputs, count)
+        training = self.stage.module.training
+        with torch.set_grad_enabled(train):
+            drawn = self._meet(parts[0], train)
+            plan, counter = self._plan_for(parts[0], training)
+            weights = loss_weights(parts, counter).to(transport_device())
+            actions = self._actions if train else forward_only(self._actions)
+            seed = drawn if training else None
+            with torch.random.fork_rng(devices=[], enabled=seed is not None):
+                losses = self._steps(plan, actions, parts, weights, seed)
+        return losses @ weights, list(losses)
+
+    def _steps(
+        self,
+        plan: Plan,
+        actions: list[list[Action]],
+        parts: list[dict[str, Any]],
+        weights: Tensor,
+        seed: int | None,
+    ) -> Tensor:
+        calls = [lambda part=part: self._call(**part) for part in parts]
+        step = Step(plan, actions[self.stage.rank], calls, self._loss_of, weights, seed)
+        engine = Engine(self.stage, self.context, step)
+        try:
+            found = engine.run()
+            losses = torch.zeros(len(parts), dtype=torch.float64, device=weights.device)
+            for number, loss in found.items():
+                losses[number] = loss.reshape(())
+            last = self.stage.rank_of(self.stage.units.stages - 1)
+            losses = comm.broadcast(losses, self.context, "pp", last)
+        except Exception as error:
+            self._fail(error)
+            raise
+        if self.options.trace_file_path is not None:
+            write_timeline(self.options.trace_file_path, engine.spans, self.context)
+        return losses
+
+    def _fail(self, error: Exception) -> None:
+        """End the waiting of the other ranks, and raise what made them wait if it was not this rank."""
+        transport = comm.collectives_of(self.context) if self.context.world_size > 1 else None
+        if not isinstance(transport, DistributedCollectives):
+            return
+        others = transport.why_given_up() if isinstance(error, CollectiveError) else {}
+        transport.give_up(traceback.format_exc())
+        for rank, reason in others.items():
+            if rank != self.context.rank and "CollectiveTimeoutError" not in reason.strip().splitlines()[-1]:
+                stage = self.context.layout.axis("pp", rank).rank
+                raise CollectiveError(f"pipeline stage {stage} (rank {rank}) failed:\n{reason}") from error
+
+    def _meet(self, inputs: dict[str, Any], train: bool) -> int:
+        """Return the seed of a step, drawn from the first stage's generator, which a checkpoint holds.
+
+        Raises InputMismatchError on every stage if one of them has other inputs.
+        """
+        training = self.stage.module.training
+        what = f"train={train}, training={training}, {_signature(inputs)}"
+        drawn = torch.randint(SEEDS, (1,)) if training else torch.zeros(1, dtype=torch.int64)
+        digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([[int(drawn), digest]], dtype=torch.int64, device=transport_device())
+        everyone = comm.all_gather(mine, self.context, "pp", 0)
+        if (everyone[:, 1] != digest).any():
+            raise InputMismatchError(
+                f"the stages of a pipeline got different inputs, on this one for a microbatch {what}: every rank of "
+                "the pipeline group takes the same batch"
+            )
+        return int(everyone[0, 0])
+
+    def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
+        key = (training, torch.is_autocast_enabled("cpu"), *(_signature(inputs)))
+        if key not in self._plans:
+            self._plans[key] = self._all_or_none(lambda: self._new_plan(inputs))
+        return self._plans[key]
+
+    def _new_plan(self, inputs: dict[str, Any]) -> tuple[Plan, Count | None]:
+        plan = make_plan(self.stage, lambda: self._call(**inputs), self._loss_of)
+        probes = probes_of(inputs) if self.options.num_microbatches > 1 else {}
+        losses = {
+            name: make_plan(self.stage, lambda probe=probe: self._call(**probe), self._loss_of).loss
+            for name, probe in probes.items()
+        }
+        return plan, count_of(losses)
+
+    def _all_or_none(self, action: Callable[[], T]) -> T:
+        """Return what ``action`` gives, if it succeeds on every stage; else raise on all of them."""
+        failure: Exception | None = None
+        result: list[T] = []
+        try:
+            result.append(action())
+        except Exception as error:  # raised below, after the other stages have been told
+            failure = error
+        reasons = gather_texts("" if failure is None else f"{type(failure).__name__}: {failure}", self.context)
+        if failure is not None:
+            raise failure
+        for stage, reason in enumerate(reasons):
+            if reason:
+                raise CollectiveError(f"pipeline stage {stage} failed: {reason}")
+        return result[0]
+
+
+def _signature(inputs: Mapping[str, Any]) -> list[Any]:
+    return [
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+        for name, value in inputs.items()
+    ]
+
+
+def named_inputs(
+    model: nn.Module, names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the inputs of a call by name. Raises InputMismatchError for what is not in ``names``."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY]
+    known = [name for name in known if name != "self"]
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    order = list(names) if names else known
+    if len(args) > len(order):
+        raise InputMismatchError(f"run_train() takes the inputs {', '.join(order)}, got {len(args)} positional ones")
+    found = {**dict(zip(order, args, strict=False)), **kwargs}
+    for name in kwargs:
+        if (names and name not in names) or (not names and name not in known and not takes_more):
+            where = "input_names" if names else "the parameters of the model's forward"
+            raise InputMismatchError(f"{name!r} is not in {where}: {', '.join(order)}{did_you_mean(name, order)}")
+    if len(kwargs) + len(args) > len(found):
+        raise InputMismatchError(f"an input was given twice: by position, and as {', '.join(kwargs)}")
+    return found
+
+
+def mean_over_data(loss: Tensor, context: ParallelContext) -> Tensor:
+    """Return the mean of the data-parallel ranks' losses."""
+    return comm.all_reduce(loss, context, "dp") / context.dp.degree

@@ -1,0 +1,260 @@
+"""One rank's part of a model: its stages' modules, with stand-ins where the other stages' modules were.
+
+The names of what stays are those of the whole model. A *weight* is a parameter or a buffer of a unit, or of what
+contains units; the rank of the first stage that has it owns it. A weight that another rank needs as well (a tied one)
+is *lent* to it while a step runs: see :mod:`nxd_infer.pipeline.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import ParamLayout, weight_layout
+from nxd_infer.layout.params import restore_attributes
+from nxd_infer.pipeline.units import Units, find_units
+
+Self = TypeVar("Self", bound="StandIn")
+
+
+class StandIn(nn.Module):
+    """In the place of a module of another rank: it has no weights. Other attributes are those of the module."""
+
+    hidden: nn.Module
+    """The module on the meta device. Not a child, so that its weights are not this rank's."""
+
+    def __init__(self, hidden: nn.Module):
+        super().__init__()
+        self.__dict__["hidden"] = hidden
+        # Hooks see what a call gives, which is handed over.
+        self._forward_hooks, self._forward_pre_hooks = hidden._forward_hooks, hidden._forward_pre_hooks
+        self._forward_hooks_with_kwargs = hidden._forward_hooks_with_kwargs
+        self._forward_pre_hooks_with_kwargs = hidden._forward_pre_hooks_with_kwargs
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "hidden" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.hidden, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ParallelConfigError(
+            f"this {type(self.hidden).__name__} is on another pipeline stage: call run_train() or run_eval() of the "
+            "model, on every rank"
+        )
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        self.hidden._apply(lambda tensor: fn(tensor).to("meta"), recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{type(self.hidden).__name__} of another stage"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the whole model."""
+
+    name: str
+    """Its first name."""
+    shape: torch.Size
+    dtype: torch.dtype
+    stage: int
+    parameter: bool
+    places: tuple[tuple[str, str], ...]
+    """(path of a module, attribute) of all its names."""
+
+
+@dataclass
+class Stage:
+    """What :func:`take_stage` leaves of a model on a rank."""
+
+    module: nn.Module
+    units: Units
+    rank: int
+    ranks: int
+    weights: dict[str, Weight]
+    """Of the whole model, by first name."""
+    layouts: dict[str, ParamLayout]
+    """Of the whole model: the names and layouts that its checkpoints have."""
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.ranks
+
+    def owns(self, weight: Weight) -> bool:
+        return self.rank_of(weight.stage) == self.rank
+
+    def find(self, path: str) -> nn.Module:
+        """Return the module at ``path`` of the whole model: this rank's, or the hidden one of a stand-in."""
+        found = self.module
+        for part in path.split(".") if path else ():
+            found = hidden_of(found.get_submodule(part))
+        return found
+
+    def unit_modules(self) -> dict[str, nn.Module]:
+        """Return the modules to call for the units, by path: this rank's, and stand-ins."""
+        return {unit.path: self.module.get_submodule(unit.path) for unit in self.units.units}
+
+    def foreign(self) -> list[Weight]:
+        """Return the weights that other ranks own."""
+        return [weight for weight in self.weights.values() if not self.owns(weight)]
+
+    def elsewhere(self, name: str) -> bool:
+        """Return whether a tensor of the whole model, under its name in a checkpoint, is another rank's."""
+        if name in self._foreign_names():
+            return True
+        paths = [(unit.path, unit.stage) for unit in self.units.units]
+        paths += [(path, dict(paths)[first]) for path, first in self.units.aliases]
+        return any(name.startswith(f"{path}.") and self.rank_of(stage) != self.rank for path, stage in paths)
+
+    def saves(self, name: str) -> bool:
+        """Return whether this rank saves a tensor that it has; buffers of what contains units are on all ranks."""
+        paths = [unit.path for unit in self.units.units] + [path for path, _ in self.units.aliases]
+        return self.rank == 0 or name in self.weights or any(name.startswith(f"{path}.") for path in paths)
+
+    def _foreign_names(self) -> set[str]:
+        return {f"{path}.{name}" if path else name for one in self.foreign() for path, name in one.places}
+
+    def own(self, name: str) -> Tensor:
+        """Return a weight of this rank; after LoRA wrapped its layer, the wrapped layer's."""
+        path, attribute = self.weights[name].places[0]
+        holder = self.find(path)
+        found = getattr(holder, attribute, None)
+        return found if isinstance(found, Tensor) else getattr(holder.base_layer, attribute)
+
+
+def ranks_hold_stages(units: Units, ranks: int) -> int:
+    """Return how many stages each rank holds. Raises ParallelConfigError if they do not divide."""
+    if units.stages % ranks:
+        raise ParallelConfigError(
+            f"{len(units.cuts)} pipeline_cuts make {units.stages} stages, which {ranks} pipeline ranks cannot share "
+            f"equally: give {ranks - 1} cuts, or with virtual_pipeline_size=v {ranks} x v - 1"
+        )
+    return units.stages // ranks
+
+
+def take_stage(model: nn.Module, cuts: Iterable[str], rank: int, ranks: int) -> Stage:
+    """Reduce ``model``, in place, to what ``rank`` of ``ranks`` holds. Modules of other ranks are freed.
+
+    Raises ParallelConfigError for cuts that do not fit; see :func:`~nxd_infer.pipeline.units.find_units`.
+    """
+    units = find_units(model, list(cuts))
+    ranks_hold_stages(units, ranks)
+    weights = find_weights(model, units)
+    stage = Stage(model, units, rank, ranks, weights, weight_layout(model))
+    meta = {id(_tensor_at(model, weight)): _on_meta(_tensor_at(model, weight)) for weight in weights.values()}
+    shown: dict[str, StandIn] = {}
+    for unit in units.units:
+        if stage.rank_of(unit.stage) != rank:
+            # A copy whose weights are on the meta device: a module of this rank may contain the same objects.
+            shown[unit.path] = StandIn(copy.deepcopy(model.get_submodule(unit.path), dict(meta)))
+            restore_attributes(shown[unit.path].hidden)
+    for path, first in [*((path, path) for path in shown), *units.aliases]:
+        if first in shown:
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = shown[first]
+    for weight in stage.foreign():
+        for path, name in weight.places:
+            holder = stage.find(path)
+            if not _is_hidden(model, path):
+                (holder._parameters if weight.parameter else holder._buffers)[name] = None
+    return stage
+
+
+def find_weights(model: nn.Module, units: Units) -> dict[str, Weight]:
+    """Return all weights of the units and of what contains them, by first name."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def add(module: nn.Module, path: str, stage: int, recurse: bool) -> None:
+        several = module.named_modules(prefix=path, remove_duplicate=False) if recurse else [(path, module)]
+        for here, child in several:
+            for table, parameter in ((child._parameters, True), (child._buffers, False)):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    one = found.setdefault(
+                        id(tensor), {"tensor": tensor, "stage": stage, "parameter": parameter, "places": []}
+                    )
+                    one["places"].append((here, name))
+
+    for path, stage in units.opened:
+        # Buffers of what contains units are on every stage, where its code runs.
+        for name, parameter in model.get_submodule(path)._parameters.items():
+            if parameter is not None:
+                one = {"tensor": parameter, "stage": stage, "parameter": True, "places": []}
+                found.setdefault(id(parameter), one)["places"].append((path, name))
+    for unit in units.units:
+        add(model.get_submodule(unit.path), unit.path, unit.stage, recurse=True)
+    named = {}
+    for one in found.values():
+        path, name = one["places"][0]
+        name = f"{path}.{name}" if path else name
+        tensor = one["tensor"]
+        named[name] = Weight(name, tensor.shape, tensor.dtype, one["stage"], one["parameter"], tuple(one["places"]))
+    return named
+
+
+def _tensor_at(model: nn.Module, weight: Weight) -> Tensor:
+    path, name = weight.places[0]
+    return getattr(model.get_submodule(path), name)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _is_hidden(model: nn.Module, path: str) -> bool:
+    """Return whether ``path`` leads through a stand-in."""
+    for part in path.split(".") if path else ():
+        if part not in model._modules:
+            return True
+        model = model.get_submodule(part)
+    return isinstance(model, StandIn)
+
+
+def hidden_of(module: nn.Module) -> nn.Module:
+    """Return what a stand-in stands for; another module itself."""
+    return module.hidden if isinstance(module, StandIn) else module
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of ``module`` runs now, after its hooks; of a stand-in, of the module behind it."""
+    module = hidden_of(module)
+    return module.__dict__.get("forward") or functools.partial(type(module).forward, module)
+
+
+@contextlib.contextmanager
+def shadowed(places: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Let attributes of modules, weights too, be other ones inside the block."""
+    outside: list[tuple[dict[str, Any], str, bool, Any]] = []
+    try:
+        for module, name, value in places:
+            tables = (module._parameters, module._buffers)
+            table = next((table for table in tables if name in table), module.__dict__)
+            outside.append((table, name, name in table, table.get(name)))
+            table[name] = value
+        yield
+    finally:
+        for table, name, was_there, before in reversed(outside):
+            if was_there:
+                table[name] = before
+            else:
+                table.pop(name, None)
+
+
+@contextlib.contextmanager
+def calling(forwards: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Let calls of modules go to other functions inside the block."""
+    with shadowed((module, "forward", forward) for module, forward in forwards.items()):
+        yield
