@@ -128,7 +128,7 @@ class SelectedSource:
         self._source, self._wanted = source, wanted
 
     def keys(self) -> Iterable[str]:
-        return [name for name in self._source.keys() if self._wanted(name)]  # noqa: SIM118  (a source is no mapping)
+        return [name for name in self._source.keys() if self._wanted(name)]  # noqa: SIM118  (a source is not a mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
