@@ -268,7 +268,7 @@ def test_classes_come_back_where_they_are_allowed():
     assert same(found, value) and not MADE
     found = unpack(structure, torch.empty)
     (key, settings_), (_, level) = found.items()
-    assert type(key) is Record and key.name == "a" and key.class_name.endswith("test_checkpoint_values.Key")
+    assert type(key) is Record and key.name == "a" and key.class_name.endswith("test_values.Key")
     assert type(settings_) is Record and settings_.inner == (1, "red") and settings_.inner._fields == ("x", "y")
     assert level == 1
     for read in (found, copy.deepcopy(found), {pickle.loads(pickle.dumps(key)): settings_}):
