@@ -183,6 +183,11 @@ class Backend(Protocol):
         """Return the environment variables of compile processes; the compiler's files go below ``workdir``."""
         ...
 
+    def compiler(self) -> str:
+        """Return the compiler's name and version: a cached graph is used only with the one that compiled it. Called
+        only if ``compiles``."""
+        ...
+
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         """Add the compiled code to a directory that :meth:`passes` has filled; needs no weights. Called in a process
         created for it. Raises TraceError with the compiler's message."""

@@ -158,9 +158,9 @@ def compile_directories(
     result = Compiled(directories)
     total = len(directories)
     if backend.compiles:
-        missing = []
+        missing, compiler = [], backend.compiler()
         for digest, path in directories.items():
-            if compile_cache.fetch(digest, path):
+            if compile_cache.fetch(digest, path, compiler):
                 result.cached += 1
                 progress("compile graphs", result.cached, total, f"{buckets[digest]} (cached)")
             else:
@@ -172,7 +172,7 @@ def compile_directories(
         def report(path: Path, seconds: float) -> None:
             result.compiled += 1
             (path / CANONICAL_FILE).unlink(missing_ok=True)
-            compile_cache.store(path.name, path)
+            compile_cache.store(path.name, path, compiler)
             progress(
                 "compile graphs", result.cached + result.compiled, total, f"{buckets[path.name]} ({seconds:.1f} s)"
             )

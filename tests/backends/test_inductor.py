@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import backends
+from nxd_infer.backends import registry
 from nxd_infer.backends.compile import cache as compile_cache
 from nxd_infer.backends.compile import pool as compile_pool
 from nxd_infer.backends.compile.pool import compile_graphs
@@ -56,6 +57,11 @@ def cache(tmp_path_factory):
 def trace(func, example, loader, **more):
     arguments = {"tp_degree": 2, "inline_weights_to_neff": False, "checkpoint_loader_callable": loader, **more}
     return nxd.trace.parallel_model_trace(func, example, **arguments)
+
+
+def compiler() -> str:
+    """What the cache's entries were compiled by."""
+    return registry.get("inductor").compiler()
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +105,17 @@ def test_decision_16_a_damaged_cache_entry_is_not_used(traced, cache):
     data[len(data) // 2] ^= 1
     code.write_bytes(data)
     target = cache / "fetched"
-    assert not compile_cache.fetch(model.buckets[0].graphs[0], target)
+    assert not compile_cache.fetch(model.buckets[0].graphs[0], target, compiler())
     assert not target.exists() and not entry.exists()
-    compile_cache.store(model.buckets[0].graphs[0], model.artifact.path / "graphs" / model.buckets[0].graphs[0])
-    assert compile_cache.fetch(model.buckets[0].graphs[0], target) and next(target.rglob("*.so")).exists()
+    compile_cache.store(
+        model.buckets[0].graphs[0], model.artifact.path / "graphs" / model.buckets[0].graphs[0], compiler()
+    )
+    assert compile_cache.fetch(model.buckets[0].graphs[0], target, compiler()) and next(target.rglob("*.so")).exists()
+
+
+def test_what_another_compiler_has_compiled_is_not_used(traced, tmp_path):
+    digest = traced[0].buckets[0].graphs[0]
+    assert compiler() and not compile_cache.fetch(digest, tmp_path / "out", f"{compiler()}.1")
 
 
 def test_a_full_disk_costs_no_cache_entry(traced, tmp_path, monkeypatch):
@@ -113,8 +126,8 @@ def test_a_full_disk_costs_no_cache_entry(traced, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        assert not compile_cache.fetch(digest, tmp_path / "out")
-    assert compile_cache.fetch(digest, tmp_path / "out")
+        assert not compile_cache.fetch(digest, tmp_path / "out", compiler())
+    assert compile_cache.fetch(digest, tmp_path / "out", compiler())
 
 
 def test_a_cache_that_cannot_be_used_is_done_without(traced, cache, tmp_path, monkeypatch):
@@ -122,11 +135,11 @@ def test_a_cache_that_cannot_be_used_is_done_without(traced, cache, tmp_path, mo
     monkeypatch.setattr(compile_cache, "WAIT", 0.2)
     with open(cache / "graphs" / ".lock", "a") as lock:  # a process that was stopped amid tidying up
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not compile_cache.fetch(graph.name, tmp_path / "out")
+        assert not compile_cache.fetch(graph.name, tmp_path / "out", compiler())
         compile_cache.prune()
     monkeypatch.setenv("NXD_INFER_CACHE", "/proc/no/such/place")
-    assert not compile_cache.fetch(graph.name, tmp_path / "out")
-    compile_cache.store(graph.name, graph)
+    assert not compile_cache.fetch(graph.name, tmp_path / "out", compiler())
+    compile_cache.store(graph.name, graph, compiler())
 
 
 def test_more_open_files_than_select_knows(tmp_path, monkeypatch):

@@ -8,14 +8,12 @@ created by a rename, checked file by file when used, and evicted (least recently
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -39,16 +37,6 @@ def cache_limit() -> int:
     return int(found[1]) << 10 * " KMGT".index(found[2] or " ") if found else LIMIT
 
 
-@functools.cache
-def compiler_version() -> str:
-    """Return the version text of the C++ compiler; empty if there is none."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = [os.environ.get("CXX", "g++"), "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
-        return done.stdout.split("\n")[0]
-    return ""
-
-
 WAIT = 30.0
 """Seconds to wait for another process that uses the cache; after that this one continues without the cache."""
 
@@ -65,8 +53,8 @@ def _root() -> Path | None:
     return None
 
 
-def _key(digest: str) -> str:
-    return f"{digest}-{hashlib.sha256(compiler_version().encode()).hexdigest()[:8]}"
+def _key(digest: str, compiler: str) -> str:
+    return f"{digest}-{hashlib.sha256(compiler.encode()).hexdigest()[:8]}"
 
 
 def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
@@ -74,12 +62,15 @@ def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
     return only_one(root / ".lock", WAIT)
 
 
-def fetch(digest: str, graph_dir: Path) -> bool:
-    """Replace ``graph_dir`` by the cached graph; False, without changes, if it is missing or damaged."""
+def fetch(digest: str, graph_dir: Path, compiler: str = "") -> bool:
+    """Replace ``graph_dir`` by the cached graph of ``compiler``, a backend's own (``Backend.compiler``).
+
+    Returns False, without changes, if it is missing or damaged.
+    """
     root = _root()
     if root is None:
         return False
-    entry = root / _key(digest)
+    entry = root / _key(digest, compiler)
     copy = graph_dir.parent / f".{graph_dir.name}-{secrets.token_hex(4)}"
     try:
         with _locked(root):
@@ -104,12 +95,15 @@ def fetch(digest: str, graph_dir: Path) -> bool:
     return True
 
 
-def store(digest: str, graph_dir: Path) -> None:
-    """Store a compiled graph. An existing entry with the same key is kept; a full disk is not an error here."""
+def store(digest: str, graph_dir: Path, compiler: str = "") -> None:
+    """Store a graph that ``compiler`` compiled.
+
+    An existing entry with the same key is kept; a full disk is not an error here.
+    """
     root = _root()
     if root is None:
         return
-    entry = root / _key(digest)
+    entry = root / _key(digest, compiler)
     if entry.exists():
         return
     temporary = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"

@@ -41,6 +41,9 @@ class CpuBackend:
         """Build the native operators before any rank needs them."""
         cpu.operators.native_library()
 
+    def compiler(self) -> str:
+        return ""
+
     def environment(self, workdir: Path) -> Mapping[str, str]:
         return {}
 

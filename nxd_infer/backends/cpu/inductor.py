@@ -7,10 +7,12 @@ code, and new weights need no compiler. Compared with constants held by the runn
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
+import subprocess  # nosec B404
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,16 @@ _FIXED: dict[str, Any] = {
 """Options that the artifact's form depends on; users cannot change them."""
 
 
+@functools.cache
+def _compiler_version() -> str:
+    """Return the version text of the C++ compiler; empty if there is none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [os.environ.get("CXX", "g++"), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # nosec B603  # the user's compiler
+        return done.stdout.split("\n")[0]
+    return ""
+
+
 class InductorBackend(CpuBackend):
     """``backend="inductor"``. ``compiler_args`` are options of ``torch._inductor.config``, ``cpu_target``, and
     ``nxd_packed`` (False keeps weights plain)."""
@@ -66,6 +78,9 @@ class InductorBackend(CpuBackend):
                 False, f"the C++ compiler {compiler!r} was not found: install g++, set CXX, or use backend='eager'"
             )
         return self.probe()
+
+    def compiler(self) -> str:
+        return _compiler_version()
 
     def has_option(self, name: str) -> bool:
         return name in _known_options()

@@ -92,6 +92,9 @@ class NeuronBackend:
     def environment(self, workdir: Path) -> Mapping[str, str]:
         return xla.replicas.environment(1)
 
+    def compiler(self) -> str:
+        return f"{XLA.compiler()}, {compiler.PROGRAM} {compiler.version()}"
+
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         neuron.lower.lower_directory(graph_dir)
         compiler.compile_here(graph_dir, options)

@@ -73,6 +73,9 @@ class XlaBackend:
     def environment(self, workdir: Path) -> Mapping[str, str]:
         return xla.replicas.environment(1)
 
+    def compiler(self) -> str:
+        return f"torch_xla {self.probe().versions.get('torch_xla', '')}"
+
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
         hlo.lower.lower_directory(graph_dir)
 

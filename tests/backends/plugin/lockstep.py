@@ -204,6 +204,9 @@ class Backend:
     def environment(self, workdir: Path):
         return {"LOCKSTEP_WORK": str(workdir)}
 
+    def compiler(self):
+        return f"lockstep {REVISION}"
+
     def compile(self, graph_dir, options):
         import os
 
