@@ -164,7 +164,7 @@ class Pipeline:
         return int(everyone[0, 0])
 
     def _plan_for(self, inputs: dict[str, Any], training: bool) -> tuple[Plan, Count | None]:
-        key = (training, torch.is_autocast_enabled("cpu"), *(_signature(inputs)))
+        key = (training, torch.is_autocast_enabled(transport_device().type), *(_signature(inputs)))
         if key not in self._plans:
             self._plans[key] = self._all_or_none(lambda: self._new_plan(inputs))
         return self._plans[key]
