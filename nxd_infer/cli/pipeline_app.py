@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from nxd_infer import cli
+
 pipeline = typer.Typer(
     help="Look at pipelines before they train.",
     epilog="Example:  nxd-infer pipeline plan ./llama --pp 4",
@@ -19,13 +21,11 @@ def plan(
     model: Annotated[Path, typer.Argument(help="A Hugging Face directory of a supported family.", show_default=False)],
     pp: Annotated[int, typer.Option(help="Pipeline ranks.", min=2)] = 2,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 8,
-    chunks: Annotated[int, typer.Option(help="Stages a rank; above 1 the schedule is interleaved.", min=1)] = 1,
+    chunks: Annotated[int, typer.Option(help="Stages per rank; above 1 the schedule is interleaved.", min=1)] = 1,
     schedule: Annotated[str | None, typer.Option(help="1f1b, gpipe or interleaved. Default: by --chunks.")] = None,
     cuts: Annotated[str | None, typer.Option(help="Last layers of the stages, by commas. Default: balanced.")] = None,
 ) -> None:
     """Print the stages of a model, what each holds and costs, the schedule, and the bubble to expect. No weights are
     read."""
-    from nxd_infer.cli import pipeline_plan  # imports torch, which `--help` does not wait for
-
     several = None if cuts is None else [cut.strip() for cut in cuts.split(",")]
-    pipeline_plan.run(model, pp, microbatches, chunks, schedule, several)
+    cli.pipeline_plan.run(model, pp, microbatches, chunks, schedule, several)

@@ -13,7 +13,10 @@ SINGLE_KEY = "API_KEY"
 """The name that someone with one key would try; ignoring it would leave the server open."""
 SOURCE = "ARTIFACT"
 """What to serve, if the command line does not say."""
-OTHERS = ("CACHE", "CACHE_LIMIT", "PIN", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS", "BENCH", SOURCE)
+OTHERS = (
+    *("CACHE", "CACHE_LIMIT", "PIN", "MAX_RANKS", "CPU_LEVEL", "CPU_ASKS"),
+    *("NEURON_ROOT", "NEURON_PROBE", "REAL_NEURON", "BENCH", SOURCE),
+)
 """Variables with the same prefix that are read elsewhere: by the library, the benchmarks, the command line."""
 
 

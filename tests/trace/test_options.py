@@ -23,7 +23,7 @@ from nxd_models.serving.task_options import TaskOptions
 from tests.e2e.command import nxd_infer_here, refused
 
 DOCUMENT = Path(__file__).parents[2] / "docs/api.md"
-OF_TRACE = {"--plan-only", "--cpu-target"}
+OF_TRACE = {"--plan-only", "--cpu-target", "--target"}
 """What only the command has."""
 
 
@@ -51,7 +51,7 @@ def test_signature_and_documentation_are_the_declared_options(function, options)
 
 
 @pytest.mark.check
-def test_the_command_offers_the_declared_options_and_two_of_its_own():
+def test_the_command_offers_the_declared_options_and_three_of_its_own():
     flags = {one.flag for options in (TaskOptions, TraceOptions) for one in command_options(options)}
     assert command_flags("trace") == flags | OF_TRACE
     assert {f"--{name.replace('_', '-')}" for name in SAMPLER_FIELDS} < command_flags("generate")
