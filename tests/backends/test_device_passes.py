@@ -23,6 +23,7 @@ from nxd_infer.graph.split import Split, split_at
 from nxd_infer.graph.stored import ir_text
 from nxd_infer.ops import HOST
 from tests.backends.canonical import Rank, in_lockstep, program, ranks_of, run_whole, same, steps_of
+from tests.needs import needs_native
 from tests.tiny_models import CLASSIFIERS, DECODERS, ENCODERS
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -316,6 +317,7 @@ def test_what_follows_the_host_stays_on_the_host() -> None:
 
 
 @pytest.mark.check
+@needs_native
 def test_a_graph_of_native_operators_is_refused() -> None:
     from nxd_infer import native
     from nxd_infer.graph import passes

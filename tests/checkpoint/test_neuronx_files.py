@@ -67,12 +67,14 @@ def write(path: Path, value: Any, xser: bool) -> None:
     module.TensorReference = TensorReference  # pyright: ignore[reportAttributeAccessIssue]
     TensorReference.__module__ = module.__name__
     packages = ("torch_xla", "torch_xla.utils", module.__name__)
+    real = {name: sys.modules[name] for name in packages if name in sys.modules}
     try:
         sys.modules.update(dict.fromkeys(packages, module))
         torch.save(visit(value), path)
     finally:
         for name in packages:
             del sys.modules[name]
+        sys.modules.update(real)
     torch.save({"shapes": []}, path.with_name(f"{path.name}.info.pt"))
 
 

@@ -19,6 +19,7 @@ from nxd_infer.cli.verify import generation_cases
 from tests import toy_artifacts as toy
 from tests.e2e.command import ROOT, nxd_infer, nxd_infer_here, refused
 from tests.engine.toy_model import ToyModel
+from tests.needs import needs_inductor
 from tests.processes import wait_until
 from tests.tiny_models import write_tiny
 
@@ -251,6 +252,7 @@ def test_a_trace_into_a_log_says_how_far_it_is(terminal, line_every, lines):
 
 
 @pytest.mark.check
+@needs_inductor
 def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp_path):
     model = write_tiny("llama", tmp_path / "model")
     trace = ("trace", model, "--out", tmp_path / "a", "--max-len", 64, "--prompt-buckets", 16)
@@ -294,7 +296,9 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["recompile", "/no/such/artifact", "--out", "a"], ["/no/such/artifact"]),
         (["recompile", "MODEL", "--out", "a"], ["is not an artifact"]),
         (["recompile", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is not a directory", "--out"]),
-        (["trace", "MODEL", "--out", "a", "--cpu-target", "z80"], ["z80", "x86-64-v3"]),
+        pytest.param(
+            ["trace", "MODEL", "--out", "a", "--cpu-target", "z80"], ["z80", "x86-64-v3"], marks=needs_inductor
+        ),
         (["frobnicate"], ["frobnicate"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -15,7 +15,8 @@ from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, xla
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
-from nxd_infer.util.machine import torch_minor, torch_version
+from nxd_infer.util.machine import architecture, torch_minor, torch_version
+from nxd_infer.util.processors import available_cores
 
 if TYPE_CHECKING:
     from nxd_infer.graph.canonical import Graph
@@ -46,7 +47,7 @@ class XlaBackend:
         if ours != needed:
             reason = f"torch_xla {found['torch_xla']} needs torch {needed}, and this is torch {found['torch']}"
             return Availability(False, f"{reason}: pip install 'nxd-infer[xla]' in an environment of its own", found)
-        return Availability(True, "", found)
+        return Availability(True, "", found, {f"{architecture()} processor": len(available_cores())})
 
     def probe_compiler(self) -> Availability:
         return self.probe()
