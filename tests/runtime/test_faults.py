@@ -37,7 +37,7 @@ def path(tmp_path_factory) -> Path:
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
     """All ranks are gone at once, later calls say why, and a restart brings the model back."""
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert not any(rank.alive for rank in model.health())
     with pytest.raises(ModelClosedError, match=rf"{reason}.*restart\(\)"):
         model(X)
@@ -105,7 +105,7 @@ def test_a_rank_killed_under_load(path):
         thread.join(2 * LIMIT)
     assert len(results) == 4
     assert all("rank 1 of 2 was ended by SIGKILL" in str(error) for error in results)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_a_rank_that_dies_while_nobody_calls_is_noticed(path):
