@@ -37,7 +37,7 @@ def path(tmp_path_factory) -> Path:
 
 def assert_closed(model: TensorParallelModel, pids: list[int], reason: str, *, restart: bool = False) -> None:
     """All ranks are gone at once, later calls say why, and a restart brings the model back."""
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(rank.alive for rank in model.health())
     with pytest.raises(ModelClosedError, match=rf"{reason}.*restart\(\)"):
         model(X)
