@@ -14,6 +14,7 @@ import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -89,8 +90,7 @@ def rank_layout(
     """
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     for name, value in (("tensor", tp), ("pipeline", pp), ("context", cp)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ParallelConfigError(f"{name} parallel size must be a whole number of at least 1, got {value!r}")
+        whole_number(f"{name} parallel size", value, ParallelConfigError, 1)
     if world_size < 1:
         raise ParallelConfigError(f"world size must be at least 1, got {world_size}")
     product = tp * pp * cp

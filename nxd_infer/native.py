@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,56 +193,6 @@ def load_file(path: str | os.PathLike[str], *, build_seconds: float | None = Non
 def link_name(digest: str) -> str:
     """Return the library name that compiled graphs are linked with, as for ``-l``."""
     return f"nxd_{digest}"
-
-
-_C_TYPES = {
-    "Tensor": "AtenTensorHandle",
-    "Optional[Tensor]": "AtenTensorHandle*",
-    "List[Tensor]": "const AtenTensorHandle*, int64_t",
-    "bool": "int32_t",
-    "float": "double",
-    "int": "int64_t",
-    "str": "const char*",
-}
-_C_RESULTS = {"Tensor": "AtenTensorHandle*", "List[Tensor]": "..."}
-
-
-def shims(libraries: Iterable[NativeLibrary]) -> dict[Any, list[str]]:
-    """C declarations of the operators that compiled graphs call directly (those with an ``NXD_SHIM`` in ``csrc/``),
-    for the compiler's ``aot_inductor.custom_ops_to_c_shims``. A call through torch's dispatcher takes some
-    microseconds, and a step of decoding makes a hundred. Behind the arguments of an operator without results it puts a
-    null.
-    """
-    found: dict[Any, list[str]] = {}
-    for library in libraries:
-        functions = ctypes.CDLL(str(library.path))
-        for name in library.ops:
-            symbol = f"{library.namespace}_{name}"
-            if not hasattr(functions, symbol):
-                continue
-            schema = library.op(name)._schema
-            parameters = [_C_TYPES[str(argument.type)] for argument in schema.arguments]
-            parameters += [_C_RESULTS[str(result.type)] for result in schema.returns] or ["..."]
-            declared = f'AOTITorchError aoti_torch_cpu_{name}({", ".join(parameters)}) asm("{symbol}")'
-            found[library.op(name)] = [declared]
-    return found
-
-
-@contextlib.contextmanager
-def linkable(libraries: Iterable[NativeLibrary]) -> Iterator[None]:
-    """Inside the block, let compilers that this process starts find the libraries by their :func:`link_name`."""
-    before = os.environ.get("LIBRARY_PATH")
-    with tempfile.TemporaryDirectory() as folder:
-        for library in libraries:
-            (Path(folder) / f"lib{link_name(library.hash)}.so").symlink_to(library.path)
-        os.environ["LIBRARY_PATH"] = os.pathsep.join((folder, *filter(None, [before])))
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["LIBRARY_PATH"]
-            else:
-                os.environ["LIBRARY_PATH"] = before
 
 
 def read_hash(path: str | os.PathLike[str]) -> str:

@@ -24,13 +24,6 @@ FORMAT = "1.1"
 """1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
 PACKED_REQUIREMENT = "packed-weights"
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", PACKED_REQUIREMENT})
-PACKED = "packed32"
-"""Encoding of a weight that graphs read in blocks of 32 rows (``nxd_infer.ops.packed``)."""
-PACKED_INT8 = "packed32-int8"
-"""The same with 8-bit integers and one scale per row (``nxd_infer.ops.packed_int8``): lossy."""
-LOSSY_ENCODINGS = frozenset({PACKED_INT8})
-KNOWN_ENCODINGS: frozenset[str] = frozenset({"", "packed16", PACKED, PACKED_INT8})
-"""Includes those of earlier versions: an artifact carries the operators that pack and read its weights."""
 MANIFEST_NAME = "manifest.json"
 
 
@@ -178,7 +171,7 @@ class WeightSpec(TensorSpec):
 
     kind: str = "parameter"
     encoding: str = ""
-    """One of KNOWN_ENCODINGS, in which graphs read it. Files hold the plain tensor; a rank encodes it at load."""
+    """The form in which graphs read it, one of the backend's. Files hold it plain; a rank encodes it at load."""
 
 
 class GraphSpec(_Model):
@@ -225,7 +218,7 @@ class Manifest(_Model):
     requires: list[str] = Field(default_factory=list)
     backend: str
     target: dict[str, Any] = Field(default_factory=dict)
-    """Requirements of the compiled code: ``arch``, ``march``, ``cpu_features``, ``threads``."""
+    """What the compiled code needs of a machine, in its backend's words."""
     versions: dict[str, str] = Field(default_factory=dict)
     tp_degree: int
     buckets: list[BucketSpec]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from nxd_infer.artifact.manifest import FORMAT, KNOWN_ENCODINGS, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
+from nxd_infer.artifact.manifest import FORMAT, KNOWN_REQUIREMENTS, MANIFEST_NAME, Manifest
 from nxd_infer.artifact.structure import BUCKET_KERNEL_NAME, check_structure, require_flat, weight_name
 from nxd_infer.artifact.verified import Stamp, changed_files, stamp_of, verify_files
 from nxd_infer.artifact.writer import (
@@ -261,12 +261,6 @@ def _parse(root: Path, data: bytes, check: Callable[[Path, Manifest], None] | No
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise ArtifactCorruptError(f"{path} is damaged: {where}: {first['msg']}") from error
-    for weight in manifest.weights:
-        if weight.encoding not in KNOWN_ENCODINGS:
-            raise ArtifactVersionError(
-                f"the artifact {root} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
-                "version of nxd_infer does not know: upgrade it"
-            )
     unknown = sorted(set(manifest.requires) - KNOWN_REQUIREMENTS)
     if unknown:
         raise ArtifactVersionError(

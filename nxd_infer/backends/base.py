@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxd_infer.artifact.manifest import GraphSpec, Manifest
+from nxd_infer.backends.quantization import Quantization
 from nxd_infer.context import ParallelContext
 from nxd_infer.graph.stored import GraphFile, Lowered
 
@@ -149,6 +150,18 @@ class Backend(Protocol):
     """Whether it compiles for other machines; then its results need not be able to run here."""
     neuron_arguments: bool
     """Whether arguments for neuronx-cc are options of this backend (:mod:`.compiler_args`); else they are ignored."""
+    target_option: str
+    """The option that chooses the machine to compile for; "" if there is no choice."""
+    targets: tuple[str, ...]
+    """Its values."""
+    encodings: frozenset[str]
+    """Forms in which its graphs read weights, besides "" for the stored one (``WeightSpec.encoding``)."""
+    quantizations: Mapping[str, Quantization]
+    """Values of ``quantize``: the encodings that round weights."""
+    unpacked: Mapping[str, Any]
+    """Options with which graphs read all weights in the stored form; empty if they always do."""
+    same_rounding: Mapping[str, Any]
+    """Options with which graphs of all shapes give a token the same bits; empty if they always do."""
     kept: tuple[str, ...]
     """Files of a compiled graph that ``compiler_workdir`` also gets, whether compiled now or taken from the cache."""
 
@@ -166,7 +179,9 @@ class Backend(Protocol):
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         """Return the user's options (``compiler_args``), checked and completed, as JSON data; includes ``quantize``.
-        Compiled code depends on all of them. Raises TraceConfigError by name."""
+        Compiled code depends on all of them. Raises TraceConfigError by name.
+
+        ``quantize``: one of :attr:`quantizations`, or None."""
         ...
 
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:

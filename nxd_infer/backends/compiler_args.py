@@ -26,9 +26,19 @@ _VALUED = {
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-def arguments_of(compiler_args: Any, backend: Backend) -> tuple[dict[str, Any], list[str]]:
+def arguments_of(compiler_args: Any, backend: Backend, target: str | None = None) -> tuple[dict[str, Any], list[str]]:
     """What ``backend.options`` is given, and the words that mean nothing to it. Raises TraceConfigError."""
     options, words = split_arguments(compiler_args, backend.has_option)
+    if target is not None:
+        if not backend.target_option:
+            raise TraceConfigError(
+                f"the {backend.name} backend has no choice of machines, got target={target!r}: leave it out"
+            )
+        if options.setdefault(backend.target_option, target) != target:
+            raise TraceConfigError(
+                f"target={target!r} and compiler_args, {backend.target_option}={options[backend.target_option]!r}, "
+                "say two things: leave one out"
+            )
     if not backend.neuron_arguments:
         return options, words
     return {**options, WORDS: [*options.get(WORDS, ()), *words]}, []

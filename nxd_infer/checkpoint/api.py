@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nxd_infer.util.options import whole_number
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.async_save import outstanding
@@ -97,8 +98,8 @@ def save_checkpoint(
     pickle could store, with the path to it (``user_content['a'][3]``), or if a rank cannot write.
     """
     _check_workers(num_workers)
-    if num_kept_ckpts is not None and (not isinstance(num_kept_ckpts, int) or num_kept_ckpts < 1):
-        raise CheckpointError(f"num_kept_ckpts must be None or a whole number of at least 1, got {num_kept_ckpts!r}")
+    if num_kept_ckpts is not None:
+        whole_number("num_kept_ckpts", num_kept_ckpts, CheckpointError, 1)
     tag = folders.checked_tag(tag)
     require_no_lonely_rank("save_checkpoint")
     context, storage = current_context(), storage_of(path)
@@ -253,8 +254,7 @@ def wait_for_save() -> None:
 
 
 def _check_workers(num_workers: Any) -> None:
-    if not isinstance(num_workers, int) or num_workers not in WORKERS:
-        raise CheckpointError(f"num_workers must be a whole number of 1 to {WORKERS[-1]}, got {num_workers!r}")
+    whole_number("num_workers", num_workers, CheckpointError, WORKERS[0], WORKERS[-1])
 
 
 def _typed_errors(storage: Storage, action: Callable[[], T]) -> Callable[[], T]:

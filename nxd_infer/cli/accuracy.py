@@ -1,4 +1,4 @@
-"""Measure the accuracy lost to int8 weights: the model with quantized weights against the model with its own.
+"""Measure the accuracy lost to rounded weights: the model with quantized weights against the model with its own.
 
 Both run eagerly and unsharded. ``verify`` checks that the artifact equals the model with quantized weights.
 """
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import PACKED_INT8, Manifest, dtype_of
+from nxd_infer.artifact.manifest import Manifest, dtype_of
 from nxd_infer.artifact.reader import LoadedArtifact
+from nxd_infer.backends import registry as backends
+from nxd_infer.backends.quantization import Quantization, quantization_of
 from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import split
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import TensorLayout, shard_tensor
-from nxd_infer.ops.packed_int8 import quantize
 from nxd_models import registry
 from nxd_models.hf import weights as hf
 from nxd_server.text.tokenizer import Tokenizer
@@ -29,9 +30,9 @@ TOKENS = 512
 Outputs = dict[str, Tensor]
 
 
-def quantized(manifest: Manifest) -> bool:
-    """Return whether the artifact has int8 weights."""
-    return any(spec.encoding == PACKED_INT8 for spec in manifest.weights)
+def quantization(manifest: Manifest) -> Quantization | None:
+    """Return the form of the artifact's rounded weights, if it has any."""
+    return quantization_of(manifest, backends.get(manifest.backend))
 
 
 class RoundedSource:
@@ -40,9 +41,10 @@ class RoundedSource:
     def __init__(self, manifest: Manifest, source: Any):
         """``source``: the original weights (a WeightSource), under the names of the manifest's layout."""
         self._source = source
+        self._form = form = quantization(manifest)
         self._parts: dict[str, list[tuple[TensorLayout, torch.dtype]]] = {}
         for spec in manifest.weights:
-            if spec.encoding == PACKED_INT8:
+            if form is not None and spec.encoding == form.encoding:
                 for rank in manifest.layout["weights"][spec.name]["ranks"]:
                     layout = TensorLayout.from_json(rank)
                     for name in layout.names:
@@ -58,12 +60,11 @@ class RoundedSource:
         return self._source.dtype(name)
 
     def read(self, name: str, slices: Any = None) -> Tensor:
-        if name not in self._parts:
+        if self._form is None or name not in self._parts:
             return self._source.read(name, slices)
         whole = torch.empty(self._source.shape(name), dtype=self._parts[name][0][1])
         for layout, dtype in self._parts[name]:
-            q, scale = quantize(shard_tensor(self._source, layout, dtype))
-            rounded = q * scale[:, None]
+            rounded = self._form.rounded(shard_tensor(self._source, layout, dtype))
             for block in layout.blocks():
                 if block.name == name:
                     whole[block.logical_slices] = rounded[block.local_slices].to(dtype)
@@ -71,7 +72,7 @@ class RoundedSource:
 
 
 @torch.no_grad()
-def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int) -> None:
+def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: int, form: Quantization) -> None:
     """Print how far the logits are from those with the original ``weights``, over a text or random tokens."""
     meta = artifact.manifest.metadata
     ids, what = _tokens(artifact, min(TOKENS, meta["max_len"]), meta["vocab_size"], seed)
@@ -83,7 +84,7 @@ def report_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, seed: i
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
     agree = int((rounded.argmax(-1) == own.argmax(-1)).sum())
-    console.print(f"weights in eight bits against the model's own, over {len(ids)} {what}:", markup=False)
+    console.print(f"{form.name} weights against the model's own, over {len(ids)} {what}:", markup=False)
     console.print(f"  logits       differ by {difference.max():.3g} at most, {difference.mean():.2g} on average")
     console.print(f"               (the largest is {own.abs().max():.3g})")
     console.print(f"  next tokens  {agree} of {len(ids)} are the same, taking the likeliest ({agree / len(ids):.1%})")
@@ -107,13 +108,13 @@ def _tokens(artifact: LoadedArtifact, count: int, vocabulary: int, seed: int) ->
 
 
 @torch.no_grad()
-def report_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]]) -> None:
+def report_outputs(own: nn.Module, seen: Sequence[tuple[Outputs, Outputs]], form: Quantization) -> None:
     """Print how far the artifact's outputs for the ``seen`` inputs are from those of ``own``."""
     pairs = [(ours[name].double(), out.double()) for inputs, ours in seen for name, out in own(**inputs).items()]
     largest = max(float((a - b).abs().max()) for a, b in pairs)
     mean = float(torch.cat([(a - b).abs().flatten() for a, b in pairs]).mean())
     scale = max(float(b.abs().max()) for _, b in pairs)
     console.print(
-        f"weights in eight bits against the model's own: outputs differ by {largest:.3g} at most, {mean:.2g} on "
+        f"{form.name} weights against the model's own: outputs differ by {largest:.3g} at most, {mean:.2g} on "
         f"average (the largest is {scale:.3g})"
     )

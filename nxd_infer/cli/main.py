@@ -106,16 +106,6 @@ NoKernel = Annotated[
     bool, typer.Option("--no-kernel", help="Reject an artifact that chooses its buckets with its own code.")
 ]
 CompilerArgs = Annotated[str | None, typer.Option(help=TRACE["compiler_args"].help)]
-CpuTarget = Annotated[
-    str | None,
-    typer.Option(help="native, x86-64-v2, -v3 or -v4. Default: the highest level that this machine supports."),
-]
-
-
-Target = Annotated[
-    str | None,
-    typer.Option(help="Compile for inf2 or trn1, on any machine that has neuronx-cc. Default: for this machine."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -127,10 +117,9 @@ def version_of(
         raise typer.Exit()
 
 
-def options(compiler_args: str | None, **targets: str | None) -> list[str]:
-    """Return ``"a=1,b=2"`` and what is said of the target as the backend's ``key=value`` options."""
-    words = (compiler_args or "").replace(",", " ").split()
-    return [*words, *(f"{name}={value}" for name, value in targets.items() if value is not None)]
+def options(compiler_args: str | None) -> list[str]:
+    """Return ``"a=1,b=2"`` as options of the backend."""
+    return (compiler_args or "").replace(",", " ").split()
 
 
 @app.command(epilog="Example:  nxd-infer trace ./llama --tp 2 --out ./artifact --max-len 1024 --quantize int8")
@@ -139,8 +128,6 @@ def trace(
     model_dir: ModelDir,
     artifact_dir: Annotated[Path, typer.Option("--out", help=TRACE["artifact_dir"].help, show_default=False)],
     backend: Backend = registry.DEFAULT,
-    cpu_target: CpuTarget = None,
-    target: Target = None,
     compiler_args: CompilerArgs = None,
     plan_only: Annotated[
         bool,
@@ -157,23 +144,22 @@ def trace(
     for name, option in (("lora_rank", "--lora-rank"), ("lora_targets", "--lora-targets")):
         if given[name] is not None and not given["lora_slots"]:
             raise typer.BadParameter("it describes the slots of --lora-slots, which is not given", param_hint=option)
-    arguments = {"backend": backend, "compiler_args": options(compiler_args, cpu_target=cpu_target, target=target)}
+    arguments = {"backend": backend, "compiler_args": options(compiler_args)}
     cli.trace.run(model_dir, artifact_dir, plan_only=plan_only, **arguments, **given)
 
 
-@app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-v3 --cpu-target x86-64-v3")
+@app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-inf2 --backend neuron --target inf2")
 def recompile(
     artifact: ArtifactDir,
     out: Annotated[Path, typer.Option("--out", help="Where to write the new artifact.", show_default=False)],
-    cpu_target: CpuTarget = None,
-    target: Target = None,
+    target: Annotated[str | None, typer.Option(help=TRACE["target"].help)] = None,
     backend: Annotated[
         str | None, typer.Option(help="As of `trace`. Default: the artifact's own.", callback=_known_backend)
     ] = None,
     compiler_args: CompilerArgs = None,
 ) -> None:
-    """Recompile an artifact's graphs for another CPU or backend, without the model's code or checkpoint."""
-    cli.recompile.run(artifact, out, backend, options(compiler_args, cpu_target=cpu_target, target=target))
+    """Recompile an artifact's graphs for another machine or backend, without the model's code or checkpoint."""
+    cli.recompile.run(artifact, out, backend, options(compiler_args), target)
 
 
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")

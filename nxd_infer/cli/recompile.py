@@ -1,4 +1,4 @@
-"""``nxd-infer recompile``: compile an artifact's stored graphs for another CPU or backend."""
+"""``nxd-infer recompile``: compile an artifact's stored graphs for another machine or backend."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from nxd_infer.cli.trace import Progress, check_writable
 from nxd_infer.trace import load_artifact, parallel_model_recompile
 
 
-def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str]) -> None:
+def run(artifact: Path, out: Path, backend: str | None, compiler_args: list[str], target: str | None) -> None:
     """Write ``out``; print what was compiled and for which target."""
     check_writable(out)
     with bar(drawn=console.is_terminal) as display:
         report = parallel_model_recompile(
-            artifact, out, backend=backend, compiler_args=compiler_args, progress=Progress(display)
+            artifact, out, backend=backend, compiler_args=compiler_args, target=target, progress=Progress(display)
         )
     if report["ignored_compiler_args"]:
         console.print(
             f"note: ignored options of the Neuron compiler: {' '.join(report['ignored_compiler_args'])}", markup=False
         )
     manifest = load_artifact(out, verify=False, runs_here=False).manifest
-    target = manifest.target.get("march") or manifest.target.get("arch")
+    made_for = ", ".join([manifest.backend, *(value for value in manifest.target.values() if isinstance(value, str))])
     console.print(
-        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {manifest.backend}, {target}, "
+        f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now) for {made_for}, "
         f"in {duration(report['seconds'])}",
         markup=False,
     )

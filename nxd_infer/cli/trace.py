@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer import trace
-from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED_INT8, dtype_of
+from nxd_infer.artifact.manifest import MANIFEST_NAME, dtype_of
 from nxd_infer.backends import registry
+from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import bar, console, duration
 from nxd_infer.errors import ArtifactError
-from nxd_infer.ops.packed_int8 import packed_shape
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.memory import available_memory, total_memory
@@ -26,11 +26,6 @@ from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.text.tokenizer_files import has_tokenizer
-
-SAME_ROUNDING = "emulate_precision_casts"
-"""An option of compilers that have it: they round every result to its dtype, whatever they fuse, so that all graphs
-give a token the same bits."""
-
 
 LINE_EVERY = 10.0
 """Seconds between two lines of one stage when the output is not a terminal."""
@@ -91,10 +86,10 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     if not plan_only and checkpoint is None:
         hf.weights(model_dir)  # raises if there are none, before a plan is printed
     arguments = {**plan.trace_arguments(), **arguments}
-    backend = arguments.get("backend", registry.DEFAULT)
-    if task.get("speculate") and registry.get(backend).has_option(SAME_ROUNDING):
-        # A draft is verified with decode's numbers.
-        arguments["compiler_args"] = [f"{SAME_ROUNDING}=True", *arguments.get("compiler_args", ())]
+    backend = registry.get(arguments.get("backend", registry.DEFAULT))
+    if task.get("speculate"):  # a draft is verified with decode's numbers
+        rounding = [f"{name}={value}" for name, value in backend.same_rounding.items()]
+        arguments["compiler_args"] = [*rounding, *arguments.get("compiler_args", ())]
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)
@@ -131,13 +126,13 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         f"wrote {out}: {report['graphs']} graphs ({report['compiled']} compiled now), "
         f"{size(on_disk)}, in {duration(seconds)}"
     )
-    if quantize := arguments.get("quantize"):
+    if form := quantization_of(model.manifest, backend):
         weights = model.manifest.weights
-        held = [spec for spec in weights if spec.encoding == PACKED_INT8]
+        rounded = [spec for spec in weights if spec.encoding == form.encoding]
         before = sum(spec.nbytes for spec in weights)
-        saved = sum(spec.nbytes - math.prod(packed_shape(spec.shape)) for spec in held)
+        saved = sum(spec.nbytes - form.nbytes(spec.shape) for spec in rounded)
         console.print(
-            f"{quantize}: each rank holds {len(held)} of its {len(weights)} weights in eight bits, "
+            f"{form.name}: each rank holds {len(rounded)} of its {len(weights)} weights so, "
             f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
         )
     return {

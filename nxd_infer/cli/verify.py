@@ -1,6 +1,6 @@
 """``nxd-infer verify``: compare the traced artifact with the unsharded eager model, bucket by bucket.
 
-An artifact with int8 weights is compared with a model of the quantized weights, which it should equal; the loss of
+An artifact with rounded weights is compared with a model of these, which it should equal; the loss of
 accuracy is measured separately.
 """
 
@@ -202,18 +202,18 @@ def run(
                 display.advance(task)
     verdict = {True: "equal", False: "differs"}
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
-    rounded = accuracy.quantized(manifest)
+    form = accuracy.quantization(manifest)
     table(
         f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {whose}, unsharded and eager"
-        + (", weights rounded to eight bits" if rounded else ""),
+        + (f", weights rounded to {form.name}" if form else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
     )
-    if rounded and cases is generation_cases:
+    if form and cases is generation_cases:
         del eager
-        accuracy.report_text(model.artifact, model_dir, weights, seed)
-    elif rounded:
-        accuracy.report_outputs(hf.load(eager, weights), seen)
+        accuracy.report_text(model.artifact, model_dir, weights, seed, form)
+    elif form:
+        accuracy.report_outputs(hf.load(eager, weights), seen, form)
     failed = [row.bucket for row in rows if not row.ok]
     if failed:
         console.print(f"{len(failed)} of {len(rows)} buckets are past the tolerance of {limit:g}: {', '.join(failed)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nxd_infer.artifact.manifest import LOSSY_ENCODINGS, InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.graph import passes
 from nxd_infer.graph.export import Exported, Step, export
@@ -94,18 +94,19 @@ def _specs(exported: Exported, step: Step) -> GraphFile:
     )
 
 
-def stored_graph(directory: Path) -> Graph:
-    """Return the canonical graph in a graph's directory, for a backend's passes. Raises ArtifactCorruptError if there
-    is none: artifacts of format 1.0 hold only the result of the CPU's passes."""
+def stored_graph(directory: Path, rounded: Container[str] = ()) -> Graph:
+    """Return the canonical graph in a graph's directory, for a backend's passes.
+
+    ``rounded``: the encodings that are part of what the model computes and stay; others are the backend's choice.
+    Raises ArtifactCorruptError if there is none: artifacts of format 1.0 hold only the result of the CPU's passes.
+    """
     file, ir = read_graph(directory), read_ir(directory)
     if ir.get("ir") == IN_PLACE:
         raise ArtifactCorruptError(f"{directory} holds no canonical graph: it was traced by an earlier version")
     module = ir_to_graph(ir)
     propagate(module, [*file.states, *file.inputs, *file.weights])
     weights = [
-        # A lossy encoding is part of what the model computes, so it stays; other encodings are the backend's choice.
-        weight if weight.encoding in LOSSY_ENCODINGS else weight.model_copy(update={"encoding": ""})
-        for weight in file.weights
+        weight if weight.encoding in rounded else weight.model_copy(update={"encoding": ""}) for weight in file.weights
     ]
     known = {"digest": "", "ops": [], "weights": weights, "collectives": passes.collective_sequence(module)}
     return Graph(module, file.model_copy(update=known))

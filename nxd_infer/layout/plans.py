@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout.runs import AxisLayout, Fill, Piece, Run, axis_length, coalesce, cut, rename, shift
 
 
 def check_place(degree: int, rank: int = 0) -> None:
     """Raise ParallelConfigError unless ``0 <= rank < degree``."""
-    if not isinstance(degree, int) or degree < 1:
-        raise ParallelConfigError(f"a parallel degree must be a whole number of at least 1, got {degree!r}")
+    whole_number("a parallel degree", degree, ParallelConfigError, 1)
     if not 0 <= rank < degree:
         raise ParallelConfigError(f"rank {rank} is outside a group of {degree}")
 

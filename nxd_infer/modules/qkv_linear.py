@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, Run, gqa_plan
 from nxd_infer.parallel_layers import mappings
@@ -108,8 +109,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     def _plans(self) -> tuple[AxisPlan, AxisPlan]:
         d, m = self.head_dim, self.kv_size_multiplier
-        if not isinstance(m, int) or isinstance(m, bool) or m < 1:
-            raise ParallelConfigError(f"kv_size_multiplier must be a whole number of at least 1, got {m!r}")
+        whole_number("kv_size_multiplier", m, ParallelConfigError, 1)
         if d is None:
             return AxisPlan.even(self.q_size), AxisPlan.even(self.kv_size) if m == 1 else self._plan_without_heads()
         if self.q_size % d or self.kv_size % d:

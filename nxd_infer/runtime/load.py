@@ -73,6 +73,12 @@ def check_backend(root: Path, manifest: Manifest, backend: str | None, probe: bo
         raise ArtifactBackendError(
             f"the artifact {root} needs the backend {manifest.backend!r}, which cannot run here: {answer.reason}"
         )
+    for weight in manifest.weights:
+        if weight.encoding and weight.encoding not in found.encodings:
+            raise ArtifactVersionError(
+                f"the artifact {root} reads the weight {weight.name!r} as {weight.encoding!r}, an encoding that this "
+                f"version of the {found.name} backend does not know: upgrade it"
+            )
     try:
         found.check_target(manifest.target, manifest.versions)
     except (ArtifactVersionError, ArtifactCorruptError) as error:

@@ -43,10 +43,11 @@ class Compiled:
     seconds: float = 0.0
 
 
-def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str) -> None:
+def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str, unpacked: Mapping[str, Any]) -> None:
     """Check that the ranks are consistent. Raises TraceError naming the difference.
 
     ``one_program`` says what requires equal graphs; if it is "", graphs may differ, but not their collectives.
+    ``unpacked``: the backend's options without which ranks may read a weight in different forms.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -84,7 +85,7 @@ def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str) -> 
             if known.encoding != spec.encoding:
                 raise TraceError(
                     f"rank {rank.rank} and an earlier one use the weight {spec.name!r} in different ways, so that only "
-                    "one can read it packed; trace with compiler_args={'nxd_packed': False}"
+                    f"one can read it packed; trace with compiler_args={dict(unpacked)}"
                 )
 
 

@@ -18,6 +18,7 @@ from nxd_infer.artifact.writer import ArtifactWriter, checked_name
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compiler_args import arguments_of
+from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.errors import (
     ArtifactBackendError,
@@ -64,7 +65,8 @@ def check_options(options: TraceOptions) -> CheckedTrace:
     if options.serialization_path is not None and not options.spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
     backend = tracing_backend(options.backend)
-    own, ignored = arguments_of(options.compiler_args, backend)
+    own, ignored = arguments_of(options.compiler_args, backend, options.target)
+    check_quantize(backend, options.quantize)
     request = TraceRequest(
         func=options.func,
         buckets=list_buckets(options.example_inputs, config, options.func_kwargs),

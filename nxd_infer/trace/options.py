@@ -109,6 +109,11 @@ class TraceOptions:
         "Who compiles and runs the graphs: `nxd-infer doctor` lists them.",
         flag="--backend",
     )
+    target: str | None = option(
+        None,
+        "The machine to compile for; `nxd-infer doctor` lists what each backend can. Default: this machine.",
+        flag="--target",
+    )
     func_kwargs: Mapping[str, Any] | None = option(None, "Keyword arguments of `func` for every bucket.")
     metadata: Mapping[str, Any] | None = option(None, "What a server needs to know; stored in the artifact.")
     extra_files: Mapping[str, str | os.PathLike[str]] | None = option(None, "`{name in the artifact: file}`.")
@@ -138,9 +143,8 @@ class TraceOptions:
         "int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy.",
         details='`"int8"` holds the weights of linear layers (and a table that is tied to one) in eight bits with a '
         "scale per output. Weight files keep the traced type; ranks quantise as they load, and again when weights are "
-        "updated. Small weights stay as they are (`nxd_packed`).",
+        "updated. Small weights stay as they are.",
         flag="--quantize",
-        choices=("int8",),
     )
 
     def __post_init__(self) -> None:

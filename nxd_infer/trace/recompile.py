@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.artifact.manifest import FORMAT, LOSSY_ENCODINGS, PACKED_REQUIREMENT
+from nxd_infer.artifact.manifest import FORMAT, PACKED_REQUIREMENT
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
+from nxd_infer.backends import registry
 from nxd_infer.backends.base import Backend
 from nxd_infer.backends.compile.pool import make_workdir
 from nxd_infer.backends.compiler_args import arguments_of
+from nxd_infer.backends.quantization import Quantization, check_quantize, quantization_of
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceError
 from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, name_lowered, stored_graph
 from nxd_infer.graph.ir import FUNCTIONAL
@@ -40,6 +42,7 @@ def parallel_model_recompile(
     *,
     backend: str | None = None,
     compiler_args: Any = None,
+    target: str | None = None,
     compiler_workdir: str | os.PathLike[str] | None = None,
     max_parallel_compilations: int | None = None,
     replace: bool = True,
@@ -52,8 +55,8 @@ def parallel_model_recompile(
         load_dir: a directory of ``parallel_model_save``; its code need not run on this machine.
         save_dir: written completely or not at all; an existing artifact is replaced in one step.
         backend: default: the artifact's own.
-        compiler_args, compiler_workdir, max_parallel_compilations: as in ``parallel_model_trace``; the values used for
-            tracing are not remembered. ``cpu_target`` chooses the CPU.
+        compiler_args, target, compiler_workdir, max_parallel_compilations: as in ``parallel_model_trace``; the values
+            used for tracing are not remembered.
         replace: False rejects an existing ``save_dir``.
         progress: called as ``progress(stage, done, total, note)``.
         compile_timeout: time limit in seconds for each graph.
@@ -69,17 +72,18 @@ def parallel_model_recompile(
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
-    own, ignored = arguments_of(compiler_args, found)
-    quantized = any(weight.encoding in LOSSY_ENCODINGS for weight in source.manifest.weights)
-    options = found.options(own, "int8" if quantized else None)
+    own, ignored = arguments_of(compiler_args, found, target)
+    form = _quantization(source)
+    quantize = None if form is None else form.name
+    check_quantize(found, quantize)
+    options = found.options(own, quantize)
     ArtifactWriter(save_dir, replace=replace).check_target()
     workdir = Path(compiler_workdir) if compiler_workdir is not None else None
     make_workdir(workdir)
     build = Path(tempfile.mkdtemp(prefix="nxd-recompile-"))
     try:
         canonical = all(read_ir(source.graph_dir(digest))["ir"] == FUNCTIONAL for digest in source.manifest.graphs)
-        lower = _lower if canonical else _take_over
-        made = lower(source, found, options, build)
+        made = _lower(source, found, options, form, build) if canonical else _take_over(source, found, options, build)
         compiled = compile_directories(
             made.directories,
             {made.renamed[old]: bucket.name for bucket in source.manifest.buckets for old in bucket.graphs},
@@ -139,7 +143,16 @@ class _Made:
     """The encodings in which graphs read their weights."""
 
 
-def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], build: Path) -> _Made:
+def _quantization(source: LoadedArtifact) -> Quantization | None:
+    """Return the form of its rounded weights, if it has any."""
+    if not any(weight.encoding for weight in source.manifest.weights):
+        return None
+    return quantization_of(source.manifest, registry.get(source.manifest.backend))
+
+
+def _lower(
+    source: LoadedArtifact, backend: Backend, options: dict[str, Any], form: Quantization | None, build: Path
+) -> _Made:
     """Lower the canonical graphs with ``backend``, below ``build``."""
     backend.prepare_trace(source.manifest.tp_degree, options)
     made = _Made()
@@ -150,7 +163,8 @@ def _lower(source: LoadedArtifact, backend: Backend, options: dict[str, Any], bu
             "all of them: write the model so that a rank is data (nxd_infer.comm.axis_rank) and trace it again"
         )
     for digests in ranks:  # ranks with equal graphs are lowered once
-        graphs = [stored_graph(source.graph_dir(digest)) for digest in digests]
+        rounded = () if form is None else (form.encoding,)
+        graphs = [stored_graph(source.graph_dir(digest), rounded) for digest in digests]
         for old, graph, lowered in zip(digests, graphs, backend.passes(graphs, options), strict=True):
             ir = graph.ir()
             name_lowered(lowered, ir, configuration(backend.name, options))

@@ -45,7 +45,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
             progress=progress,
         )
     traced = time.monotonic()
-    compare_ranks(ranks, build, one_program=_one_program(checked))
+    compare_ranks(ranks, build, one_program=_one_program(checked), unpacked=checked.backend.unpacked)
     compiled = compile_ranks(
         ranks,
         build,

@@ -15,6 +15,7 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.hlo.collectives import check_collectives, collectives_of
 from nxd_infer.backends.hlo.files import BODY_FILE, PARTS_FILE, TAIL_FILE, PartsFile, read
 from nxd_infer.backends.hlo.parts import lower_graphs
+from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.context import current_context, make_context, use_context
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError, TraceError
 from nxd_infer.util.machine import torch_version
@@ -179,7 +180,7 @@ def test_it_takes_no_options() -> None:
     with pytest.raises(TraceConfigError, match=r"takes no compiler_args, got \{'fast': True\}: leave them out"):
         XLA.options({"fast": True})
     with pytest.raises(TraceConfigError, match=r"got quantize='int8': leave it out"):
-        XLA.options({}, "int8")
+        check_quantize(XLA, "int8")
 
 
 def test_another_revision_is_refused() -> None:

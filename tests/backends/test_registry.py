@@ -63,7 +63,9 @@ def test_what_starts_ranks_asks_backends_without_torch() -> None:
 
 
 NAMES = re.compile(
-    r"\b(inductor|lockstep)\b|[\"'](eager|cpu|cuda|xla|neuron)(:\d+)?[\"']|\btorch\.cuda\b", re.IGNORECASE
+    r"\b(inductor|lockstep)\b|[\"'](eager|cpu|cuda|xla|neuron)(:\d+)?[\"']|\btorch\.cuda\b"
+    r"|aot_?inductor|cpu_target|nxd_packed|packed(16|32)|emulate_precision|x86-64|\bmarch\b",
+    re.IGNORECASE,
 )
 HOMES = ("nxd_infer/backends/", "nxd_infer/comm/", "nxd_infer/util/devices.py")
 """The backends; the transports, each of which is for one kind of device; and the one place that asks torch for the host

@@ -350,8 +350,8 @@ def test_a_path_that_is_a_file(tmp_path: Path):
         ({"user_content": {"a": [object()]}}, r"user_content\['a'\]\[0\] is a object, .* it takes tensors"),
         ({"tag": "../a"}, "cannot be a tag"),
         ({"tag": "theirs"}, "exists and is not a checkpoint; it is left alone"),
-        ({"num_workers": 33}, "num_workers must be a whole number of 1 to 32, got 33"),
-        ({"num_kept_ckpts": 0}, "num_kept_ckpts must be None or a whole number of at least 1, got 0"),
+        ({"num_workers": 33}, "num_workers must be a whole number from 1 to 32, got 33"),
+        ({"num_kept_ckpts": 0}, "num_kept_ckpts must be a whole number of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path: Path, arguments: dict[str, Any], message: str):

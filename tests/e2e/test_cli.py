@@ -296,9 +296,7 @@ def test_trace_says_before_it_begins_what_a_model_lacks(capsys, monkeypatch, tmp
         (["recompile", "/no/such/artifact", "--out", "a"], ["/no/such/artifact"]),
         (["recompile", "MODEL", "--out", "a"], ["is not an artifact"]),
         (["recompile", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is not a directory", "--out"]),
-        pytest.param(
-            ["trace", "MODEL", "--out", "a", "--cpu-target", "z80"], ["z80", "x86-64-v3"], marks=needs_inductor
-        ),
+        pytest.param(["trace", "MODEL", "--out", "a", "--target", "z80"], ["z80", "x86-64-v3"], marks=needs_inductor),
         (["frobnicate"], ["frobnicate"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -239,3 +239,12 @@ def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
         shown = str(default).lower() if isinstance(default, bool) else str(default or "")
         expected.append((name, "0" if default == 0 and not isinstance(default, bool) else shown, field.description))
     assert rows == expected
+
+
+@pytest.mark.check
+def test_an_engine_has_the_defaults_of_the_settings() -> None:
+    same = {"max_queued_requests": "max_queued_requests", "restart_limit": "max_restarts"}
+    for engine, names in ((Engine, {**same, "stall_ratio": "stall_ratio", "speculate": "speculate"}), (OneShotEngine, same)):
+        parameters = inspect.signature(engine).parameters
+        for own, setting in names.items():
+            assert parameters[own].default == Settings.model_fields[setting].default, own

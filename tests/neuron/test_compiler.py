@@ -11,6 +11,7 @@ import pytest
 from nxd_infer.backends import registry
 from nxd_infer.backends.compiler_args import arguments_of
 from nxd_infer.backends.neuron import compiler, cores
+from nxd_infer.backends.quantization import check_quantize
 from nxd_infer.errors import BackendUnavailableError, TraceConfigError, TraceError
 from tests.neuron.machines import FAKE, described
 
@@ -73,7 +74,7 @@ def test_the_machine_is_the_default_target(tmp_path: Path) -> None:
 
 def test_eight_bits_are_refused() -> None:
     with pytest.raises(TraceConfigError, match="keeps weights as they are, got quantize='int8'"):
-        BACKEND.options({"target": "inf2"}, "int8")
+        check_quantize(BACKEND, "int8")
 
 
 def test_a_degree_is_refused_before_anything_is_traced() -> None:

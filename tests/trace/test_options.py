@@ -23,7 +23,7 @@ from nxd_models.serving.task_options import TaskOptions
 from tests.e2e.command import nxd_infer_here, refused
 
 DOCUMENT = Path(__file__).parents[2] / "docs/api.md"
-OF_TRACE = {"--plan-only", "--cpu-target", "--target"}
+OF_TRACE = {"--plan-only"}
 """What only the command has."""
 
 

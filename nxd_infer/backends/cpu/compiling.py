@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._inductor
 
+from nxd_infer.backends.cpu.linking import linkable, shims
 from nxd_infer.backends.cpu.lower import read_program
 from nxd_infer.backends.cpu.operators import register_operators
 from nxd_infer.backends.cpu.package import collectives_of_package, unpack
@@ -17,7 +18,7 @@ from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.backends.cpu.serial_loops import keep_small_loops_serial
 from nxd_infer.graph.ir import ir_to_graph
 from nxd_infer.graph.stored import GRAPH_FILE, read_graph
-from nxd_infer.native import link_name, linkable, shims
+from nxd_infer.native import link_name
 
 
 def compile_here(graph_dir: Path, settings: Mapping[str, Any], code: Path, simdlen: int) -> None:

@@ -10,7 +10,7 @@ from nxd_infer import backends
 from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
-from nxd_infer.backends.cpu.options import OPTION, packed_option, quantize_option
+from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option, quantize_option
 from nxd_infer.backends.cpu.target import describe_target
 from nxd_infer.errors import TraceConfigError
 
@@ -30,15 +30,15 @@ class EagerBackend(CpuBackend):
         return self.probe()
 
     def has_option(self, name: str) -> bool:
-        return name == OPTION
+        return name == PACKED_OPTION
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
-        if given.keys() - {OPTION}:
+        if given.keys() - {PACKED_OPTION}:
             raise TraceConfigError(
-                f"the eager backend compiles nothing and takes no compiler_args but {OPTION!r}, got {dict(given)!r}; "
-                "leave them out, or trace with backend='inductor'"
+                f"the eager backend compiles nothing and takes no compiler_args but {PACKED_OPTION!r}, got "
+                f"{dict(given)!r}; leave them out, or trace with backend='inductor'"
             )
-        options: dict[str, Any] = {OPTION: packed_option(given.get(OPTION, True))}
+        options: dict[str, Any] = {PACKED_OPTION: packed_option(given.get(PACKED_OPTION, True))}
         return {**options, **quantize_option(quantize, options)}
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ from nxd_infer import backends
 from nxd_infer.backends import cpu
 from nxd_infer.backends.base import Availability, Executable, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.base import CpuBackend
-from nxd_infer.backends.cpu.options import OPTION, QUANTIZE, packed_option, quantize_option
-from nxd_infer.backends.cpu.target import cpu_target
+from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE, packed_option, quantize_option
+from nxd_infer.backends.cpu.target import TARGETS, cpu_target
 from nxd_infer.errors import ArtifactCorruptError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import architecture, cpu_features, torch_version
 from nxd_infer.util.suggest import did_you_mean
@@ -63,6 +63,9 @@ class InductorBackend(CpuBackend):
 
     name = "inductor"
     compiles = True
+    target_option = CPU_TARGET
+    targets = TARGETS
+    same_rounding: Mapping[str, Any] = {"emulate_precision_casts": True}  # to each dtype, whatever is fused
 
     def probe(self) -> Availability:
         if _loader_class() is None or not takes_march():
@@ -95,7 +98,7 @@ class InductorBackend(CpuBackend):
         target = cpu_target(given.pop(CPU_TARGET, None), cpu_features())
         options: dict[str, Any] = {
             CPU_TARGET: target.name,
-            OPTION: packed_option(given.pop(OPTION, True)),
+            PACKED_OPTION: packed_option(given.pop(PACKED_OPTION, True)),
             "cpp.march": target.march,
             "cpp.dynamic_threads": True,
         }
@@ -138,7 +141,7 @@ class InductorBackend(CpuBackend):
         }
 
     def compile(self, graph_dir: Path, options: Mapping[str, Any]) -> None:
-        settings = {key: value for key, value in options.items() if key not in (CPU_TARGET, OPTION, QUANTIZE)}
+        settings = {key: value for key, value in options.items() if key not in (CPU_TARGET, PACKED_OPTION, QUANTIZE)}
         simdlen = cpu_target(options.get(CPU_TARGET), cpu_features()).simdlen
         cpu.compiling.compile_here(graph_dir, {**settings, **_FIXED}, graph_dir / CODE, simdlen)
 
@@ -182,7 +185,7 @@ def _loader_class() -> Any:
 def _known_options() -> set[str]:
     import torch._inductor
 
-    return {*torch._inductor.list_options(), CPU_TARGET, OPTION}
+    return {*torch._inductor.list_options(), CPU_TARGET, PACKED_OPTION}
 
 
 def _check_options(given: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from nxd_infer.artifact.manifest import PACKED, PACKED_INT8
 from nxd_infer.backends.cpu import packing
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, QUANTIZATIONS
 from nxd_infer.backends.cpu.in_place import scatter_to_index_put, update_in_place
-from nxd_infer.backends.cpu.options import OPTION, QUANTIZATIONS, QUANTIZE
+from nxd_infer.backends.cpu.options import PACKED_OPTION, QUANTIZE
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.functional import in_place
@@ -65,8 +65,9 @@ def _choose(
     if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
         return {name: form for name, form in found.items() if name in kept}
-    minimum = options.get(OPTION, 0)
-    form = QUANTIZATIONS.get(options.get(QUANTIZE, ""), PACKED)
+    minimum = options.get(PACKED_OPTION, 0)
+    quantization = QUANTIZATIONS.get(options.get(QUANTIZE, ""))
+    form = PACKED if quantization is None else quantization.encoding
     if not minimum or (library is None and form == PACKED):  # slower than plain without the native operators
         return {}
     return packing.choose(nodes, minimum, form)

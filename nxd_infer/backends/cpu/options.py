@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_infer.artifact.manifest import PACKED_INT8
 from nxd_infer.errors import TraceConfigError
 
-OPTION = "nxd_packed"
+PACKED_OPTION = "nxd_packed"
 """The compiler option: True (weights of at least MINIMUM_BYTES), False, or the least size in bytes."""
 MINIMUM_BYTES = 64 << 10
 """Smaller weights stay in the caches and gain nothing."""
 
 QUANTIZE = "quantize"
-"""Key of a trace's configuration for one of QUANTIZATIONS; absent if weights keep their type."""
-QUANTIZATIONS = {"int8": PACKED_INT8}
-"""Values of ``quantize``, and the encoding of weights that would otherwise be packed."""
+"""Key of a trace's configuration for the name of a quantization; absent if weights keep their type."""
 
 
 def packed_option(value: Any) -> int:
@@ -26,20 +23,19 @@ def packed_option(value: Any) -> int:
     if isinstance(value, int) and value > 0:
         return value
     raise TraceConfigError(
-        f"compiler_args: {OPTION}={value!r} must be True, False, or the number of bytes from which on a weight is "
-        f"packed (True means {MINIMUM_BYTES})"
+        f"compiler_args: {PACKED_OPTION}={value!r} must be True, False, or the number of bytes from which on a weight "
+        f"is packed (True means {MINIMUM_BYTES})"
     )
 
 
-def quantize_option(value: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError for an unknown value."""
+def quantize_option(value: str | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what ``quantize=value`` adds to a trace's configuration. Raises TraceConfigError if weights are not to be
+    packed."""
     if value is None:
         return {}
-    if not isinstance(value, str) or value not in QUANTIZATIONS:
-        raise TraceConfigError(f"quantize={value!r} is not one of {', '.join(map(repr, QUANTIZATIONS))}, or None")
-    if not options.get(OPTION):
+    if not options.get(PACKED_OPTION):
         raise TraceConfigError(
-            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({OPTION}=False): "
+            f"quantize={value!r} is a form of packed weights and compiler_args turn those off ({PACKED_OPTION}=False): "
             "leave one of the two out"
         )
     return {QUANTIZE: value}

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import PACKED_INT8, WeightSpec
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.backends.cpu.encodings import PACKED_INT8
 from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.ops import packed, packed_int8
 from nxd_infer.util.mapped_memory import Memory

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
-from nxd_infer.artifact.manifest import PACKED, PACKED_INT8, WeightSpec
+from nxd_infer.artifact.manifest import WeightSpec
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8
 from nxd_infer.graph.passes import call, native_operator, written
 from nxd_infer.ops.packed import packable
 from nxd_infer.ops.packed_int8 import packed_shape

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_infer.artifact.manifest import PACKED_INT8, Manifest, TensorSpec, WeightSpec
+from nxd_infer.artifact.manifest import Manifest, TensorSpec, WeightSpec
 from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
 from nxd_infer.backends.base import RankRuntime
+from nxd_infer.backends.cpu.encodings import PACKED_INT8
 from nxd_infer.backends.cpu.packed_weights import PackedWeights
 from nxd_infer.util.mapped_memory import Memory
 

@@ -36,6 +36,10 @@ _TARGETS = {
 }
 
 
+TARGETS = ("native", *_TARGETS)
+"""Values of the option ``cpu_target``."""
+
+
 def cpu_target(name: str | None, present: frozenset[str], machine: str | None = None) -> CpuTarget:
     """Return the target called ``name`` (None: the best this machine has; ``native``: exactly this machine).
 
@@ -51,7 +55,7 @@ def cpu_target(name: str | None, present: frozenset[str], machine: str | None = 
         fitting = [target for target in _TARGETS.values() if present >= set(target.features)]
         return fitting[-1] if fitting else CpuTarget("x86-64", "x86-64", 1, ())
     if name not in _TARGETS:
-        raise TraceConfigError(f"there is no cpu_target {name!r}; targets are native, {', '.join(_TARGETS)}")
+        raise TraceConfigError(f"there is no cpu_target {name!r}; targets are {', '.join(TARGETS)}")
     missing = sorted(set(_TARGETS[name].features) - present)
     if missing:
         raise TraceConfigError(f"cpu_target {name!r} needs {', '.join(missing)}, which this machine lacks")
@@ -75,5 +79,5 @@ def check_cpu(target: Mapping[str, Any]) -> None:
     if missing:
         raise ArtifactVersionError(
             f"was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
-            "use `nxd-infer recompile` here, or trace it again with --cpu-target for this CPU"
+            "use `nxd-infer recompile` here, or trace it again with --target for this CPU"
         )

@@ -15,6 +15,7 @@ from nxd_infer.backends import hlo, neuron, xla
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron import compiler, cores, sdk
+from nxd_infer.backends.quantization import Quantization
 from nxd_infer.backends.xla.backend import BACKEND as XLA
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import torch_minor, torch_version
@@ -40,6 +41,12 @@ class NeuronBackend:
     compiles = True
     cross_compiles = True
     neuron_arguments = True
+    target_option = TARGET
+    targets = tuple(cores.DEGREES)
+    encodings: frozenset[str] = frozenset()
+    quantizations: Mapping[str, Quantization] = {}
+    unpacked: Mapping[str, Any] = {}
+    same_rounding: Mapping[str, Any] = {}
     kept = compiler.KEPT
 
     def probe(self) -> Availability:
@@ -64,10 +71,6 @@ class NeuronBackend:
         return name == TARGET
 
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
-        if quantize is not None:
-            raise TraceConfigError(
-                f"the neuron backend keeps weights as they are, got quantize={quantize!r}: leave it out"
-            )
         if unknown := sorted(given.keys() - {TARGET, WORDS}):
             raise TraceConfigError(
                 f"compiler_args: the neuron backend has the option {TARGET} and takes arguments of neuronx-cc, got "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, xla
 from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
+from nxd_infer.backends.quantization import Quantization
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.util.machine import architecture, torch_minor, torch_version
 from nxd_infer.util.processors import available_cores
@@ -34,6 +35,12 @@ class XlaBackend:
     compiles = True
     cross_compiles = False
     neuron_arguments = False
+    target_option = ""
+    targets: tuple[str, ...] = ()
+    encodings: frozenset[str] = frozenset()
+    quantizations: Mapping[str, Quantization] = {}
+    unpacked: Mapping[str, Any] = {}
+    same_rounding: Mapping[str, Any] = {}
     kept: tuple[str, ...] = ()
 
     def probe(self) -> Availability:
@@ -58,11 +65,6 @@ class XlaBackend:
     def options(self, given: Mapping[str, Any], quantize: str | None = None) -> dict[str, Any]:
         if given:
             raise TraceConfigError(f"the xla backend takes no compiler_args, got {dict(given)!r}: leave them out")
-        if quantize is not None:
-            raise TraceConfigError(
-                f"the xla backend keeps weights as they are, got quantize={quantize!r}: leave it out, or trace with "
-                "backend='inductor'"
-            )
         return {}
 
     def prepare_trace(self, tp_degree: int, options: Mapping[str, Any]) -> None:

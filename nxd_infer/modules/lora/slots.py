@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear, mappings
@@ -86,8 +87,7 @@ def add_adapter_slots(module: nn.Module, targets: Sequence[str], slots: int, ran
     Returns the rows, on which the model's forward calls ``use``. Raises ParallelConfigError for wrong arguments.
     """
     for what, value in (("adapter slots", slots), ("the adapters' rank", rank)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ParallelConfigError(f"{what} must be a whole number of at least 1, got {value!r}")
+        whole_number(what, value, ParallelConfigError, 1)
     layers = {path: layer for path, layer in module.named_modules() if _takes_slots(layer)}
     names = {path.rpartition(".")[2] for path in layers}
     unknown = [name for name in targets if name not in names]

@@ -179,6 +179,12 @@ class Backend:
     compiles = True
     cross_compiles = False
     neuron_arguments = False
+    target_option = ""
+    targets = ()
+    encodings = frozenset()
+    quantizations = {}
+    unpacked = {}
+    same_rounding = {}
     kept = ()
 
     def probe(self):
@@ -191,8 +197,8 @@ class Backend:
         return name == "speed"
 
     def options(self, given, quantize=None):
-        if quantize is not None or given.keys() - {"speed"}:
-            raise TraceConfigError(f"lockstep has one option, speed, got {dict(given)!r} and quantize={quantize!r}")
+        if given.keys() - {"speed"}:
+            raise TraceConfigError(f"lockstep has one option, speed, got {dict(given)!r}")
         return dict(given)
 
     def prepare_trace(self, tp_degree, options):

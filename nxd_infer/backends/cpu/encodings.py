@@ -1,0 +1,35 @@
+"""The forms in which the CPU's graphs read weights; a rank packs each when it loads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nxd_infer.backends.quantization import Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACKED = "packed32"
+"""In blocks of 32 rows (``nxd_infer.ops.packed``)."""
+PACKED_INT8 = "packed32-int8"
+"""The same with 8-bit integers and one scale per row (``nxd_infer.ops.packed_int8``): rounded."""
+ENCODINGS = frozenset({"packed16", PACKED, PACKED_INT8})
+"""Includes those of earlier versions: an artifact carries the operators that pack and read its weights."""
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    from nxd_infer.ops.packed_int8 import quantize  # slow: torch
+
+    q, scale = quantize(weight)
+    return q * scale[:, None]
+
+
+def _nbytes(shape: Sequence[int]) -> int:
+    from nxd_infer.ops.packed_int8 import packed_shape  # slow: torch
+
+    return math.prod(packed_shape(shape))
+
+
+QUANTIZATIONS = {"int8": Quantization("int8", PACKED_INT8, _rounded, _nbytes)}
