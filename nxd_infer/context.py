@@ -14,8 +14,8 @@ import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.util.options import whole_number
 
 AXES = ("pp", "dp", "cp", "tp")
 

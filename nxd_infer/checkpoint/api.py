@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nxd_infer.util.options import whole_number
 from nxd_infer.checkpoint import folder as folders
 from nxd_infer.checkpoint.archive import Archive
 from nxd_infer.checkpoint.async_save import outstanding
@@ -40,6 +39,7 @@ from nxd_infer.context import AXES, ParallelContext, current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.modules.lora.peft import collect_adapter
+from nxd_infer.util.options import whole_number
 
 __all__ = ["has_checkpoint", "load_checkpoint", "save_checkpoint", "wait_for_save"]
 

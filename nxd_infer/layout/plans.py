@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError, ShardingError
 from nxd_infer.layout.runs import AxisLayout, Fill, Piece, Run, axis_length, coalesce, cut, rename, shift
+from nxd_infer.util.options import whole_number
 
 
 def check_place(degree: int, rank: int = 0) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, Run, gqa_plan
 from nxd_infer.parallel_layers import mappings
@@ -23,6 +22,7 @@ from nxd_infer.parallel_layers.initialization import (
     keep_own_part,
     logical_tensor,
 )
+from nxd_infer.util.options import whole_number
 
 PARTS = ("q", "k", "v")
 

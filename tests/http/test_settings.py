@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_server.engine import Engine, OneShotEngine
 from nxd_server.environment import OTHERS, unknown_variables
 from nxd_server.errors import SettingsError
 from nxd_server.settings import ServerSettings, load_settings
@@ -244,7 +246,10 @@ def test_the_documentation_lists_every_setting_with_its_default_and_meaning():
 @pytest.mark.check
 def test_an_engine_has_the_defaults_of_the_settings() -> None:
     same = {"max_queued_requests": "max_queued_requests", "restart_limit": "max_restarts"}
-    for engine, names in ((Engine, {**same, "stall_ratio": "stall_ratio", "speculate": "speculate"}), (OneShotEngine, same)):
+    for engine, names in (
+        (Engine, {**same, "stall_ratio": "stall_ratio", "speculate": "speculate"}),
+        (OneShotEngine, same),
+    ):
         parameters = inspect.signature(engine).parameters
         for own, setting in names.items():
-            assert parameters[own].default == Settings.model_fields[setting].default, own
+            assert parameters[own].default == ServerSettings.model_fields[setting].default, own

@@ -18,10 +18,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.util.options import whole_number
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan, ParamLayout, attach_layout
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear, mappings
+from nxd_infer.util.options import whole_number
 
 __all__ = ["AdapterRows", "AdapterTables", "add_adapter_slots"]
 
