@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxd_infer.artifact.manifest import GraphSpec, Manifest
-from nxd_infer.backends.quantization import Quantization
 from nxd_infer.context import ParallelContext
 from nxd_infer.graph.stored import GraphFile, Lowered
 
@@ -43,6 +42,20 @@ class Availability:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A form of weights that a backend rounds."""
+
+    name: str
+    """The value of ``quantize`` that asks for it."""
+    encoding: str
+    """What ``WeightSpec.encoding`` says of such a weight."""
+    rounded: Callable[[Tensor], Tensor]
+    """Returns the values (float32) that graphs compute with for a rank's weight of any floating-point dtype."""
+    nbytes: Callable[[Sequence[int]], int]
+    """Returns the bytes of a weight of that shape in memory."""
 
 
 class RankRuntime(Protocol):

@@ -1,4 +1,4 @@
-"""Forms of weights that a backend rounds: which there are, and which an artifact has.
+"""Rounded weights: whether a backend has a form of them, and which an artifact has.
 
 A backend lists its own in ``Backend.quantizations``. What a model computes then depends on the form, so an artifact
 keeps it when it is compiled again.
@@ -6,31 +6,11 @@ keeps it when it is compiled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.backends.base import Backend, Quantization
 from nxd_infer.errors import TraceConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nxd_infer.backends.base import Backend
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """A form of rounded weights."""
-
-    name: str
-    """The value of ``quantize`` that asks for it."""
-    encoding: str
-    """What ``WeightSpec.encoding`` says of such a weight."""
-    rounded: Callable[[Tensor], Tensor]
-    """Returns the values (float32) that graphs compute with for a rank's weight of any floating-point dtype."""
-    nbytes: Callable[[Sequence[int]], int]
-    """Returns the bytes of a weight of that shape in memory."""
 
 
 def check_quantize(backend: Backend, quantize: Any) -> None:

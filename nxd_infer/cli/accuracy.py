@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import Manifest, dtype_of
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
-from nxd_infer.backends.quantization import Quantization, quantization_of
+from nxd_infer.backends.base import Quantization
+from nxd_infer.backends.quantization import quantization_of
 from nxd_infer.cli.console import console
 from nxd_infer.cli.demo.corpus import split
 from nxd_infer.errors import ModelConfigError

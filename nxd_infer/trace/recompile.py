@@ -18,10 +18,10 @@ from nxd_infer.artifact.manifest import FORMAT, PACKED_REQUIREMENT
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import Backend
+from nxd_infer.backends.base import Backend, Quantization
 from nxd_infer.backends.compile.pool import make_workdir
 from nxd_infer.backends.compiler_args import arguments_of
-from nxd_infer.backends.quantization import Quantization, check_quantize, quantization_of
+from nxd_infer.backends.quantization import check_quantize, quantization_of
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceError
 from nxd_infer.graph.canonical import canonical_text, configuration, digest_of, name_lowered, stored_graph
 from nxd_infer.graph.ir import FUNCTIONAL

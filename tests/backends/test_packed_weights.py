@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.artifact.manifest import MANIFEST_NAME, PACKED
+from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
+from nxd_infer.backends.cpu.encodings import PACKED
 from nxd_infer.backends.cpu.options import OPTION, packed_option
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError

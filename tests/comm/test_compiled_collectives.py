@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_infer import native
-from nxd_infer.backends.cpu.linking import shims
+from nxd_infer.backends.cpu.linking import linkable, shims
 from nxd_infer.backends.cpu.package import collectives_of_package
 from nxd_infer.context import current_context
 from tests.needs import needs_native
@@ -55,7 +55,7 @@ def package(request, tmp_path_factory):
     if request.param:
         options["aot_inductor.custom_ops_to_c_shims"] = shims([library])
         options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
-    with native.linkable([library]):
+    with linkable([library]):
         return torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options)
 
 
@@ -125,7 +125,7 @@ def test_the_collectives_of_compiled_code_are_read_from_its_calls(direct):
         options["aot_inductor.custom_ops_to_c_shims"] = shims([library])
         options["aot_inductor.custom_op_libs"] = [native.link_name(library.hash)]
     exported = torch.export.export(Views(getattr(torch.ops, library.namespace)), (torch.randn(4, 16),))
-    with native.linkable([library]):
+    with linkable([library]):
         files = torch._inductor.aot_compile(exported.module(), exported.example_inputs[0], options=options)
     found = collectives_of_package(files, [library.hash])
     assert found is not None and sorted(found) == [

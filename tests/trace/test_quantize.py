@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import nxd_infer as nxd
-from nxd_infer.artifact.manifest import PACKED, PACKED_INT8
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.ops.packed_int8 import quantize
 from nxd_infer.runtime.load import load_artifact

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import cpu
-from nxd_infer.backends.base import Availability, Placement, RankRuntime
+from nxd_infer.backends.base import Availability, Placement, Quantization, RankRuntime
 from nxd_infer.backends.cpu.encodings import ENCODINGS, QUANTIZATIONS
 from nxd_infer.backends.cpu.options import PACKED_OPTION
 from nxd_infer.backends.cpu.target import check_cpu
-from nxd_infer.backends.quantization import Quantization
 from nxd_infer.util.machine import architecture, torch_version
 from nxd_infer.util.processors import available_cores
 

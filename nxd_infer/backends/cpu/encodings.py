@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nxd_infer.backends.quantization import Quantization
+from nxd_infer.backends.base import Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, neuron, xla
-from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
+from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
 from nxd_infer.backends.compiler_args import WORDS
 from nxd_infer.backends.neuron import compiler, cores, sdk
-from nxd_infer.backends.quantization import Quantization
 from nxd_infer.backends.xla.backend import BACKEND as XLA
 from nxd_infer.errors import ArtifactVersionError, BackendUnavailableError, TraceConfigError
 from nxd_infer.util.machine import torch_minor, torch_version

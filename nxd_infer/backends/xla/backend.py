@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.backends import hlo, xla
-from nxd_infer.backends.base import Availability, Executable, Placement, RankGraph, RankRuntime
-from nxd_infer.backends.quantization import Quantization
+from nxd_infer.backends.base import Availability, Executable, Placement, Quantization, RankGraph, RankRuntime
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.util.machine import architecture, torch_minor, torch_version
 from nxd_infer.util.processors import available_cores
