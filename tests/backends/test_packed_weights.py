@@ -18,7 +18,7 @@ from nxd_infer import native
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.artifact.writer import CHECKSUM_KEY, manifest_checksum
 from nxd_infer.backends.cpu.encodings import PACKED
-from nxd_infer.backends.cpu.options import OPTION, packed_option
+from nxd_infer.backends.cpu.options import PACKED_OPTION, packed_option
 from nxd_infer.context import LOCAL
 from nxd_infer.errors import ArtifactVersionError, ModelClosedError, TraceConfigError
 from nxd_infer.graph.export import Step
@@ -57,7 +57,7 @@ def encoded(module: nn.Module, *inputs: dict[str, Tensor]) -> tuple[dict[str, st
     library = native.load()
     results = []
     steps = [Step(module, one) for one in inputs]
-    plain, packs = entries(steps, library), entries(steps, library, {OPTION: 1})
+    plain, packs = entries(steps, library), entries(steps, library, {PACKED_OPTION: 1})
     chosen: dict[str, str] = {}
     tensors = dict(module.named_parameters())
     for one, before, lowered in zip(inputs, plain, packs, strict=True):
@@ -186,7 +186,7 @@ def test_small_weights_stay_plain_unless_asked_for() -> None:
     module = nn.Linear(128, 128, bias=False)  # 64 KiB
     step = Step(module, {"x": torch.randn(2, 128)})
     for option, encoding in ((True, PACKED), ((64 << 10) + 1, ""), (False, "")):
-        (entry,) = entries([step], native.load(), {OPTION: packed_option(option)})
+        (entry,) = entries([step], native.load(), {PACKED_OPTION: packed_option(option)})
         assert [spec.encoding for spec in entry.graph.weights] == [encoding]
     with pytest.raises(TraceConfigError, match="nxd_packed='yes' must be True, False"):
         packed_option("yes")
