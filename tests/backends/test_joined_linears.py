@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nxd_infer as nxd
 from nxd_infer import native
-from nxd_infer.backends.cpu.options import OPTION
+from nxd_infer.backends.cpu.options import PACKED_OPTION
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.ir import Program
 from nxd_infer.ops import packed
@@ -65,7 +65,7 @@ def test_linears_of_one_input_become_one_call(name: str) -> None:
     forward, groups = SIBLINGS[name]
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    (lowered,) = entries([Step(module, {"x": x})], library, {OPTION: 1})
+    (lowered,) = entries([Step(module, {"x": x})], library, {PACKED_OPTION: 1})
     assert joined_calls(lowered, library.op("packed_linears")) == groups
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
@@ -120,7 +120,7 @@ def test_compiled_linears_of_one_input_are_called_directly(
 def test_linears_of_a_state_that_changes_between_them_stay_apart() -> None:
     module, x = Siblings(_of_a_changing_state), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    (lowered,) = entries([Step(module, {"x": x}, states=["seen"])], library, {OPTION: 1})
+    (lowered,) = entries([Step(module, {"x": x}, states=["seen"])], library, {PACKED_OPTION: 1})
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
         for spec in lowered.graph.weights
@@ -149,7 +149,7 @@ def test_linears_stay_on_their_side_of_a_write_to_what_they_read(name: str) -> N
 
     module, x = Siblings(forward), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     library = native.load()
-    (lowered,) = entries([Step(module, {"x": x})], library, {OPTION: 1})
+    (lowered,) = entries([Step(module, {"x": x})], library, {PACKED_OPTION: 1})
     assert joined_calls(lowered, library.op("packed_linears")) == [2, 2]
     values = [
         packed.pack(module.get_parameter(spec.name).detach()) if spec.encoding else module.get_parameter(spec.name)
