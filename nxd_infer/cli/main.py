@@ -188,6 +188,9 @@ def generate(
     speculate: Annotated[
         int, typer.Option(min=0, help="Tokens to guess ahead; needs an artifact traced with --speculate; 0 is off.")
     ] = 0,
+    generation_defaults: Annotated[
+        bool, typer.Option(help="Sample as the model's `generation_config.json` says where no option does.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     no_kernel: NoKernel = False,
     **sampling: Any,
@@ -209,6 +212,7 @@ def generate(
         stop=stop or [],
         speculate=speculate,
         allow_kernel=not no_kernel,
+        generation_defaults=generation_defaults,
         **sampling,
     )
 

@@ -59,10 +59,12 @@ def test_requests_that_say_nothing_are_sampled_as_the_model_says(artifact, capsy
         mine = SamplingParams(max_tokens=16, seed=7, **SAMPLED)
         assert llm.generate(ASKED["prompt"], mine)[0].outputs[0].text == expected
         llm.sampling_defaults["temperature"] = 0.0
+        plain = llm.generate(ASKED["prompt"], SamplingParams(max_tokens=16, temperature=0))[0].outputs[0].text
         silent, greedy = llm.generate(ASKED["prompt"]), llm.generate(ASKED["prompt"], mine.replace(temperature=0))
         assert silent[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids
     asked = ("generate", artifact, ASKED["prompt"], "--max-tokens", 16, "--seed", 7, "--json")
     assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked).out)["text"] == expected
+    assert json.loads(nxd_infer_here(capsys, monkeypatch, *asked, "--no-generation-defaults").out)["text"] == plain
     monkeypatch.setenv("NXD_INFER_GENERATION_DEFAULTS", "false")
     with real_server(artifact) as server:
         assert text(server) == neutral
