@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 FORMAT = "1.1"
 """1.1 stores each graph in functional form with its backend's version; 1.0 stored only the latter."""
 PACKED_REQUIREMENT = "packed-weights"
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset({"bucket-kernel", "inline-weights", PACKED_REQUIREMENT})
+PIPELINE_REQUIREMENT = "pipeline"
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
+    {"bucket-kernel", "inline-weights", PACKED_REQUIREMENT, PIPELINE_REQUIREMENT}
+)
 MANIFEST_NAME = "manifest.json"
 
 
@@ -184,6 +187,15 @@ class GraphSpec(_Model):
     """The collective calls in order, as text; an artifact is rejected unless they are equal on all ranks."""
 
 
+class StageSpec(_Model):
+    """One pipeline stage of a bucket."""
+
+    takes: list[str] = Field(default_factory=list)
+    """The values that its graphs take after the bucket's inputs; earlier stages have computed them."""
+    gives: list[str] = Field(default_factory=list)
+    """What its graphs return, in order: values for later stages, and outputs of the bucket."""
+
+
 class BucketSpec(_Model):
     """One traced shape. ``graphs[rank]`` is the digest of the graph of rank ``rank``."""
 
@@ -191,6 +203,10 @@ class BucketSpec(_Model):
     inputs: list[InputSpec]
     outputs: list[OutputSpec]
     graphs: list[str]
+    stages: list[StageSpec] = Field(default_factory=list)
+    """One per pipeline stage; empty without a pipeline."""
+    handed: list[TensorSpec] = Field(default_factory=list)
+    """The values that stages hand to later ones. Each rank hands its own to the rank in its place there."""
     structure: Any = None
     """The model's return value: output names in nested lists (tuples) and dictionaries, e.g. ``["output_0",
     "output_1"]`` for a tuple of two, ``"output_0"`` for a bare tensor. None: a tuple of all outputs."""
@@ -221,15 +237,19 @@ class Manifest(_Model):
     """What the compiled code needs of a machine, in its backend's words."""
     versions: dict[str, str] = Field(default_factory=dict)
     tp_degree: int
+    pp_degree: int = 1
+    """Number of pipeline stages. Rank ``r`` has stage ``r // tp_degree`` and tensor parallel rank ``r % tp_degree``."""
     buckets: list[BucketSpec]
     graphs: dict[str, GraphSpec]
     states: list[TensorSpec] = Field(default_factory=list)
-    """Per-rank shapes; equal on all ranks. Initially zero unless the rank's weight file holds ``state:<name>``."""
+    """Per-rank shapes; equal on all ranks of a stage (:meth:`of_rank`). Initially zero unless the rank's weight file
+    holds ``state:<name>``."""
     weights: list[WeightSpec] = Field(default_factory=list)
     weight_schema: str = ""
     """Hash of the names, dtypes, shapes and strides of ``weights``; checked by ``update_weights``."""
     layout: dict[str, Any] = Field(default_factory=dict)
-    """How each rank's weights are assembled from logical tensors, so that new logical weights can be sharded."""
+    """How the weights of each tensor parallel rank are assembled from logical tensors, so that new ones can be
+    sharded."""
     ops: list[str] = Field(default_factory=list)
     """Operator libraries under ``ops/`` that the graphs call, by content hash."""
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -245,6 +265,27 @@ class Manifest(_Model):
             if not all(isinstance(part, list) for part in parts) or len(ranks) != self.tp_degree:
                 raise ValueError(f"the layout does not say what {name!r} is made of on {self.tp_degree} ranks")
         return self
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp_degree * self.tp_degree
+
+    def of_rank(self, rank: int) -> Manifest:
+        """Return the manifest with only the states and weights of the rank's stage: those that its graphs use."""
+        if self.pp_degree == 1:
+            return self
+        first = rank // self.tp_degree * self.tp_degree
+        digests = {digest for bucket in self.buckets for digest in bucket.graphs[first : first + self.tp_degree]}
+        graphs = [self.graphs[digest] for digest in digests]
+        states = {name for graph in graphs for name in graph.states}
+        weights = {name for graph in graphs for name in graph.weights}
+        return self.model_copy(
+            update={
+                "states": [spec for spec in self.states if spec.name in states],
+                "weights": [spec for spec in self.weights if spec.name in weights],
+            }
+        )
 
     def bucket(self, name: str) -> BucketSpec:
         for bucket in self.buckets:

@@ -105,7 +105,7 @@ class LoadedArtifact:
     @property
     def weight_bytes(self) -> int:
         """Size of the weight files of all ranks; missing ones are reported when they are read."""
-        files = [self.weight_file(rank) for rank in range(self.manifest.tp_degree)]
+        files = [self.weight_file(rank) for rank in range(self.manifest.world_size)]
         return sum(file.stat().st_size for file in files if file.exists())
 
     def op_file(self, digest: str) -> Path:
@@ -196,8 +196,8 @@ def read_artifact(
     artifact = LoadedArtifact(manifest, root, digest, temporary, _found=_check_files(root, manifest))
     if (verify or expect_digest is not None) and not later:
         artifact.verify()
-    for rank in range(manifest.tp_degree):
-        check_weight_file(root / weight_name(rank), manifest)
+    for rank in range(manifest.world_size):
+        check_weight_file(root / weight_name(rank), manifest.of_rank(rank))
     if temporary:
         artifact._owner.append(weakref.finalize(manifest, _remove, root, os.getpid()))
     return artifact

@@ -13,6 +13,7 @@ from typing import Any
 from nxd_infer import native
 from nxd_infer.artifact.manifest import (
     PACKED_REQUIREMENT,
+    PIPELINE_REQUIREMENT,
     BucketSpec,
     GraphSpec,
     Manifest,
@@ -43,12 +44,23 @@ class Compiled:
     seconds: float = 0.0
 
 
-def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str, unpacked: Mapping[str, Any]) -> None:
-    """Check that the ranks are consistent. Raises TraceError naming the difference.
+def compare_ranks(
+    ranks: list[TracedRank], build: Path, *, tp_degree: int, one_program: str, unpacked: Mapping[str, Any]
+) -> None:
+    """Check that the ranks of each pipeline stage are consistent. Raises TraceError naming the difference.
 
     ``one_program`` says what requires equal graphs; if it is "", graphs may differ, but not their collectives.
     ``unpacked``: the backend's options without which ranks may read a weight in different forms.
     """
+    for stage in _by_stage(ranks, tp_degree):
+        _compare_stage(stage, build, one_program, unpacked)
+
+
+def _by_stage(ranks: list[TracedRank], tp_degree: int) -> list[list[TracedRank]]:
+    return [ranks[first : first + tp_degree] for first in range(0, len(ranks), tp_degree)]
+
+
+def _compare_stage(ranks: list[TracedRank], build: Path, one_program: str, unpacked: Mapping[str, Any]) -> None:
     first = ranks[0]
     for other in ranks[1:]:
         if [s.model_dump() for s in other.states] != [s.model_dump() for s in first.states]:
@@ -57,19 +69,24 @@ def compare_ranks(ranks: list[TracedRank], build: Path, *, one_program: str, unp
                 a.name for a, b in zip(first.states, other.states, strict=True) if a != b
             ]
             raise TraceError(
-                f"rank {other.rank} keeps other states than rank 0 ({', '.join(differing[:4])}); states must have the "
-                "same names and shapes on every rank"
+                f"rank {other.rank} keeps other states than rank {first.rank} ({', '.join(differing[:4])}); states "
+                "must have the same names and shapes on every rank"
             )
         for mine, theirs in zip(first.buckets, other.buckets, strict=True):
             names = [[spec.name for spec in bucket.outputs] for bucket in (mine, theirs)]
-            if names[0] != names[1] or [s.shape for s in mine.outputs] != [s.shape for s in theirs.outputs]:
-                raise TraceError(f"bucket {mine.name!r} returns other outputs on rank {other.rank} than on rank 0")
+            handed = [[spec.model_dump() for spec in bucket.handed] for bucket in (mine, theirs)]
+            shapes = [[spec.shape for spec in bucket.outputs] for bucket in (mine, theirs)]
+            if names[0] != names[1] or shapes[0] != shapes[1] or handed[0] != handed[1]:
+                raise TraceError(
+                    f"bucket {mine.name!r} returns other outputs on rank {other.rank} than on rank {first.rank}"
+                )
             if mine.graph.digest == theirs.graph.digest:
                 continue
             if one_program:
                 raise TraceError(
-                    f"bucket {mine.name!r} traces to another graph on rank {other.rank} than on rank 0, which "
-                    f"{one_program} forbids. The first difference:\n{_difference(build, first, other, mine.name)}\n"
+                    f"bucket {mine.name!r} traces to another graph on rank {other.rank} than on rank {first.rank}, "
+                    f"which {one_program} forbids. The first difference:\n"
+                    f"{_difference(build, first, other, mine.name)}\n"
                     "A rank must be data: use nxd_infer.comm.axis_rank or a buffer, not a Python number"
                 )
             _compare_collectives(mine.name, other.rank, mine.graph.collectives, theirs.graph.collectives)
@@ -118,6 +135,7 @@ def compile_ranks(
     backend: Backend,
     options: Mapping[str, Any],
     *,
+    tp_degree: int,
     workdir: Path | None,
     workers: int | None,
     timeout: float,
@@ -135,11 +153,12 @@ def compile_ranks(
     result = compile_directories(
         directories, buckets, backend, options, workdir=workdir, workers=workers, timeout=timeout, progress=progress
     )
-    for index, bucket in enumerate(ranks[0].buckets):
-        mine = result.specs[bucket.graph.digest].collectives
-        for other in ranks[1:]:
-            theirs = result.specs[other.buckets[index].graph.digest].collectives
-            _compare_collectives(bucket.name, other.rank, mine, theirs)
+    for stage in _by_stage(ranks, tp_degree):
+        for index, bucket in enumerate(stage[0].buckets):
+            mine = result.specs[bucket.graph.digest].collectives
+            for other in stage[1:]:
+                theirs = result.specs[other.buckets[index].graph.digest].collectives
+                _compare_collectives(bucket.name, other.rank, mine, theirs)
     return result
 
 
@@ -223,6 +242,7 @@ class Extras:
     files: dict[str, Path]
     kernel: Path | None
     inline_weights: bool
+    tp_degree: int
 
 
 def write_artifact(
@@ -237,32 +257,37 @@ def write_artifact(
 ) -> Manifest:
     """Write the artifact directory with ArtifactWriter; files are linked from the build directory if possible."""
     weights = {spec.name: spec for rank in ranks for spec in rank.weights}
+    stages = _by_stage(ranks, extras.tp_degree)
     manifest = Manifest(
         requires=[
             *(["bucket-kernel"] if extras.kernel is not None else []),
             *(["inline-weights"] if extras.inline_weights else []),
             *([PACKED_REQUIREMENT] if any(spec.encoding for spec in weights.values()) else []),
+            *([PIPELINE_REQUIREMENT] if len(stages) > 1 else []),
         ],
         backend=backend.name,
         target=backend.target(options),
         versions=versions(),
-        tp_degree=len(ranks),
+        tp_degree=extras.tp_degree,
+        pp_degree=len(stages),
         buckets=[
             BucketSpec(
                 name=bucket.name,
                 inputs=bucket.inputs,
                 outputs=bucket.outputs,
                 graphs=[rank.buckets[index].graph.digest for rank in ranks],
+                stages=[spec for stage in stages if (spec := stage[0].buckets[index].stage) is not None],
+                handed=bucket.handed,
                 structure=bucket.structure,
                 metadata=extras.bucket_metadata[index],
             )
             for index, bucket in enumerate(ranks[0].buckets)
         ],
         graphs={digest: compiled.specs[digest] for digest in sorted(compiled.specs)},
-        states=ranks[0].states,
+        states=[spec for stage in stages for spec in stage[0].states],
         weights=[weights[name] for name in sorted(weights)],
         weight_schema=weight_schema_hash(list(weights.values())),
-        layout=ranks[0].layout,
+        layout=_joined([stage[0].layout for stage in stages]),
         metadata=extras.metadata,
     )
     steps = len(ranks) + len(compiled.directories) + 1
@@ -278,7 +303,7 @@ def write_artifact(
             writer.add(f"ops/{content_hash}.so", library_path(content_hash))
         for rank in ranks:
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
-            _add_missing(source, rank, manifest.weights)
+            _add_missing(source, rank, manifest.of_rank(rank.rank).weights)
             writer.add(f"weights/rank_{rank.rank:02d}.safetensors", source, link=True)
             progress("write artifact", len(compiled.directories) + rank.rank + 1, steps, "")
         if extras.kernel is not None:
@@ -290,6 +315,15 @@ def write_artifact(
     return manifest
 
 
+def _joined(layouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the layouts of all stages as one."""
+    found: dict[str, Any] = {}
+    for layout in layouts:
+        for kind, entries in layout.items():
+            found.setdefault(kind, {}).update(entries)
+    return found
+
+
 def library_path(content_hash: str) -> Path:
     """Return the file of the native operators of that hash. Raises TraceError if this process has others."""
     library = native.load()
@@ -299,7 +333,7 @@ def library_path(content_hash: str) -> Path:
 
 
 def _add_missing(file: Path, rank: TracedRank, weights: list[WeightSpec]) -> None:
-    """Complete a rank's file to all weights of the manifest: those that only other ranks read are zeros."""
+    """Complete a rank's file to all weights of its stage: those that only other ranks read are zeros."""
     own = {spec.name for spec in rank.weights}
     missing = [spec for spec in weights if spec.name not in own]
     if not missing:

@@ -57,14 +57,16 @@ def check_options(options: TraceOptions) -> CheckedTrace:
         raise TraceConfigError("NXD_SKIP_RENDEZVOUS is set by parallel_model_trace in its ranks; unset it")
     _check_func(options.func)
     try:
-        check_degree(options.tp_degree)
+        check_degree(options.tp_degree * options.pp_degree)
     except ParallelConfigError as error:
-        raise TraceConfigError(f"tp_degree: {error}") from None
+        name = "tp_degree" if options.pp_degree == 1 else "tp_degree x pp_degree"
+        raise TraceConfigError(f"{name}: {error}") from None
     config = _bucket_config(options)
     loader = _loader(options)
     if options.serialization_path is not None and not options.spmd_mode:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
     backend = tracing_backend(options.backend)
+    _check_pipeline(options, backend)
     own, ignored = arguments_of(options.compiler_args, backend, options.target)
     check_quantize(backend, options.quantize)
     request = TraceRequest(
@@ -76,6 +78,8 @@ def check_options(options: TraceOptions) -> CheckedTrace:
         states=list(options.states or ()),
         shared_states=config.shared_state_buffer if config is not None else None,
         state_preprocessor=config.shared_state_buffer_preprocessor if config is not None else None,
+        pp_degree=options.pp_degree,
+        pipeline_cuts=None if options.pipeline_cuts is None else list(options.pipeline_cuts),
     )
     files = _extra_files(options.extra_files or {})
     try:
@@ -146,6 +150,30 @@ def _loader(options: TraceOptions) -> Callable[[], Any] | None:
     if loader is not None and not callable(loader):
         raise TraceConfigError(f"checkpoint_loader_callable must be callable, got {type(loader).__name__}")
     return loader
+
+
+def _check_pipeline(options: TraceOptions, backend: Backend) -> None:
+    stages, cuts = options.pp_degree, options.pipeline_cuts
+    if cuts is not None and len(cuts) != stages - 1:
+        raise TraceConfigError(
+            f"pipeline_cuts names the last module of every stage but the last: pp_degree={stages} takes {stages - 1}, "
+            f"got {len(cuts)}"
+        )
+    require_stages(backend, stages)
+    if stages > 1 and options.serialization_path is not None:
+        raise TraceConfigError(
+            f"serialization_path writes one file per tensor parallel rank, and pp_degree={stages} gives each stage its "
+            "own weights: leave one of the two out"
+        )
+
+
+def require_stages(backend: Backend, stages: int) -> None:
+    """Raise TraceConfigError if the backend has no pipeline stages and ``stages`` are wanted."""
+    if stages > 1 and backend.one_process:
+        raise TraceConfigError(
+            f"pp_degree={stages}: the {backend.name} backend runs all ranks in one process, without pipeline stages: "
+            "trace with pp_degree=1 and a higher tp_degree, or for a CPU backend (inductor, eager)"
+        )
 
 
 def _extra_files(given: Mapping[str, str | os.PathLike[str]]) -> dict[str, Path]:

@@ -138,6 +138,20 @@ class TraceOptions:
     checkpoint_tag: str | None = option(
         None, "Which checkpoint in the folder. Default: the newest complete one.", flag="--tag"
     )
+    pp_degree: int = option(
+        1,
+        "Pipeline parallel degree: the model's layers are split into this many stages, each of `tp_degree` ranks with "
+        "their own weights and states. For the CPU backends.",
+        flag="--pp",
+        kind=int,
+        minimum=1,
+    )
+    pipeline_cuts: Sequence[str] | None = option(
+        None,
+        "Names of the last module of every stage but the last. Default: stages of equal cost, cut between layers.",
+        flag="--pipeline-cuts",
+        kind=list[str],
+    )
     quantize: str | None = option(
         None,
         "int8 reads half the bytes per token; `nxd-infer verify` measures the loss of accuracy.",

@@ -22,6 +22,16 @@ class PlannedBucket:
 
 
 @dataclass(frozen=True)
+class PlannedStage:
+    """One pipeline stage: its first and last module, the bytes of its weights per rank, its share of the work."""
+
+    first: str
+    last: str
+    weight_bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
 class TracePlan:
     """Buckets, bytes, graphs, memory. Sizes are None if they are known only once ``func`` has run in the ranks."""
 
@@ -31,9 +41,9 @@ class TracePlan:
     graphs: int
     """Distinct graphs to compile, if every rank traces to the same ones; none for a backend without a compiler."""
     weight_bytes: int | None = None
-    """Per rank."""
+    """Per tensor parallel rank, over all its pipeline stages."""
     state_bytes: int | None = None
-    """Per rank."""
+    """Likewise."""
     program_bytes: int = 0
     """Memory that this process already holds."""
     tensors: int = 0
@@ -44,6 +54,9 @@ class TracePlan:
     """C++ compilers that build the native operators first; none if they are already built."""
     compile_processes: int = 0
     notes: tuple[str, ...] = field(default=())
+    pp_degree: int = 1
+    stages: tuple[PlannedStage, ...] = ()
+    """One per pipeline stage; none without a pipeline."""
 
     @property
     def phases(self) -> dict[str, int] | None:
@@ -72,28 +85,42 @@ class TracePlan:
         """Estimated memory of all ranks once loaded."""
         if self.weight_bytes is None:
             return None
-        return self.tp_degree * (SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
+        return self.tp_degree * (self.pp_degree * SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
+
+    def _per_stage(self, count: int | None) -> str:
+        if count is None or self.pp_degree == 1:
+            return "" if count is None else size(count)
+        return f"{size(count)}, divided over {self.pp_degree} stages"
 
     def table(self) -> str:
         """Return the plan as text."""
         unknown = "known once func has run in the ranks"
         rows = [
             ("tensor parallel degree", str(self.tp_degree)),
+            *([("pipeline parallel degree", str(self.pp_degree))] if self.pp_degree > 1 else []),
             ("backend", self.backend),
             ("graphs to compile", str(self.graphs) if self.compile_processes else "none (run as exported)"),
-            ("weights per rank", size(self.weight_bytes) if self.weight_bytes is not None else unknown),
-            ("states per rank", size(self.state_bytes) if self.state_bytes is not None else unknown),
+            ("weights per rank", self._per_stage(self.weight_bytes) or unknown),
+            ("states per rank", self._per_stage(self.state_bytes) or unknown),
             ("peak memory, tracing", _about(self.trace_peak_bytes) or unknown),
             ("memory, serving", _about(self.serve_bytes) or unknown),
         ]
         width = max(len(name) for name, _ in rows)
-        lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows), "buckets"]
+        lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+        if self.stages:
+            lines += ["pipeline stages", *(f"  {number}  {_stage(one)}" for number, one in enumerate(self.stages))]
+        lines.append("buckets")
         name_width = max((len(bucket.name) for bucket in self.buckets), default=0)
         for bucket in self.buckets:
             first, *others = bucket.inputs if len(bucket.inputs) > 4 else [", ".join(bucket.inputs)]
             shown = f"{first}, and {len(others)} more" if others else first
             lines.append(f"  {bucket.name:<{name_width}}  {shown}")
         return "\n".join([*lines, *self.notes])
+
+
+def _stage(stage: PlannedStage) -> str:
+    modules = stage.first if stage.first == stage.last else f"{stage.first} ... {stage.last}"
+    return f"{modules}: {size(stage.weight_bytes)} of weights per rank, {stage.share:.0%} of the work"
 
 
 def _about(count: int | None) -> str:

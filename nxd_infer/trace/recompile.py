@@ -28,7 +28,7 @@ from nxd_infer.graph.ir import FUNCTIONAL
 from nxd_infer.graph.stored import GRAPH_FILE, IR_FILE, read_graph, read_ir, write_graph
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.trace.assemble import compile_directories, library_path
-from nxd_infer.trace.check import tracing_backend
+from nxd_infer.trace.check import require_stages, tracing_backend
 from nxd_infer.trace.progress import Progress, silent
 from nxd_infer.trace.ranks.files import CANONICAL_FILE
 from nxd_infer.util.machine import architecture, versions
@@ -72,6 +72,7 @@ def parallel_model_recompile(
     report = progress or silent
     source = load_artifact(load_dir, runs_here=False)
     found = tracing_backend(backend or source.manifest.backend)
+    require_stages(found, source.manifest.pp_degree)
     own, ignored = arguments_of(compiler_args, found, target)
     form = _quantization(source)
     quantize = None if form is None else form.name

@@ -13,14 +13,16 @@ from nxd_infer import native
 from nxd_infer.backends.compile import footprint
 from nxd_infer.backends.compile.pool import worker_count
 from nxd_infer.graph.names import named_inputs
+from nxd_infer.pipeline.partition import describe_partition
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.model import TensorParallelModel
 from nxd_infer.trace.assemble import Extras, compare_ranks, compile_ranks, write_artifact
-from nxd_infer.trace.plan import PlannedBucket, TracePlan, planned_inputs
+from nxd_infer.trace.cuts import stage_cuts
+from nxd_infer.trace.plan import PlannedBucket, PlannedStage, TracePlan, planned_inputs
 from nxd_infer.trace.ranks.files import WEIGHTS_FILE
-from nxd_infer.trace.ranks.from_checkpoint import measure, trace_ranks_here
+from nxd_infer.trace.ranks.from_checkpoint import Measured, measure, trace_ranks_here
 from nxd_infer.trace.ranks.processes import trace_ranks
-from nxd_infer.trace.request import rank_directory
+from nxd_infer.trace.request import TraceRequest, rank_directory
 from nxd_infer.util.memory import held_memory
 
 if TYPE_CHECKING:
@@ -45,12 +47,19 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
             progress=progress,
         )
     traced = time.monotonic()
-    compare_ranks(ranks, build, one_program=_one_program(checked), unpacked=checked.backend.unpacked)
+    compare_ranks(
+        ranks,
+        build,
+        tp_degree=request.tp_degree,
+        one_program=_one_program(checked),
+        unpacked=checked.backend.unpacked,
+    )
     compiled = compile_ranks(
         ranks,
         build,
         checked.backend,
         request.options,
+        tp_degree=request.tp_degree,
         workdir=checked.workdir,
         workers=checked.options.max_parallel_compilations,
         timeout=checked.options.trace_timeout,
@@ -67,6 +76,7 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
         files=checked.extra_files,
         kernel=kernel,
         inline_weights=checked.options.inline_weights_to_neff,
+        tp_degree=request.tp_degree,
     )
     temporary = checked.artifact_dir is None
     holder = Path(tempfile.mkdtemp(prefix="nxd-artifact-")) if temporary else None
@@ -91,8 +101,8 @@ def run(checked: CheckedTrace, build: Path, kernel: Path | None, progress: Repor
         "seconds": time.monotonic() - start,
         "rank_seconds": [rank.seconds for rank in ranks],
         "rank_peak_bytes": [rank.peak_bytes for rank in ranks],
-        "weight_bytes": sum(spec.nbytes for spec in ranks[0].weights),
-        "state_bytes": sum(spec.nbytes for spec in ranks[0].states),
+        "weight_bytes": max(sum(spec.nbytes for spec in rank.weights) for rank in ranks),
+        "state_bytes": max(sum(spec.nbytes for spec in rank.states) for rank in ranks),
     }
     return model
 
@@ -113,9 +123,11 @@ def make_plan(checked: CheckedTrace) -> TracePlan:
     if checked.loader is not None:
         measured = measure(request)
         module = measured.modules
+        stages = _planned_stages(request, measured)
         sizes = {
             "weight_bytes": measured.weight_bytes,
             "state_bytes": measured.state_bytes,
+            "stages": stages,
             "largest_tensor_bytes": measured.largest_tensor_bytes,
             "tensors": measured.tensors,
         }
@@ -129,15 +141,28 @@ def make_plan(checked: CheckedTrace) -> TracePlan:
     compiles, workers = checked.backend.compiles, checked.options.max_parallel_compilations
     return TracePlan(
         tp_degree=request.tp_degree,
+        pp_degree=request.pp_degree,
         backend=checked.backend.name,
         buckets=tuple(buckets),
-        graphs=len(buckets) if compiles else 0,
+        graphs=request.pp_degree * len(buckets) if compiles else 0,
         program_bytes=held_memory() or footprint.PROGRAM,
         builders=native.builders() if checked.backend.native else 0,
-        compile_processes=worker_count(len(buckets), sizes.get("tensors", 0), workers) if compiles else 0,
+        compile_processes=worker_count(request.pp_degree * len(buckets), sizes.get("tensors", 0), workers)
+        if compiles
+        else 0,
         notes=_notes(checked),
         **sizes,
     )
+
+
+def _planned_stages(request: TraceRequest, measured: Measured) -> tuple[PlannedStage, ...]:
+    """Return the pipeline's stages; none without a pipeline."""
+    if request.pp_degree == 1:
+        return ()
+    module = measured.modules[0]
+    costs = describe_partition(module, stage_cuts(request, module))
+    whole = sum(stage.cost for stage in costs) or 1.0
+    return tuple(PlannedStage(stage.first, stage.last, stage.bytes, stage.cost / whole) for stage in costs)
 
 
 def _notes(checked: CheckedTrace) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,44 @@ from nxd_infer.graph.names import named_tensors
 from nxd_infer.graph.stored import write_graph
 from nxd_infer.layout import layout_of, weight_layout
 from nxd_infer.modules.lora.slots import AdapterTables
-from nxd_infer.trace.ranks.one_rank import RankGraphs, is_symbolic
-from nxd_infer.trace.request import TraceRequest
+from nxd_infer.trace.ranks.rank_graphs import RankGraphs, is_symbolic
+from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.memory import give_back
 
 CANONICAL_FILE = "canonical.txt"
 STATE_PREFIX = "state:"
 WEIGHTS_FILE = "weights.safetensors"
+RESULT_FILE = "result.json"
+
+
+def write_rank(
+    request: TraceRequest,
+    graphs: RankGraphs,
+    tp_rank: int,
+    states: Mapping[str, Tensor],
+    value: Callable[[WeightSpec], Tensor],
+    build: Path,
+    start: float,
+) -> TracedRank:
+    """Write one pipeline stage of tensor parallel rank ``tp_rank`` below ``build``, and return its result.
+
+    ``states``: those that do not start as zeros; ``value``: the value of a weight; ``start``: when the trace began.
+    """
+    rank = graphs.stage * request.tp_degree + tp_rank
+    out = rank_directory(build, rank)
+    write_graphs(graphs, out)
+    write_weights(graphs, states, value, out / WEIGHTS_FILE)
+    result = TracedRank(
+        rank=rank,
+        buckets=graphs.buckets,
+        states=[graphs.states[name] for name in sorted(graphs.states)],
+        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
+        layout=described_layout(graphs, layouts(graphs), request.tp_degree) if tp_rank == 0 else {},
+        seconds=time.monotonic() - start,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    (out / RESULT_FILE).write_text(result.model_dump_json(), encoding="utf-8")
+    return result
 
 
 def write_weights(

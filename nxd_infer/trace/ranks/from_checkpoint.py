@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +23,13 @@ from torch import Tensor, nn
 from nxd_infer.artifact.manifest import WeightSpec
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.comm import register_collectives, unregister_collectives
-from nxd_infer.context import make_context, use_context
+from nxd_infer.context import use_context
 from nxd_infer.errors import CollectiveError, NxdError, TraceError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, check_weights, shard_tensor
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
-from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, value_of
+from nxd_infer.trace.request import TracedRank, TraceRequest, tracing_context
 from nxd_infer.util.devices import HOST
 from nxd_infer.util.mapped_memory import UntouchedZeros
 from nxd_infer.util.memory import give_back
@@ -59,11 +59,11 @@ def trace_ranks_here(
             progress("trace ranks", done + index + 1, total, f"rank {rank}: {request.buckets[index].name}")
 
         with _as_rank(request, rank):
-            results.append(_trace(request, rank, rank_directory(build, rank), source, report))
+            results += _trace(request, rank, build, source, report)
         gc.collect()  # graphs are cycles; free them before the next rank or the compilers
         give_back()
     progress("trace ranks", total, total, "")
-    return results
+    return sorted(results, key=lambda result: result.rank)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
     key = f"loader-{id(request)}-{rank}"
     register_collectives(key, _NoCollectives())
     try:
-        with use_context(make_context(request.tp_degree, rank, tp=request.tp_degree, collectives=key)):
+        with use_context(tracing_context(request.tp_degree, request.pp_degree, rank, key)):
             yield
     except NxdError as error:
         if isinstance(error, TraceError) and error.rank is None and request.tp_degree > 1:
@@ -82,16 +82,39 @@ def _as_rank(request: TraceRequest, rank: int) -> Iterator[None]:
         unregister_collectives(key)
 
 
-def _trace(request: TraceRequest, rank: int, out: Path, source: Any, report: Callable[[int], None]) -> TracedRank:
+def _trace(
+    request: TraceRequest, rank: int, build: Path, source: Any, report: Callable[[int], None]
+) -> list[TracedRank]:
+    """Trace one tensor parallel rank; return its pipeline stages."""
     start = time.monotonic()
     with _weightless(), UntouchedZeros():
         built = _build(request, rank)
-    graphs = one_rank.trace_buckets(request, built, report)
-    rank_files.write_graphs(graphs, out)
-    layouts = rank_files.layouts(graphs)
-    shared = rank_files.shared_names(request, graphs)
-    state_layouts = {k: v for k, v in rank_files.state_layouts(graphs).items() if k not in shared}
-    _check(graphs, layouts, state_layouts, source)
+    stages = one_rank.trace_buckets(request, built, report)
+    found = []
+    read: set[str] = set()
+    for graphs in stages:
+        layouts = rank_files.layouts(graphs)
+        shared = rank_files.shared_names(request, graphs)
+        state_layouts = {k: v for k, v in rank_files.state_layouts(graphs).items() if k not in shared}
+        _check(graphs, layouts, state_layouts, source)
+        read |= {name for layout in [*layouts.values(), *state_layouts.values()] for name in layout.logical_names}
+        value, states = _values(request, rank, graphs, layouts, state_layouts, source)
+        found.append(rank_files.write_rank(request, graphs, rank, states, value, build, start))
+    unused = sorted(set(source.keys()) - read)
+    if unused:
+        log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
+    return found
+
+
+def _values(
+    request: TraceRequest,
+    rank: int,
+    graphs: RankGraphs,
+    layouts: dict[str, ParamLayout],
+    state_layouts: dict[str, ParamLayout],
+    source: Any,
+) -> tuple[Callable[[WeightSpec], Tensor], dict[str, Tensor]]:
+    """Return what reads a weight of the rank, and its states that do not start as zeros."""
     names = set(source.keys())
 
     def value(spec: WeightSpec) -> Tensor:
@@ -99,28 +122,17 @@ def _trace(request: TraceRequest, rank: int, out: Path, source: Any, report: Cal
         readable = layout and _readable(layout, layouts, names)
         if readable is not None:
             return shard_tensor(source, readable.rank_layout(request.tp_degree, rank), spec.torch_dtype)
-        return one_rank.value_of(graphs, *graphs.origin[spec.name])
+        return value_of(graphs, *graphs.origin[spec.name])
 
     states = rank_files.initial_states(request, graphs)
     for name, layout in state_layouts.items():  # like load_state_dict: the checkpoint's values take precedence
         if set(layout.logical_names) <= names:
             dtype = graphs.states[name].torch_dtype
             states[name] = shard_tensor(source, layout.rank_layout(request.tp_degree, rank), dtype)
-    rank_files.write_weights(graphs, states, value, out / rank_files.WEIGHTS_FILE)
-    result = TracedRank(
-        rank=rank,
-        buckets=graphs.buckets,
-        states=[graphs.states[name] for name in sorted(graphs.states)],
-        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=rank_files.described_layout(graphs, layouts, request.tp_degree) if rank == 0 else {},
-        seconds=time.monotonic() - start,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-    (out / "result.json").write_text(result.model_dump_json(), encoding="utf-8")
-    return result
+    return value, states
 
 
-def _build(request: TraceRequest, rank: int) -> list[one_rank.Built]:
+def _build(request: TraceRequest, rank: int) -> list[Built]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -147,9 +159,7 @@ def _readable(layout: ParamLayout, layouts: dict[str, ParamLayout], names: set[s
     return None
 
 
-def _check(
-    graphs: one_rank.RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any
-) -> None:
+def _check(graphs: RankGraphs, layouts: dict[str, ParamLayout], states: dict[str, ParamLayout], source: Any) -> None:
     """Check that the checkpoint has every parameter that the graphs read or change, with its shape."""
     parameters = {name for b in graphs.built for name, _ in b.module.named_parameters(remove_duplicate=False)}
     stored = set(source.keys())
@@ -168,10 +178,6 @@ def _check(
     except WeightMismatchError as error:
         error.args = (f"the unsharded weights do not fit the model: {error.args[0]}",)
         raise
-    known = {name for layout in [*layouts.values(), *states.values()] for name in layout.logical_names}
-    unused = sorted(set(source.keys()) - known)
-    if unused:
-        log.info("the checkpoint holds %d tensors that no graph reads: %s", len(unused), ", ".join(unused[:8]))
 
 
 @contextlib.contextmanager

@@ -8,61 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from nxd_infer.artifact.manifest import InputSpec, OutputSpec, TensorSpec, WeightSpec
+from nxd_infer.artifact.manifest import InputSpec, OutputSpec, WeightSpec
 from nxd_infer.backends import registry
 from nxd_infer.errors import NxdError, TraceConfigError, TraceError
 from nxd_infer.graph.canonical import Graph, configuration, name_lowered, trace_graph
 from nxd_infer.graph.export import Step
 from nxd_infer.graph.names import named_inputs, named_tensors, shared_memory, state_name
-from nxd_infer.graph.stored import GraphFile, Lowered
+from nxd_infer.graph.stored import GraphFile
 from nxd_infer.trace.buckets import Bucket, scripted, wants_bucket_rank
+from nxd_infer.trace.ranks.rank_graphs import Built, RankGraphs, is_symbolic, value_of
+from nxd_infer.trace.ranks.stages import require_one_rounding, split_rank
 from nxd_infer.trace.request import TracedBucket, TraceRequest
 from nxd_infer.util.devices import on_host
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Built:
-    """The user's module for one bucket, and its declared states."""
-
-    module: nn.Module
-    aliases: dict[int, str]
-    states: list[str]
-    overlaps: dict[str, str]
-    """Tensors that shared memory when ``func`` returned them; later code stores each separately."""
-
-
-@dataclass
-class RankGraphs:
-    """All buckets of one rank, lowered, with the tables they share."""
-
-    built: list[Built]
-    constants: list[dict[str, Tensor]]
-    """Each bucket's weights that are neither parameters nor buffers."""
-    ir: list[dict[str, Any]] = field(default_factory=list)
-    """The canonical graphs."""
-    lowered: list[Lowered] = field(default_factory=list)
-    buckets: list[TracedBucket] = field(default_factory=list)
-    states: dict[str, TensorSpec] = field(default_factory=dict)
-    weights: dict[str, WeightSpec] = field(default_factory=dict)
-    origin: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Weight -> the bucket whose module (or constants) holds it, and its name there."""
-    _tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return parameters and buffers of a bucket's module, by every name; buckets may share one module."""
-        module = self.built[index].module
-        if id(module) not in self._tensors:
-            self._tensors[id(module)] = named_tensors(module)
-        return self._tensors[id(module)]
 
 
 def build(request: TraceRequest, prepare: Callable[[nn.Module], None] | None = None) -> list[Built]:
@@ -150,8 +115,11 @@ def require_values(module: nn.Module) -> None:
     make_contiguous(module)
 
 
-def trace_buckets(request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None) -> RankGraphs:
-    """Export every bucket, and have the backend lower them all. Raises TraceError naming the bucket."""
+def trace_buckets(
+    request: TraceRequest, built: list[Built], report: Callable[[int], None] | None = None
+) -> list[RankGraphs]:
+    """Export every bucket, and have the backend lower them all. Returns one entry per pipeline stage. Raises TraceError
+    naming the bucket."""
     steps = [_step(request, bucket, built) for bucket in request.buckets]
     found: list[Graph | None] = [None] * len(steps)
     pending = list(range(len(steps)))
@@ -164,13 +132,23 @@ def trace_buckets(request: TraceRequest, built: list[Built], report: Callable[[i
     traced = [graph for graph in found if graph is not None]
     graphs = RankGraphs(built, [graph.constants for graph in traced])
     _share(request, graphs, traced)
+    for bucket, step, graph in zip(request.buckets, steps, traced, strict=True):
+        graphs.buckets.append(_describe(bucket, step, graph.file, graph.structure))
+    if request.pp_degree == 1:
+        return [_lower(request, graphs, traced)]
+    stages = [_lower(request, *stage) for stage in split_rank(request, graphs, traced)]
+    require_one_rounding(request, stages)
+    return stages
+
+
+def _lower(request: TraceRequest, graphs: RankGraphs, traced: list[Graph]) -> RankGraphs:
     graphs.ir = [graph.ir() for graph in traced]
     graphs.lowered = registry.get(request.backend).passes(traced, request.options)
-    for bucket, step, graph, ir, lowered in zip(request.buckets, steps, traced, graphs.ir, graphs.lowered, strict=True):
+    for bucket, ir, lowered in zip(graphs.buckets, graphs.ir, graphs.lowered, strict=True):
         name_lowered(lowered, ir, configuration(request.backend, request.options))
         for spec in lowered.graph.weights:
             graphs.weights[spec.name].encoding = spec.encoding
-        graphs.buckets.append(_describe(bucket, step, lowered.graph, graph.structure))
+        bucket.graph = lowered.graph
     return graphs
 
 
@@ -314,20 +292,6 @@ def _equal(graphs: RankGraphs, index: int, spec: WeightSpec, known: WeightSpec) 
     if is_symbolic(first) or is_symbolic(second):
         return True  # no values yet: both will be read from the checkpoint under this name
     return torch.equal(first, second)
-
-
-def is_symbolic(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def value_of(graphs: RankGraphs, index: int, name: str) -> Tensor:
-    """Return the tensor ``name`` of a bucket's module (or its constants); fake if it was built fake."""
-    constants = graphs.constants[index]
-    if name in constants:
-        return constants[name]
-    return graphs.tensors(index)[name].detach()
 
 
 def _describe(bucket: Bucket, step: Step, graph: GraphFile, structure: Any) -> TracedBucket:

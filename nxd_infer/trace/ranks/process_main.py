@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import pickle
-import resource
 import sys
 import time
 import traceback
@@ -31,7 +30,8 @@ from nxd_infer.errors import CollectiveError, NotInitializedError
 from nxd_infer.parallel_state import TRACE_COLLECTIVES
 from nxd_infer.trace.ranks import files as rank_files
 from nxd_infer.trace.ranks import one_rank
-from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
+from nxd_infer.trace.ranks.rank_graphs import RankGraphs, value_of
+from nxd_infer.trace.request import TraceRequest, tracing_context
 from nxd_infer.util.processes import die_with_parent
 
 importing_script = False
@@ -48,6 +48,7 @@ class RankSettings:
 
     rank: int
     degree: int
+    pp_degree: int
     together: bool
     """Whether all ranks run at once, joined by gloo."""
     build: str
@@ -116,39 +117,28 @@ def _trace_here(connection: Connection, settings: RankSettings) -> None:
     _connect(settings)
     packed = (Path(settings.build) / REQUEST_FILE).read_bytes()
     request: TraceRequest = pickle.loads(packed)  # nosec B301  # from our parent, in its private directory (0700)
-    out = rank_directory(Path(settings.build), settings.rank)
     connection.send(["place", "func"])
     built = one_rank.build(request, one_rank.require_values)
-    graphs = one_rank.trace_buckets(
+    stages = one_rank.trace_buckets(
         request, built, lambda index: connection.send(["bucket", request.buckets[index].name])
     )
-    rank_files.write_graphs(graphs, out)
+    for graphs in stages:
 
-    def value(spec: WeightSpec) -> Tensor:
-        return one_rank.value_of(graphs, *graphs.origin[spec.name])
+        def value(spec: WeightSpec, graphs: RankGraphs = graphs) -> Tensor:
+            return value_of(graphs, *graphs.origin[spec.name])
 
-    rank_files.write_weights(graphs, rank_files.initial_states(request, graphs), value, out / rank_files.WEIGHTS_FILE)
-    result = TracedRank(
-        rank=settings.rank,
-        buckets=graphs.buckets,
-        states=[graphs.states[name] for name in sorted(graphs.states)],
-        weights=[graphs.weights[name] for name in sorted(graphs.weights)],
-        layout=rank_files.described_layout(graphs, rank_files.layouts(graphs), settings.degree)
-        if settings.rank == 0
-        else {},
-        seconds=time.monotonic() - start,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-    (out / "result.json").write_text(result.model_dump_json(), encoding="utf-8")
+        states = rank_files.initial_states(request, graphs)
+        rank_files.write_rank(request, graphs, settings.rank, states, value, Path(settings.build), start)
 
 
 def _connect(settings: RankSettings) -> None:
     """Turn this process into its rank: a default context, and a transport, or one that raises."""
-    context = make_context(settings.degree, settings.rank, tp=settings.degree, collectives=TRACE_COLLECTIVES)
-    together = settings.together
-    transport = join_on_this_host(context, settings.rendezvous, settings.timeout) if together else RefusingCollectives()
+    own = make_context(settings.degree, settings.rank, tp=settings.degree)  # the first stage's ranks trace all stages
+    transport = (
+        join_on_this_host(own, settings.rendezvous, settings.timeout) if settings.together else RefusingCollectives()
+    )
     register_collectives(TRACE_COLLECTIVES, transport)
-    set_default_context(context)
+    set_default_context(tracing_context(settings.degree, settings.pp_degree, settings.rank, TRACE_COLLECTIVES))
 
 
 class RefusingCollectives:

@@ -27,6 +27,7 @@ from typing import Any
 from nxd_infer import compat, errors
 from nxd_infer.errors import CollectiveError, TraceConfigError, TraceError
 from nxd_infer.trace.ranks import process_main
+from nxd_infer.trace.ranks.files import RESULT_FILE
 from nxd_infer.trace.request import TracedRank, TraceRequest, rank_directory
 from nxd_infer.util.child_process import END_SECONDS, ChildProcess
 from nxd_infer.util.processors import processors
@@ -118,7 +119,8 @@ def trace_ranks(
     deadline = time.monotonic() + timeout
     port = _free_port()
     prepared = preparation()
-    results: dict[int, TracedRank] = {}
+    results: dict[int, list[TracedRank]] = {}
+    """The stages of each tensor parallel rank."""
     running: list[_Rank] = []
     total = degree * len(request.buckets)
     done = 0
@@ -130,6 +132,7 @@ def trace_ranks(
                 settings = process_main.RankSettings(
                     rank=waiting.pop(0),
                     degree=degree,
+                    pp_degree=request.pp_degree,
                     together=together,
                     build=str(build),
                     rendezvous=str(build / "rendezvous"),
@@ -149,16 +152,16 @@ def trace_ranks(
                     done += 1
                     progress("trace ranks", min(done, total), total, f"rank {member.rank}: {message[1]}")
                 if message[0] == "done":
-                    results[member.rank] = TracedRank.model_validate_json(
-                        (rank_directory(build, member.rank) / "result.json").read_bytes()
-                    )
+                    own = [stage * degree + member.rank for stage in range(request.pp_degree)]
+                    files = [rank_directory(build, rank) / RESULT_FILE for rank in own]
+                    results[member.rank] = [TracedRank.model_validate_json(file.read_bytes()) for file in files]
                     member.end(patience=10)
                     running.remove(member)
     finally:
         for member in running:
             member.end()
     progress("trace ranks", total, total, "")
-    return [results[rank] for rank in range(degree)]
+    return sorted((stage for stages in results.values() for stage in stages), key=lambda result: result.rank)
 
 
 _RANK = """

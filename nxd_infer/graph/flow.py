@@ -1,0 +1,88 @@
+"""The data flow of a functional graph, for passes that split it: what each node needs, and whose state it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxd_infer.graph.functional import output_of, placeholders
+from nxd_infer.graph.passes import memory, written
+
+
+class Flow:
+    """What the nodes of ``module`` need; its placeholders are ``states`` states, ``inputs`` inputs, and weights."""
+
+    def __init__(self, module: fx.GraphModule, states: int, inputs: int):
+        self.module = module
+        self.nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        self.places = placeholders(module.graph)
+        self.states = self.places[:states]
+        self.inputs = self.places[states : states + inputs]
+        self.weights = self.places[states + inputs :]
+        self.order = {node: place for place, node in enumerate(module.graph.nodes)}
+        self.memory = memory(module.graph)
+        self.results: list[Any] = list(output_of(module.graph).args[0])
+        """Outputs, then new states."""
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        """The nodes that write to the memory that a node created, in order."""
+        self.needs = self._dependencies()
+        """What must run before each node: its arguments, and earlier writes to their memory."""
+        self.owner = self._owners()
+        """The state of each node that is one, or shares memory with its copy."""
+
+    def _dependencies(self) -> dict[fx.Node, set[fx.Node]]:
+        found: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            own = set(node.all_input_nodes)
+            makers = {maker for value in own for maker in self.memory[value]}
+            found[node] = own | {writer for maker in makers for writer in self.writers_of(maker)}
+            for target in written(node):
+                for maker in self.memory[target]:
+                    self.writers.setdefault(maker, []).append(node)
+        return found
+
+    def _owners(self) -> dict[fx.Node, fx.Node]:
+        copies: dict[fx.Node, fx.Node] = {state: state for state in self.states}
+        for state in self.states:
+            copies.update((user, state) for user in state.users if user.target is torch.ops.aten.clone.default)
+        owner = dict(copies)
+        for node in self.nodes:
+            owner.update((node, copies[maker]) for maker in self.memory[node] if maker in copies)
+        return owner
+
+    def writers_of(self, maker: fx.Node) -> list[fx.Node]:
+        return self.writers.get(maker, [])
+
+    def reached(self, start: Callable[[fx.Node], bool], among: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        """Return the nodes in ``among`` for which ``start`` holds, or that depend on such a node."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if among(node) and (start(node) or not found.isdisjoint(self.needs[node])):
+                found.add(node)
+        return found
+
+    def closed(self, seeds: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        """Return ``seeds`` and everything they need, up to the nodes where ``stop`` holds."""
+        found: set[fx.Node] = set()
+        pending = list(seeds)
+        while pending:
+            node = pending.pop()
+            if node.op != "placeholder" and node not in found and not stop(node):
+                found.add(node)
+                pending += self.needs[node]
+        return found
+
+    def states_of(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the states that these nodes read or write."""
+        return {self.owner[value] for node in nodes for value in (node, *self.needs[node]) if value in self.owner}
+
+    def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.order.__getitem__)
+
+
+def collective(node: fx.Node) -> bool:
+    """Whether ranks wait for one another in this node."""
+    return getattr(node.target, "namespace", "") == "nxd" and "axis" in str(node.target._schema)  # pyright: ignore
