@@ -81,9 +81,10 @@ class TensorParallelModel(nn.Module, RankModel):
             raise InputMismatchError(
                 "threads_per_rank is for rank processes; with in_process=True call torch.set_num_threads"
             )
-        degree = self.tp_degree
+        degree = self.world_size
         if in_process and degree > 1:
-            raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}")
+            stages = "" if self.pp_degree == 1 else f" ({self.pp_degree} pipeline stages)"
+            raise InputMismatchError(f"in_process=True needs degree 1; this artifact has degree {degree}{stages}")
         self.in_process = degree == 1 and threads_per_rank is None if in_process is None else in_process
         self.arrays = not self.in_process and takes_arrays(artifact.manifest)
         artifact.check_kernel(allow_kernel)
@@ -97,7 +98,8 @@ class TensorParallelModel(nn.Module, RankModel):
         return super()._new_ranks()
 
     def extra_repr(self) -> str:
-        return f"backend={self.manifest.backend}, tp_degree={self.tp_degree}, buckets=\n{self.bucket_table()}"
+        stages = "" if self.pp_degree == 1 else f"pp_degree={self.pp_degree}, "
+        return f"backend={self.manifest.backend}, tp_degree={self.tp_degree}, {stages}buckets=\n{self.bucket_table()}"
 
     # --- calls ---
 
@@ -145,7 +147,7 @@ class TensorParallelModel(nn.Module, RankModel):
 
     def _ask_kernel(self, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
         with self._turn.take():
-            return ask(self._started(), self.tp_degree, tensors)
+            return ask(self._started(), self.world_size, tensors)
 
     def _run(self, route: Route, timeout: float | None) -> list[Tensor]:
         bucket = self.buckets[route.bucket]

@@ -64,10 +64,12 @@ class RankModel:
             raise InputMismatchError(
                 f"threads_per_rank must be a whole number of at least 1, or None, got {threads_per_rank!r}"
             )
-        degree = artifact.manifest.tp_degree
+        degree = artifact.manifest.world_size
         check_degree(degree)
         self.artifact = artifact
-        self.bounds = Bounds(artifact.manifest.buckets, artifact.weight_bytes, call_timeout, start_timeout)
+        self.bounds = Bounds(
+            artifact.manifest.buckets, artifact.weight_bytes, call_timeout, start_timeout, artifact.manifest.pp_degree
+        )
         self.in_process = False
         self.threads_per_rank = threads_per_rank or default_threads(degree, artifact.manifest.target.get("threads"))
         self._before_load = before_load
@@ -95,9 +97,18 @@ class RankModel:
         return self.artifact.manifest.tp_degree
 
     @property
+    def pp_degree(self) -> int:
+        return self.artifact.manifest.pp_degree
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.artifact.manifest.world_size
+
+    @property
     def spare_cores(self) -> int:
         """Number of cores that this process may use and that the ranks' threads leave free."""
-        return processors() - self.tp_degree * self.threads_per_rank
+        return processors() - self.world_size * self.threads_per_rank
 
     @property
     def lead_cores(self) -> list[int]:
@@ -199,9 +210,9 @@ class RankModel:
     ) -> PendingStep:
         """Like :meth:`run_bucket`, without waiting for the outputs: call ``result()`` of the returned object.
 
-        The ranks run steps in the order in which they begin. At most two may be begun and not taken; a third raises
-        StepsPendingError, as do calls. ``inputs`` may be changed once this returns. ``checked``: the caller guarantees
-        that every value of an InputBlock is within its input's limits.
+        The ranks run steps in the order in which they begin. At most ``pp_degree + 1`` may be begun and not taken;
+        another one raises StepsPendingError, as do calls. ``inputs`` may be changed once this returns. ``checked``: the
+        caller guarantees that every value of an InputBlock is within its input's limits.
         """
         index = self._bucket_index(name, timeout)
         if not (checked and isinstance(inputs, InputBlock) and inputs.bucket is self.buckets[index]):

@@ -45,7 +45,9 @@ class Bounds:
         nbytes: int,
         call_timeout: float,
         start_timeout: float | None = None,
+        stages: int = 1,
     ):
+        """``stages``: of a pipeline; a step takes as long as its slowest stage, once in each."""
         check_seconds("call_timeout", call_timeout)
         if start_timeout is not None:
             check_seconds("start_timeout", start_timeout)
@@ -64,6 +66,7 @@ class Bounds:
         self.patient = False
         """Whether a call may take as long as a start until one is measured."""
         self._buckets = buckets
+        self._margin = STEP_MARGIN * stages
         self._slowest: dict[int, float] = {}
         self._warm: set[int] = set()
         """Buckets that have run since the ranks were started."""
@@ -91,7 +94,7 @@ class Bounds:
         if expected is None:
             return max(self.call_timeout, self.start) if self.patient else self.call_timeout
         first = 0.0 if bucket in self._warm else MARGIN * (self.load_seconds or 0.0)
-        return max(self.call_timeout, min(self.longest_call, STEP_MARGIN * expected + first))
+        return max(self.call_timeout, min(self.longest_call, self._margin * expected + first))
 
     def _expected(self, bucket: int) -> float | None:
         """Return the measured time of a step, else that of another bucket, scaled by the ratio of their inputs."""

@@ -16,7 +16,7 @@ from nxd_infer.artifact.manifest import BucketSpec, InputSpec, Manifest, OutputS
 from nxd_infer.errors import InputRangeError, RankDiedError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import array_check
-from nxd_infer.runtime.ranks.arena import ALIGNMENT, SIDES, Arena, InputBlock, arena_layout, create_arena
+from nxd_infer.runtime.ranks.arena import ALIGNMENT, Arena, InputBlock, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel, ChannelClosed, Kind, Request
 from nxd_infer.runtime.save_load import parallel_model_load
 from nxd_infer.util.processors import available_cores, processor_share
@@ -63,7 +63,7 @@ def test_tensors_keep_apart_and_arrive(manifest):
             for mine, other in zip(ours.sides, theirs.sides, strict=True):
                 pairs += [*zip(mine.inputs[index], other.inputs[index], strict=True)]
                 pairs += [*zip(mine.outputs[index], other.outputs[index], strict=True)]
-            assert len(pairs) == SIDES * (len(bucket.inputs) + len(bucket.outputs))
+            assert len(pairs) == layout.sides * (len(bucket.inputs) + len(bucket.outputs))
             for number, (mine, _) in enumerate(pairs):
                 mine.fill_(number % 2 if mine.dtype == torch.bool else number + 1)
                 if mine.numel():

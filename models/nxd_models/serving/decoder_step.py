@@ -46,7 +46,8 @@ class DecoderStep(nn.Module):
     several may feed tokens of one sequence at different positions, as if one step fed each in turn.
 
     A token id of -1 in a step of one token stands for the slot's last sampled token, so that the next step can be
-    queued before this one's result is known.
+    queued before this one's result is known. Not in a model traced as a pipeline, whose first stage embeds the token
+    that the last one samples: there other rows' steps are queued meanwhile.
 
     A step of exactly ``draft_tokens + 1`` tokens verifies drafts: a row feeds its last token and up to ``draft_tokens``
     guesses of what follows, and gets the model's next token after each of them, sampled as a separate step would
@@ -109,7 +110,9 @@ class DecoderStep(nn.Module):
             "block_table": slots,
             "bias_ids": config.vocab_size - 1,
         }
-        ranges = {name: {"minimum": -1 if name == "tokens" else 0, "maximum": top} for name, top in largest.items()}
+        self.remembers_last = current_context().pp.degree == 1
+        least = {"tokens": -1 if self.remembers_last else 0}
+        ranges = {name: {"minimum": least.get(name, 0), "maximum": top} for name, top in largest.items()}
         self.nxd_inputs = {name: {**entry, **ranges.get(name, {})} for name, entry in self.nxd_inputs.items()}
         self.adapter_slots = adapters
         self.adapter_rows = AdapterRows()
@@ -124,14 +127,15 @@ class DecoderStep(nn.Module):
         vocabulary = (slots + 1, config.vocab_size)
         self.register_buffer("token_counts", torch.zeros(vocabulary, dtype=torch.int32), persistent=False)
         self.register_buffer("prompt_seen", torch.zeros(vocabulary, dtype=torch.bool), persistent=False)
-        self.register_buffer("last_token", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
+        if self.remembers_last:
+            self.register_buffer("last_token", torch.zeros(slots + 1, dtype=torch.int64), persistent=False)
 
     @property
     def nxd_states(self) -> list[str]:
         """Names of the buffers that a step changes in place."""
         layers = range(self.config.num_layers)
         caches = [f"{cache}.{i}" for i in layers for cache in ("k_cache", "v_cache")]
-        return [*caches, "token_counts", "prompt_seen", "last_token"]
+        return [*caches, "token_counts", "prompt_seen", *(["last_token"] if self.remembers_last else [])]
 
     def forward(
         self,
@@ -174,8 +178,10 @@ class DecoderStep(nn.Module):
         B, S = tokens.shape
         verifies = self.draft_tokens > 0 and self.draft_tokens + 1 == S
         slot_B = torch.where(length > 0, block_table[:, 0], self.slots)
-        last_B1 = self.last_token.index_select(0, slot_B)[:, None]
-        ids = torch.where(tokens < 0, last_B1, tokens).clamp(0, self.config.vocab_size - 1)
+        ids = tokens
+        if self.remembers_last:
+            ids = torch.where(tokens < 0, self.last_token.index_select(0, slot_B)[:, None], tokens)
+        ids = ids.clamp(0, self.config.vocab_size - 1)
         positions = start[:, None] + torch.arange(S, device=tokens.device)
         caches = [
             LayerCache(self.k_cache[i], self.v_cache[i], block_table, start, length)
@@ -215,17 +221,21 @@ class DecoderStep(nn.Module):
             repetition_penalty=each(repetition_penalty),
         )
         token_BQ = token.unflatten(0, (B, -1))
-        last_B = slot_B
-        if S == 1:  # of the rows of one slot, the one with the highest position
-            behind_BB = (slot_B[:, None] == slot_B) & (start[:, None] < start)
-            last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
-        torch.ops.aten.index_put_(self.last_token, [last_B], self._last(token_BQ, ids, length) if verifies else token)
+        if self.remembers_last:
+            self._remember_last(self._last(token_BQ, ids, length) if verifies else token, start, slot_B, S)
         return {
             "token": token_BQ,
             "logprob": logprob.unflatten(0, (B, -1)),
             "top_ids": top_ids.unflatten(0, (B, -1)),
             "top_logprobs": top_logprobs.unflatten(0, (B, -1)),
         }
+
+    def _remember_last(self, token_B: Tensor, start_B: Tensor, slot_B: Tensor, length: int) -> None:
+        last_B = slot_B
+        if length == 1:  # of the rows of one slot, the one with the highest position
+            behind_BB = (slot_B[:, None] == slot_B) & (start_B[:, None] < start_B)
+            last_B = torch.where(behind_BB.any(1), self.slots, slot_B)
+        torch.ops.aten.index_put_(self.last_token, [last_B], token_B)
 
     def _last(self, token_BS: Tensor, ids_BS: Tensor, length_B: Tensor) -> Tensor:
         """Return the token [B] after the last right guess of each row."""

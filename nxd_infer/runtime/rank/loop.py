@@ -21,6 +21,7 @@ from nxd_infer.context import ParallelContext, make_context, set_default_context
 from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank.config import RankConfig
+from nxd_infer.runtime.rank.handover import Handover
 from nxd_infer.runtime.rank.rank import Rank, Runtime
 from nxd_infer.runtime.ranks.arena import Arena
 from nxd_infer.runtime.ranks.channel import Channel, Kind
@@ -49,58 +50,83 @@ def run(config: RankConfig) -> int:
     gc.freeze()
     gc.enable()
     channel.send_response(request, time.monotonic_ns() - started)
-    steps = _Steps(rank, arena)
+    steps = _Steps(rank, arena, Handover(config.after, config.before, config.timeout))
     while (message := channel.receive_request()) is not None:
         request, fds = message
         started = time.monotonic_ns()
-        error = None
+        error, waited = None, 0
         arena.begin(config.rank, started)
         try:
             if request.kind == Kind.STEP:
-                steps.run(request.side, request.bucket)
+                waited = steps.run(request.side, request.bucket)
             else:
                 _serve(request.kind, fds, rank)
         except BaseException:
             error = traceback.format_exc()
         arena.finish(config.rank)
-        channel.send_response(request, time.monotonic_ns() - started, error)
+        channel.send_response(request, time.monotonic_ns() - started - waited, error)
     return 0
 
 
 class _Steps:
-    """Runs steps in the arena: from a side's inputs to its outputs, which rank 0 writes."""
+    """Runs steps in the arena: from a side's inputs to its outputs, which the first rank of a stage writes."""
 
-    def __init__(self, rank: Rank, arena: Arena):
-        self._rank, self._arena = rank, arena
+    def __init__(self, rank: Rank, arena: Arena, handover: Handover):
+        self._rank, self._arena, self._handover = rank, arena, handover
         self._bound: dict[tuple[int, int], Callable[[], list[Tensor]]] = {}
-        self._places: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
+        self._places: dict[tuple[int, int], list[tuple[Tensor, int, int] | None]] = {}
         self._failed = False
 
-    def run(self, side: int, bucket: int) -> None:
+    def run(self, side: int, bucket: int) -> int:
+        """Run a step; return the nanoseconds that it waited for the stage before."""
         if self._failed:  # other ranks may still be in that step, and would mix up the collectives
             raise RuntimeError("an earlier step of this rank has raised")
         self._failed = True
-        self._run(side, bucket)
+        waited = self._run(side, bucket)
         self._failed = False
+        return waited
 
-    def _run(self, side: int, bucket: int) -> None:
+    def _run(self, side: int, bucket: int) -> int:
         run = self._bound.get((side, bucket))
         if run is None:
-            run = self._bound[side, bucket] = self._rank.bind(bucket, self._arena.sides[side].inputs[bucket])
+            run = self._bound[side, bucket] = self._rank.bind(bucket, self._inputs(side, bucket))
+        waited = self._handover.wait()
         outputs = run()
-        if self._rank.rank == 0:
-            for (view, address, size), output in zip(self._outputs(side, bucket), outputs, strict=True):
-                if output.is_contiguous() and not (output.is_conj() or output.is_neg()):
-                    ctypes.memmove(address, output.data_ptr(), size)  # 20 microseconds less than copy_, four times
-                else:
-                    view.copy_(output)
+        for place, output in zip(self._outputs(side, bucket), outputs, strict=True):
+            if place is None:
+                continue
+            view, address, size = place
+            if output.is_contiguous() and not (output.is_conj() or output.is_neg()):
+                ctypes.memmove(address, output.data_ptr(), size)  # 20 microseconds less than copy_, four times
+            else:
+                view.copy_(output)
+        self._handover.done()
+        return waited
 
-    def _outputs(self, side: int, bucket: int) -> list[tuple[Tensor, int, int]]:
-        """Return the destination of each output: the arena's tensor, its address and size."""
+    def _inputs(self, side: int, bucket: int) -> list[Tensor]:
+        """Return the bucket's inputs, and what the stages before hand to this one."""
+        handed = self._handed(side, bucket, writable=False)
+        return [*self._arena.sides[side].inputs[bucket], *(handed[name] for name in self._rank.stage(bucket).takes)]
+
+    def _handed(self, side: int, bucket: int, *, writable: bool) -> dict[str, Tensor]:
+        specs = self._rank.artifact.manifest.buckets[bucket].handed
+        tensors = self._arena.handed(side, self._rank.tp_rank, writable=writable)[bucket]
+        return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+
+    def _outputs(self, side: int, bucket: int) -> list[tuple[Tensor, int, int] | None]:
+        """Return the destination of each result: the arena's tensor, its address and size; None for an output that
+        another rank writes."""
         found = self._places.get((side, bucket))
         if found is None:
-            views = self._arena.sides[side].outputs[bucket]
-            found = self._places[side, bucket] = [(view, view.data_ptr(), view.nbytes) for view in views]
+            views = self._handed(side, bucket, writable=True)
+            if self._rank.tp_rank == 0:
+                outputs = self._rank.artifact.manifest.buckets[bucket].outputs
+                arena = self._arena.sides[side].outputs[bucket]
+                views.update((spec.name, view) for spec, view in zip(outputs, arena, strict=True))
+            found = self._places[side, bucket] = [
+                (view, view.data_ptr(), view.nbytes) if (view := views.get(name)) is not None else None
+                for name in self._rank.stage(bucket).gives
+            ]
         return found
 
 
@@ -134,10 +160,11 @@ def load_rank(config: RankConfig, stamps: int) -> Rank:
         raise ArtifactCorruptError(f"the artifact {config.artifact} was replaced while it was loaded; load it again")
     for each in range(config.degree) if config.together else [config.rank]:
         artifact.verify_again(each)  # before any of its code runs
-    key = "ranks" if config.degree > 1 else "local"
-    context = make_context(config.degree, config.rank, tp=config.degree, collectives=key)
+    tp, pp = artifact.manifest.tp_degree, artifact.manifest.pp_degree
+    key = "ranks" if tp > 1 else "local"
+    context = make_context(tp * pp, config.rank, tp=tp, pp=pp, collectives=key)
     set_default_context(context)
-    if config.degree > 1 and not config.together:
+    if tp > 1 and not config.together:
         connect(config, context)
     runtime = Runtime(context, config.threads, artifact)
     rank = Rank(artifact, config.rank, runtime)
@@ -149,7 +176,9 @@ def load_rank(config: RankConfig, stamps: int) -> Rank:
 def connect(config: RankConfig, context: ParallelContext) -> None:
     """Register this rank's transport: shared memory, or gloo if there is no native library."""
     if not config.libraries:
-        register_collectives(context.collectives, join_on_this_host(context, config.rendezvous, config.timeout))
+        stage = make_context(context.tp.degree, context.tp.rank, tp=context.tp.degree)
+        file = f"{config.rendezvous}-{context.pp.rank}"
+        register_collectives(context.collectives, join_on_this_host(stage, file, config.timeout))
         return
     transports = [
         ShmCollectives(native.load_file(path), context, {"tp": segment}, timeout=config.timeout)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nxd_infer import native
-from nxd_infer.artifact.manifest import TensorSpec
+from nxd_infer.artifact.manifest import StageSpec, TensorSpec
 from nxd_infer.artifact.rank_weights import load_entries, load_weights
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
@@ -57,7 +57,8 @@ class Rank:
     def __init__(self, artifact: LoadedArtifact, rank: int, runtime: Runtime):
         self.artifact = artifact
         self.rank = rank
-        manifest = artifact.manifest
+        self._manifest = manifest = artifact.manifest.of_rank(rank)
+        self.tp_rank = rank % manifest.tp_degree
         backend = registry.get(manifest.backend)
         self.ranks = range(manifest.tp_degree) if backend.one_process else range(rank, rank + 1)
         self._places = [backend.place(manifest, artifact.weight_file(each), runtime) for each in self.ranks]
@@ -79,6 +80,13 @@ class Rank:
         self._staged: list[_Staged] = []
         self._broken = ""
 
+    def stage(self, bucket: int) -> StageSpec:
+        """Return what the rank's graph of a bucket takes after the inputs, and what it gives."""
+        spec = self._manifest.buckets[bucket]
+        if spec.stages:
+            return spec.stages[self.rank // self._manifest.tp_degree]
+        return StageSpec(gives=[output.name for output in spec.outputs])
+
     def run(self, bucket: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run one step of bucket number ``bucket``. ``inputs`` and the result are in the manifest's order."""
         return self.bind(bucket, inputs)()
@@ -87,7 +95,9 @@ class Rank:
         """Return a function that runs steps on these tensors. They are checked now, and results at the first step,
         because a decoding rank has only a few hundred microseconds between two steps, as much as the check takes."""
         graph = self._buckets[bucket].bind(inputs)
-        specs = self.artifact.manifest.buckets[bucket].outputs
+        known = self.artifact.manifest.buckets[bucket]
+        named = {spec.name: spec for spec in (*known.outputs, *known.handed)}
+        specs = [named[name] for name in self.stage(bucket).gives]
         checked = False
 
         def step() -> list[Tensor]:
@@ -120,7 +130,7 @@ class Rank:
             self._staged.append(self._prepare(file))
 
     def _prepare(self, file: str | os.PathLike[str]) -> _Staged:
-        specs = self.artifact.manifest.weights
+        specs = self._manifest.weights
         try:
             found = load_weights(Path(file), specs, partial=True)
             entries = load_entries(Path(file), specs)
@@ -156,7 +166,7 @@ class Rank:
     def _reader(self, new: _Staged) -> Callable[[str], Tensor]:
         """Return a reader of the new weights. Encoded ones are read one by one, and their pages released at once."""
         source = Path(f"/proc/self/fd/{new.fd}")
-        specs = {spec.name: spec for spec in self.artifact.manifest.weights}
+        specs = {spec.name: spec for spec in self._manifest.weights}
 
         def read(name: str) -> Tensor:
             return new.tensors[name] if name in new.tensors else load_weights(source, [specs[name]])[name]

@@ -4,13 +4,16 @@ compute the same offsets.
 ====================  ============================================================================
 a counter page        per rank: steps begun, steps finished, clock of the last begin (nanoseconds)
 the inputs, twice     every bucket's inputs, each aligned to 64 bytes; buckets overlay each other
-the outputs, twice    every bucket's outputs, likewise; written by rank 0
+the outputs, twice    every bucket's outputs, likewise; written by the first rank of the stage
+                      that computes them
+what is handed        with a pipeline: per side and tensor parallel rank, the values that every
+                      bucket's stages hand to later ones
 ====================  ============================================================================
 
-There are two *sides* of inputs and outputs, so that a step can be submitted while the previous one runs; each step
-uses one of them, and untouched pages take no memory. Regions start on page boundaries. A rank maps the inputs
-read-only, so a graph that wrote to its inputs, which all ranks share, would fault instead of silently corrupting
-them.
+There are two *sides* of inputs and outputs, so that a step can be submitted while the previous one runs (with a
+pipeline one more than it has stages); each step uses one of them, and untouched pages take no memory. Regions start on
+page boundaries. A rank maps what it takes read-only, so a graph that wrote to its inputs, which all ranks share, would
+fault instead of silently corrupting them.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     Arrays = Sequence[Sequence[np.ndarray]]
 
 ALIGNMENT = 64
-SIDES = 2
 _PAGE = mmap.PAGESIZE
 _COUNTERS = 8
 """Eight 64-bit counters per rank: one cache line."""
@@ -53,10 +55,19 @@ class ArenaLayout:
     """Size of one side in bytes."""
     output_start: int
     output_size: int
+    handed: list[list[int]]
+    """``handed[bucket][value]``: offset within what one rank hands on."""
+    handed_start: int
+    handed_size: int
+    """Size of what one rank hands on in one step; 0 without a pipeline."""
+    sides: int
+    """Most steps that may be begun and not taken: one runs in each stage, and one waits."""
+    handing: int
+    """Number of ranks that hand values on from a stage."""
 
     @property
     def size(self) -> int:
-        return self.output_start + SIDES * self.output_size
+        return self.handed_start + self.sides * self.handing * self.handed_size
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -74,16 +85,23 @@ def _offsets(specs: list[TensorSpec]) -> tuple[list[int], int]:
 def arena_layout(manifest: Manifest) -> ArenaLayout:
     inputs = [_offsets(list(bucket.inputs)) for bucket in manifest.buckets]
     outputs = [_offsets(list(bucket.outputs)) for bucket in manifest.buckets]
-    counters = _round_up(manifest.tp_degree * _COUNTERS * 8, _PAGE)
+    handed = [_offsets(list(bucket.handed)) for bucket in manifest.buckets]
+    counters = _round_up(manifest.world_size * _COUNTERS * 8, _PAGE)
     input_size = _round_up(max([end for _, end in inputs] + [1]), _PAGE)
     output_size = _round_up(max([end for _, end in outputs] + [1]), _PAGE)
+    sides = manifest.pp_degree + 1
     return ArenaLayout(
         inputs=[offsets for offsets, _ in inputs],
         outputs=[offsets for offsets, _ in outputs],
         input_start=counters,
         input_size=input_size,
-        output_start=counters + SIDES * input_size,
+        output_start=counters + sides * input_size,
         output_size=output_size,
+        handed=[offsets for offsets, _ in handed],
+        handed_start=counters + sides * (input_size + output_size),
+        handed_size=_round_up(max([end for _, end in handed] + [0]), _PAGE),
+        sides=sides,
+        handing=manifest.tp_degree,
     )
 
 
@@ -105,11 +123,29 @@ class Arena:
         self.layout = layout = arena_layout(manifest)
         self._counters = mmap.mmap(fd, layout.input_start)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_inputs else 0)
-        size = SIDES * layout.input_size
+        size = layout.sides * layout.input_size
         inputs = mmap.mmap(fd, size, mmap.MAP_SHARED, protection, offset=layout.input_start)
-        outputs = mmap.mmap(fd, SIDES * layout.output_size, offset=layout.output_start)
-        self.sides = [Side(manifest.buckets, layout, inputs, outputs, number) for number in range(SIDES)]
+        outputs = mmap.mmap(fd, layout.sides * layout.output_size, offset=layout.output_start)
+        self.sides = [Side(manifest.buckets, layout, inputs, outputs, number) for number in range(layout.sides)]
+        self._handed = {
+            writable: mmap.mmap(
+                fd,
+                layout.size - layout.handed_start,
+                mmap.MAP_SHARED,
+                mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+                offset=layout.handed_start,
+            )
+            for writable in ((False, True) if layout.handed_size else ())
+        }
+        self._handed_specs: list[list[TensorSpec]] = [list(bucket.handed) for bucket in manifest.buckets]
         self._words = memoryview(self._counters).cast("Q")
+
+    def handed(self, side: int, tp_rank: int, *, writable: bool) -> Tensors:
+        """Return ``[bucket][value]``: what ranks in place ``tp_rank`` of their stage hand on in a step on ``side``."""
+        if not self._handed:
+            return [[] for _ in self._handed_specs]
+        start = (side * self.layout.handing + tp_rank) * self.layout.handed_size
+        return _Region(self._handed[writable], start, self.layout.handed, self._handed_specs).each(_view)
 
     def begin(self, rank: int, clock: int) -> None:
         """Record that rank ``rank`` starts a step at ``clock`` (monotonic nanoseconds)."""

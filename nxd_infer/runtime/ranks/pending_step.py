@@ -22,7 +22,8 @@ def free_side(ranks: Ranks) -> tuple[int, Any]:
             if side.last is not None:
                 ranks.finish(side.last)  # its caller was interrupted, or dropped it
             return number, side
-    raise StepsPendingError("two steps were begun already: take the result of one of them first")
+    count = {2: "two", 3: "three"}.get(len(ranks.sides), str(len(ranks.sides)))
+    raise StepsPendingError(f"{count} steps were begun already: take the result of one of them first")
 
 
 class PendingStep:

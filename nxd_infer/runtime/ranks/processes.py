@@ -18,12 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry
 from nxd_infer.comm.shm import create_segment, read_counters
 from nxd_infer.errors import BackendUnavailableError, ModelClosedError, RankStartError
 from nxd_infer.runtime.rank.config import RankConfig
+from nxd_infer.runtime.rank.handover import FLAGS
 from nxd_infer.runtime.ranks.arena import Arena, arena_layout, create_arena
 from nxd_infer.runtime.ranks.channel import Channel
 from nxd_infer.runtime.ranks.cores import choose_cores, release_cores
@@ -42,6 +44,15 @@ MOST_THREADS = 64
 """Maximum threads of a crew (``csrc/crew.h``); ranks with more use torch's threads."""
 
 
+class Links(NamedTuple):
+    """What connects a rank with others: see RankConfig."""
+
+    libraries: list[tuple[str, int]]
+    after: int | None
+    before: int | None
+    directory: str
+
+
 class RankProcesses:
     """The processes of all ranks of ``artifact``, and the resources that they share with the caller.
 
@@ -58,7 +69,7 @@ class RankProcesses:
         on_exit: Callable[[int, str, str], None],
     ):
         self.artifact = artifact
-        self.degree = artifact.manifest.tp_degree
+        self.degree = artifact.manifest.world_size
         self.together = registry.get(artifact.manifest.backend).one_process
         self.count = 1 if self.together else self.degree
         """Number of processes: one per rank, or one that runs all."""
@@ -70,7 +81,8 @@ class RankProcesses:
         self._collective_timeout = collective_timeout
         self._on_exit = on_exit
         self._processes: list[ChildProcess] = []
-        self._counters: list[mmap.mmap] = []
+        self._counters: list[list[mmap.mmap]] = [[] for _ in range(artifact.manifest.pp_degree)]
+        """The counters of each stage's segments."""
         self._tails = [collections.deque[bytes](maxlen=256) for _ in range(self.count)]
         self._cores: list[list[int]] = []
         self._crews = know_crews(artifact)
@@ -169,7 +181,8 @@ class RankProcesses:
 
     def collectives(self, rank: int) -> int:
         """Collectives that the rank has passed, over all native libraries; counted natively, also inside graphs."""
-        return sum(read_counters(segment)[rank].collectives for segment in self._counters)
+        stage, place = divmod(rank, self.artifact.manifest.tp_degree)
+        return sum(read_counters(segment)[place].collectives for segment in self._counters[stage])
 
     def output(self, rank: int) -> str:
         """Return the end of what the rank has printed."""
@@ -183,21 +196,30 @@ class RankProcesses:
         try:
             fds.append(create_arena(arena_layout(manifest)))
             self.arena = Arena(fds[0], manifest, writable_inputs=True)
-            libraries: list[tuple[str, int]] = []
+            tp = manifest.tp_degree
+            libraries: list[list[tuple[str, int]]] = [[] for _ in self._counters]
             for path in [] if self.together else _libraries(self.artifact):
-                segment = create_segment(self.degree)
-                fds.append(segment)
-                libraries.append((path, segment))
-                size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
-                self._counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
+                for own, counters in zip(libraries, self._counters, strict=True):
+                    segment = create_segment(tp)
+                    fds.append(segment)
+                    own.append((path, segment))
+                    size = min(_COUNTER_BYTES, os.fstat(segment).st_size)
+                    counters.append(mmap.mmap(segment, size, prot=mmap.PROT_READ))
+            handovers: list[int] = []
+            for _ in range(self.degree - tp):  # rank r counts its steps in the r-th, rank r + tp waits for them
+                handovers.append(os.eventfd(0, FLAGS))
+                fds.append(handovers[-1])
             with self._going():
                 # Without a rendezvous file if they meet in shared memory, so a killed caller leaves nothing behind.
-                if self.count > 1 and not libraries:
+                if self.count > 1 and tp > 1 and not libraries[0]:
                     self._directory = tempfile.mkdtemp(prefix="nxd-ranks-")
                 directory = self._directory or ""
                 cores = self._cores = choose_cores(self.count, self.threads * self.degree // self.count)
             for rank in range(self.count):  # use local variables: kill() may clear the fields at any moment
-                self.channels.append(self._spawn_rank(rank, fds, libraries, cores[rank], directory))
+                after = handovers[rank - tp] if rank >= tp else None
+                before = handovers[rank] if rank < len(handovers) else None
+                links = Links(libraries[rank // tp], after, before, directory)
+                self.channels.append(self._spawn_rank(rank, fds, links, cores[rank]))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -210,9 +232,7 @@ class RankProcesses:
                 raise ModelClosedError("the model was closed while its ranks were starting")
             yield
 
-    def _spawn_rank(
-        self, rank: int, fds: list[int], libraries: list[tuple[str, int]], cores: list[int], directory: str
-    ) -> Channel:
+    def _spawn_rank(self, rank: int, fds: list[int], links: Links, cores: list[int]) -> Channel:
         ours, theirs = Channel.pair()
         config = RankConfig(
             artifact=str(self.artifact.path),
@@ -227,8 +247,10 @@ class RankProcesses:
             cores=cores,
             crew=self._has_crew(cores),
             timeout=self._collective_timeout,
-            libraries=libraries,
-            rendezvous=f"{directory}/rendezvous",
+            libraries=links.libraries,
+            after=links.after,
+            before=links.before,
+            rendezvous=f"{links.directory}/rendezvous",
         )
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(self.threads))
         command = python_module("nxd_infer.runtime.rank.main", "rank", str(rank), "--config", config.to_json())

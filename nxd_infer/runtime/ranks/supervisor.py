@@ -64,7 +64,7 @@ class Supervisor:
     ):
         """``before_load`` is called once the processes run and import torch; no rank reads the artifact before it
         returns, or at all if it raises."""
-        self.degree = artifact.manifest.tp_degree
+        self.degree = artifact.manifest.world_size
         self._before_load = before_load
         self.bounds = bounds
         self.failure: NxdError | None = None

@@ -146,12 +146,17 @@ class AdapterUpdate:
 
     def write(self, rank: int) -> BinaryIO:
         """Write the slot's entries of a rank's tables to an anonymous safetensors file; zeros if there are none."""
-        tables = {entry_name(table.spec.name, self.slot): (name, table) for name, table in self._tables.items()}
+        own = {spec.name for spec in self.manifest.of_rank(rank).weights}
+        tables = {
+            entry_name(table.spec.name, self.slot): (name, table)
+            for name, table in self._tables.items()
+            if table.spec.name in own
+        }
         specs = [
             WeightSpec.of(name, torch.empty(table.spec.shape[1:], dtype=table.spec.torch_dtype, device="meta"))
             for name, (_, table) in tables.items()
         ]
-        return anonymous_file(specs, lambda spec: self._entry(*tables[spec.name], rank))
+        return anonymous_file(specs, lambda spec: self._entry(*tables[spec.name], rank % self.manifest.tp_degree))
 
     def _entry(self, factor: str, table: _Table, rank: int) -> Tensor:
         dtype = table.spec.torch_dtype

@@ -91,12 +91,15 @@ class WeightUpdate:
 
     def write(self, rank: int) -> BinaryIO:
         """Write the rank's new weights to an anonymous safetensors file, which is deleted with its last user."""
-        specs = [self._specs[name] for name in self.names]
+        own = {spec.name for spec in self.manifest.of_rank(rank).weights}
+        specs = [self._specs[name] for name in self.names if name in own]
         present = set(self.source.keys())
 
         def tensor(spec: WeightSpec) -> Tensor:
             try:
-                layout = TensorLayout.from_json(self._readable(spec.name, present)["ranks"][rank])
+                layout = TensorLayout.from_json(
+                    self._readable(spec.name, present)["ranks"][rank % self.manifest.tp_degree]
+                )
                 return shard_tensor(self.source, layout, spec.torch_dtype)
             except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
                 raise WeightSchemaError(f"{spec.name} cannot be cut for rank {rank}: {error}") from error
@@ -146,7 +149,7 @@ class NewWeights:
         self.files: list[BinaryIO] = []
         """One per rank."""
         try:
-            for rank in range(update.manifest.tp_degree):
+            for rank in range(update.manifest.world_size):
                 self.files.append(update.write(rank))
             update.require_unchanged()
         except BaseException:
