@@ -19,16 +19,24 @@ PROMPTS = [f"{WORDS[number % 10]} {number}" for number in range(40)]
 
 
 def trace_tiny(
-    family: str, task: str, directory: Path, *, tp: int = 2, backend="eager", model: dict | None = None, **shapes
+    family: str,
+    task: str,
+    directory: Path,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    backend="eager",
+    model: dict | None = None,
+    **shapes,
 ) -> Path:
     """Write a tiny model of ``family`` to ``directory/model``, of one layer (``model``: other options of write_tiny),
     and trace it to ``directory/artifact``."""
     from nxd_infer import trace
     from nxd_models.serving import tasks
 
-    model_dir = tiny_models.write_tiny(family, directory / "model", **ONE_LAYER, **(model or {}))
+    model_dir = tiny_models.write_tiny(family, directory / "model", **{**ONE_LAYER, **(model or {})})
     plan = tasks.plan(model_dir, task, dtype=torch.float32, model_name=f"tiny-{family}", **shapes)
-    arguments = {**plan.trace_arguments(), "tp_degree": tp, "backend": backend}
+    arguments = {**plan.trace_arguments(), "tp_degree": tp, "pp_degree": pp, "backend": backend}
     return _trace(trace, arguments, directory / "artifact")
 
 

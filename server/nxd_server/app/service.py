@@ -128,7 +128,7 @@ class Service(ServedModel):
         artifact.check_kernel(settings.allow_kernel)
         self._manifest = artifact.manifest
         self._check_task()
-        degree = artifact.manifest.tp_degree
+        degree = artifact.manifest.world_size
         self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
         logger.info(self._stage)
         self.recovery.nbytes = artifact.weight_bytes

@@ -23,7 +23,7 @@ from nxd_server.engine.events import (
     TokenEvent,
     Usage,
 )
-from nxd_server.engine.generation_steps import GenerationSteps, steps_may_follow
+from nxd_server.engine.generation_steps import GenerationSteps, steps_in_flight
 from nxd_server.engine.inbox import Inbox
 from nxd_server.engine.request import Choice
 from nxd_server.engine.speculation import Speculation
@@ -54,8 +54,9 @@ class ContinuousBatcher:
         self._adapters = adapters
         self._scheduler = scheduler
         self._speculation = speculation
-        ahead = not speculation.active and steps_may_follow(parts.model)
-        self._steps = GenerationSteps(parts.steps, inputs, 2 if ahead else 1, self._refuse)
+        self._steps = GenerationSteps(
+            parts.steps, inputs, steps_in_flight(parts.model, speculation.active), self._refuse
+        )
         self._graph_names = graph_names
         self._vocab_size = int(meta["vocab_size"])
         self._eos_token_ids = tuple(meta.get("eos_token_ids") or ())

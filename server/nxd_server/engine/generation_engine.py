@@ -98,6 +98,7 @@ class Engine(EngineControls):
                 prefill_ratio=prefill_ratio,
                 stall_ratio=stall_ratio,
                 mixes=bool(meta.get("rows_share_slots")),
+                groups=manifest.pp_degree,
             ),
             Speculation(verifying, speculate, parts.costs),
             {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets},

@@ -1,7 +1,8 @@
-"""The steps in flight: the running one and, if the next one's tokens may be unknown, the next one too.
+"""The steps in flight: the running one and, if the next one's tokens may be unknown, the next one too. With a pipeline
+one per stage, of other choices each, and one that waits.
 
 The outputs of a step are processed while the next one runs, so that ranks never wait for that. A choice that ends is
-then still in the next step, whose output for it is ignored.
+then still in the next step, whose output for it is ignored; with a pipeline it is in none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ from nxd_server.engine.core.step_runner import FATAL, StepRunner
 from nxd_server.engine.request import Choice
 
 log = logging.getLogger("nxd_server.engine")
+
+
+def steps_in_flight(model: Model, known: bool) -> int:
+    """Return how many steps the ranks may have at once. ``known``: tokens must be known before they are fed."""
+    stages = model.manifest.pp_degree
+    if stages > 1:
+        return stages + 1 if model.arrays else 1
+    return 2 if not known and steps_may_follow(model) else 1
 
 
 def steps_may_follow(model: Model) -> bool:

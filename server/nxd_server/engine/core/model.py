@@ -71,7 +71,8 @@ class Model(Protocol):
         ...
 
     def begin_bucket(self, name: str, inputs: Tensors, *, checked: bool = False) -> PendingStep:
-        """Like :meth:`run_bucket`, without waiting; steps run in the order in which they begin, at most two at a time.
+        """Like :meth:`run_bucket`, without waiting; steps run in the order in which they begin. At most two, or with a
+        pipeline one more than it has stages, may be begun and not taken.
 
         ``checked``: every value of an InputBlock is already known to be within its input's limits.
         """

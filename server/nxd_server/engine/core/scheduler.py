@@ -12,6 +12,8 @@
   of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
+* With a pipeline of ``groups`` stages, a decode step takes an equal share of the decoding choices, so that each stage
+  works on another share. A choice waits for the token of its last step: the first stage must know it.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Scheduler(Generic[S]):
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         mixes: bool = False,
+        groups: int = 1,
     ):
         if prefill_ratio <= 0 or stall_ratio < 1:
             raise ValueError(
@@ -95,6 +98,7 @@ class Scheduler(Generic[S]):
         self.slots = SlotPool(slots)
         self.prefill_ratio = prefill_ratio
         self.stall_ratio = stall_ratio
+        self.groups = groups
         self.mixes = mixes and stall_ratio < inf  # without a bound, full pieces are cheaper
         shortest = self.graphs[0].length
         self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
@@ -175,12 +179,14 @@ class Scheduler(Generic[S]):
         :meth:`begin` once the ranks have it."""
         streams = self._streams()
         if not streams:
-            return self._prefill_step(streams) if self._prefilling else None
-        graph, prompts = self._plan(len(streams))
+            return self._prefill_step(0) if self._prefilling else None
+        ready = self._ready(streams)
+        count = max(1, len(ready))
+        graph, prompts = self._plan(count)
         due = not self._owed and self._debt <= 0
-        if self._prefilling and due and not (prompts and not self._short_lengths(len(streams))):
-            return self._prefill_step(streams)
-        return self._decode_step(graph, streams, prompts)
+        if self._prefilling and due and not (prompts and not self._short_lengths(count)):
+            return self._prefill_step(count)
+        return self._decode_step(graph, ready, prompts) if ready else None
 
     def begin(self, step: Step[S]) -> None:
         """Account for ``step`` as if it had run, so that the next one, which runs after it, can be planned."""
@@ -207,9 +213,16 @@ class Scheduler(Generic[S]):
         """Return the choices that decode and may want another token, those that have waited longest first."""
         return [sequence for sequence in self._decoding.values() if sequence.goes_on]
 
-    def _prefill_step(self, streams: list[S]) -> Step[S]:
+    def _ready(self, streams: list[S]) -> list[S]:
+        """Return those of ``streams`` that the next decode step may take."""
+        if self.groups == 1:
+            return streams
+        known = [stream for stream in streams if stream.computed < len(stream.prompt) + len(stream.output)]
+        return known[: -(-len(streams) // self.groups)]
+
+    def _prefill_step(self, streams: int) -> Step[S]:
         head = self._prefilling[0]
-        length = self.piece(head.remaining, len(streams))
+        length = self.piece(head.remaining, streams)
         candidates = [graph for graph in self.graphs if graph.length == length]
         rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
         graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))

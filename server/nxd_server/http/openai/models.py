@@ -21,6 +21,7 @@ def _card(request: Request) -> dict[str, Any]:
         "task": service.task,
         "backend": service.manifest.backend,
         "tp_degree": service.manifest.tp_degree,
+        "pp_degree": service.manifest.pp_degree,
         "weight_version": service.weight_version,
     }
     if service.task == "generate":
