@@ -79,6 +79,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     task = from_command(TaskOptions, given)
     task["dtype"] = dtype_of(task["dtype"])
     arguments = from_command(TraceOptions, given)
+    stages = arguments.get("pp_degree", 1)
+    if stages > 1 and task.get("slots") is None:
+        task["slots"] = stages * max(task["batch_sizes"])  # a batch for each stage to work on
     checkpoint, tag = arguments.pop("checkpoint", None), arguments.pop("checkpoint_tag", None)
     if checkpoint is not None:
         task["weights"] = weight_source(checkpoint, tag)
@@ -111,8 +114,8 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     if planned.trace_peak_bytes is not None and planned.trace_peak_bytes - planned.program_bytes > free:
         console.print(f"note: tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free")
     cores = processors()
-    if planned.tp_degree > cores:
-        console.print(f"note: {planned.tp_degree} ranks share this machine's {cores} cores")
+    if (ranks := planned.tp_degree * planned.pp_degree) > cores:
+        console.print(f"note: {ranks} ranks share this machine's {cores} cores")
     if plan_only:
         return {}
     if (out / MANIFEST_NAME).exists():
@@ -131,8 +134,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         rounded = [spec for spec in weights if spec.encoding == form.encoding]
         before = sum(spec.nbytes for spec in weights)
         saved = sum(spec.nbytes - form.nbytes(spec.shape) for spec in rounded)
+        whose = "each rank holds {} of its" if stages == 1 else "the stages hold {} of their"
         console.print(
-            f"{form.name}: each rank holds {len(rounded)} of its {len(weights)} weights so, "
+            f"{form.name}: {whose.format(len(rounded))} {len(weights)} weights so, "
             f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
         )
     return {

@@ -203,8 +203,9 @@ def run(
     verdict = {True: "equal", False: "differs"}
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({tag or 'the newest'})"
     form = accuracy.quantization(manifest)
+    stages = f", pp {manifest.pp_degree}" if manifest.pp_degree > 1 else ""
     table(
-        f"{artifact} (tp {manifest.tp_degree}, {manifest.backend}) against {whose}, unsharded and eager"
+        f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
         + (f", weights rounded to {form.name}" if form else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [(row.bucket, f"{row.difference:.1e}", row.agreement, verdict[row.ok]) for row in rows],
