@@ -24,6 +24,7 @@ BENCHMARKS = (
     "sizes",
     "train",
     "pipeline",
+    "stages",
     "plot",
 )
 ON_REQUEST = ("attacks", "against")
