@@ -35,12 +35,12 @@ def test_a_llama_in_two_stages_is_planned_traced_verified_and_generates(tmp_path
     done = command("trace", model_dir, "--out", tmp_path / "a", "--pp", 4, *EAGER)
     refused(done, "pp_degree=4: 4 pipeline stages, but the model has 3 transformer layers: use at most 3")
     done = command("trace", model_dir, "--out", tmp_path / "a", "--pp", 2, "--pipeline-cuts", "model.layer.1", *EAGER)
-    refused(done, "the model has no module 'model.layer.1'; did you mean 'model.layers.1'?")
+    refused(done, "the model has no module 'model.layer.1'; did you mean model.layers.1?")
 
 
 def test_an_encoder_in_two_stages_at_a_cut_by_name_is_verified(tmp_path, capsys, monkeypatch):
     model_dir, out = write_tiny("bert", tmp_path / "model"), tmp_path / "artifact"
-    cut = ("--pp", 2, "--pipeline-cuts", "bert.encoder.layer.0")
+    cut = ("--pp", 2, "--pipeline-cuts", "encoder.layer.0")
     options = ("--backend", "eager", "--dtype", "float32", "--batch-sizes", "2", "--prompt-buckets", "16")
     done = nxd_infer_here(capsys, monkeypatch, "trace", model_dir, "--out", out, *cut, *options)
     assert done.status == 0, done.err
