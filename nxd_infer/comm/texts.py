@@ -1,10 +1,14 @@
-"""Short texts of the ranks of an axis, on all of them."""
+"""Short texts of the ranks of an axis on all of them, and named tensors on the first one."""
 
 from __future__ import annotations
 
-import torch
+import json
+from collections.abc import Mapping
 
-from nxd_infer.comm.functional import all_gather
+import torch
+from torch import Tensor
+
+from nxd_infer.comm.functional import all_gather, broadcast
 from nxd_infer.context import ParallelContext
 from nxd_infer.util.devices import transport_device
 
@@ -21,3 +25,22 @@ def gather_texts(text: str, context: ParallelContext, axis: str = "pp") -> list[
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
     whole = all_gather(padded.to(transport_device()), context, axis, 0).cpu().view(degree, -1)
     return [bytes(row[:count].tolist()).decode() for row, count in zip(whole, sizes, strict=True)]
+
+
+def gather_named(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
+    """Return the tensors of every pipeline rank on the first one, moved one by one; the others get none. A collective.
+
+    Of a name that several have, it is the first rank's.
+    """
+    if context.pp.degree == 1:
+        return dict(mine)
+    facts = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()]
+    found: dict[str, Tensor] = {}
+    for stage, text in enumerate(gather_texts(json.dumps(facts), context)):
+        for name, shape, dtype in json.loads(text):
+            own = stage == context.pp.rank
+            tensor = mine[name] if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            whole = broadcast(tensor.to(transport_device()), context, "pp", stage).cpu()
+            if context.pp.rank == 0:
+                found.setdefault(name, whole)
+    return found

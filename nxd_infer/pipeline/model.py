@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.pipeline.materialise import keep_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data, named_inputs
@@ -163,7 +164,7 @@ class NxDPPModel(NxDModel):
 
     def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The modules of this rank's stages, under their names in the whole model."""
-        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if type(m).__name__ != "StandIn")
+        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if not isinstance(m, StandIn))
 
     def local_parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

@@ -46,7 +46,7 @@ def initialize_parallel_model(
         pad_model(model, current_context().tp.degree, _heads(model))
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
-            model = LoRAModel(model, config.lora_config)
+            model = LoRAModel(model, config.lora_config, layouts=None if stage is None else stage.layouts)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
     return NxDModel(model, config) if stage is None else NxDPPModel.of_stage(model, stage, config)
 
