@@ -14,6 +14,7 @@ from nxd_infer.layout.params import restore_attributes
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.stage import Stage, find_weights, take_stage
+from nxd_infer.pipeline.tracing import say_what_has_no_effect, trace_around_units
 from nxd_infer.pipeline.units import find_units
 from nxd_infer.util.devices import transport_device
 
@@ -27,6 +28,9 @@ def keep_stage(model: nn.Module, options: PipelineOptions, pp: Axis, fill: Fill 
     that the stages are parts of the model that one process would build.
     """
     cuts = cuts_of(model, options, pp.degree)
+    say_what_has_no_effect(options)
+    if options.tracer_cls is not None and pp.degree > 1:
+        trace_around_units(model, cuts, options)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         weights = find_weights(model, find_units(model, cuts)).values()
         foreign = {

@@ -38,12 +38,16 @@ class NxDPPModel(NxDModel):
         broadcast_and_average_loss: average the loss over the data-parallel ranks. All pipeline ranks get it either way.
         pipeline_cuts: names of the last layer of every stage but the last one.
         input_names: the inputs; default: the parameters of the module's forward.
-        leaf_module_cls: classes, or names of some, that no cut may lie inside of.
-        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted. The module is split by the
-            calls of its modules, and its own forward runs on every stage, so nothing is traced symbolically.
+        leaf_module_cls: classes, or names of some, that no cut may lie inside of, and that are not traced into.
+        tracer_cls: ``"torch"``, ``"hf"`` or a class derived from ``torch.fx.Tracer``: it traces the code around the
+            layers, and its graph runs instead. By default nothing is traced: the module is split by the calls of its
+            modules, and its own forward runs on every stage.
+        autowrap_functions, autowrap_modules: for ``tracer_cls``, as torch.fx has them.
+        autowrap_obj_methods: for ``tracer_cls``: objects, each with a list of names of methods not to trace into.
         param_init_fn: fills a module of the meta device, for its own parameters.
         trace_file_path: write a timeline of the last step into this file, for a browser's trace viewer.
         use_zero1_optimizer, use_optimizer_wrapper: accepted; the optimizer averages gradients in any case.
+        fuse_microbatches: accepted; microbatches always run one by one.
         auto_partition: choose the cuts, so that all stages cost the same.
         virtual_pipeline_size: stages a rank; above 1, the schedule is interleaved.
         schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.

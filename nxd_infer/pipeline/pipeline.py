@@ -23,7 +23,7 @@ from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.partition import auto_partition
 from nxd_infer.pipeline.plan import Plan, make_plan
 from nxd_infer.pipeline.schedule import Action, forward_only, schedule
-from nxd_infer.pipeline.stage import Stage
+from nxd_infer.pipeline.stage import Stage, own_forward
 from nxd_infer.pipeline.timeline import write_timeline
 from nxd_infer.util.devices import transport_device
 from nxd_infer.util.suggest import did_you_mean
@@ -206,9 +206,8 @@ def named_inputs(
     model: nn.Module, names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the inputs of a call by name. Raises InputMismatchError for what is not in ``names``."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
+    parameters = inspect.signature(own_forward(model)).parameters.values()
     known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY]
-    known = [name for name in known if name != "self"]
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     order = list(names) if names else known
     if len(args) > len(order):
