@@ -127,6 +127,11 @@ class NxDPPModel(NxDModel):
     def options(self) -> PipelineOptions:
         return self.pipeline.options
 
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last step in which this rank waited for other stages; None before the first step."""
+        return self.pipeline.bubble
+
     # --- running --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

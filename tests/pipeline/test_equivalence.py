@@ -12,6 +12,7 @@ from nxd_infer import parallel_state
 from nxd_infer.testing import Reference, Training, compare_with, train_single
 from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.ranks import run_ranks
+from tests.trainer.padded import HIDDEN, UnpaddedModel
 
 F64 = torch.float64
 STEPS = 10
@@ -49,6 +50,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "sequence_parallel": True, "meta": True}),
         ("odd_heads", F64, {"pipeline": pipeline(2), "sequence_parallel": True, "activation_checkpoint": "full"}),
         ("bert", F64, {"pipeline": pipeline(4)}),
+        ("padded", torch.float32, {"pipeline": pipeline(4), "pad_model": True}),
+        ("padded", torch.float32, {"pipeline": pipeline(2), "pad_model": True, "meta": True}),
     ],
     (1, 2, 2): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "zero1": True}),
@@ -64,6 +67,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
 
 
 def builder(model: str, dtype: torch.dtype):
+    if model == "padded":
+        return UnpaddedModel
     return partial(encoder, dtype) if model == "bert" else partial(decoder, model, dtype)
 
 
@@ -72,6 +77,9 @@ def rows(case: Case, dp: int) -> int:
 
 
 def batch_for(case: Case, dp: int) -> dict[str, Any]:
+    if case[0] == "padded":
+        x, y = torch.randn(2, rows(case, dp), 6, HIDDEN, generator=torch.Generator().manual_seed(2))
+        return {"x": x, "y": y}
     # Of one data-parallel rank: the mean over ranks is not weighted by their labels, as without a pipeline.
     return sentences(rows(case, dp)) if case[0] == "bert" else tokens(rows(case, dp), uneven=dp == 1)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch import nn
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule, timetable
 
 pytestmark = pytest.mark.check
@@ -84,3 +87,13 @@ def test_a_circle_is_found():
 def test_what_there_is_not(kind: str, microbatches: int, chunks: int, message: str):
     with pytest.raises(ParallelConfigError, match=message):
         schedule(kind, 2, microbatches, chunks)
+
+
+def test_a_chosen_partition_is_logged_with_its_imbalance(caplog: pytest.LogCaptureFixture):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Linear(4, 8))
+    with caplog.at_level("INFO"):
+        cuts = cuts_of(model, PipelineOptions({"auto_partition": True, "transformer_layer_cls": "Linear"}), 2)
+    # Costs of 16, 16, 16 | 16, 32: both halves are equal.
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert cuts == ["2"]
+    assert said == "pipeline_cuts: ['2']; the most expensive stage works 0.0% longer than an equal share"
