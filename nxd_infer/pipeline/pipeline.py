@@ -48,7 +48,7 @@ def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]
         if current_context().rank == 0:
             worst = imbalance(describe_partition(model, cuts))
             log.info(
-                "pipeline_cuts: %s; the most expensive stage works %.1f%% longer than a mean one", cuts, worst * 100
+                "pipeline_cuts: %s; the most expensive stage works %.1f%% longer than an equal share", cuts, worst * 100
             )
         return cuts
     cuts = options.pipeline_cuts
