@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,18 +28,27 @@ def keep_stage(model: nn.Module, options: PipelineOptions, pp: Axis, fill: Fill 
     that the stages are parts of the model that one process would build.
     """
     cuts = cuts_of(model, options, pp.degree)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        fill_modules(model, fill, {id(tensor) for tensor in foreign_tensors(model, cuts, pp)})
+    return reduce_to_stage(model, cuts, options, pp)
+
+
+def foreign_tensors(model: nn.Module, cuts: Sequence[str], pp: Axis) -> list[Tensor]:
+    """Return the parameters and buffers of a whole model that other ranks own."""
+    weights = find_weights(model, find_units(model, cuts)).values()
+    return [
+        getattr(model.get_submodule(path), name)
+        for weight in weights
+        if weight.stage % pp.degree != pp.rank
+        for path, name in weight.places[:1]
+    ]
+
+
+def reduce_to_stage(model: nn.Module, cuts: Sequence[str], options: PipelineOptions, pp: Axis) -> Stage:
+    """Reduce ``model``, in place, to this rank's stages, after the graph tracing that ``options`` ask for."""
     say_what_has_no_effect(options)
     if options.tracer_cls is not None and pp.degree > 1:
         trace_around_units(model, cuts, options)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        weights = find_weights(model, find_units(model, cuts)).values()
-        foreign = {
-            id(getattr(model.get_submodule(path), name))
-            for weight in weights
-            if weight.stage % pp.degree != pp.rank
-            for path, name in weight.places[:1]
-        }
-        fill_modules(model, fill, foreign)
     return take_stage(model, cuts, pp.rank, pp.degree)
 
 

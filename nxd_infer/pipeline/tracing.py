@@ -19,12 +19,14 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.parallel_layers import loss_functions, mappings
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.units import find_units
 
 log = logging.getLogger(__name__)
 
 WRAPS = ("autowrap_functions", "autowrap_modules", "autowrap_obj_methods")
+OWN = (loss_functions, mappings)
 WITHOUT = "leave tracer_cls out: a model is split by the calls of its modules then, which needs no tracing"
 
 
@@ -72,12 +74,13 @@ def _tracer(options: PipelineOptions, leaves: set[str]) -> fx.Tracer:
     # The documents' types of the two are exchanged; what they say of them is not.
     modules = tuple(one for one in wrapped if isinstance(one, types.ModuleType))
     functions = tuple(one for one in wrapped if not isinstance(one, types.ModuleType))
-    if not wrapped:
-        return AroundUnits()
-    given: dict[str, Any] = {"autowrap_modules": (math, *modules), "autowrap_functions": functions}
+    # The parallel functions communicate: their insides are not a graph's.
+    given: dict[str, Any] = {"autowrap_modules": (math, *OWN, *modules), "autowrap_functions": functions}
     try:
         return AroundUnits(**given)
     except TypeError as error:
+        if not wrapped:
+            return AroundUnits()
         raise ParallelConfigError(
             f"tracer_cls={chosen.__name__} does not take autowrap_modules and autowrap_functions, which "
             f"torch.fx.Tracer has: {error}"
