@@ -137,15 +137,15 @@ def test_the_memory_of_others_is_given_back():
     """64 KiB that another rank owns, until the next of them is written."""
     freeing = _FreeingOthers()
     first, second, own = (torch.ones(128, 128) for _ in range(3))
+    freeing.add(first)
+    assert first.all()
+    freeing.add(second)
+    assert not first[64].any() and second.all()
     with freeing:
-        freeing.add(first)
-        assert first.all()
-        freeing.add(second)
-        assert not first[64].any() and second.all()
         first.fill_(2)
-        assert not second[64].any() and own.all()
         with pytest.raises(_Needed):
             own.copy_(second * 2)
+    assert first.all() and not second[64].any() and own.all()
 
 
 def test_mistakes_are_told_as_without_stages():
