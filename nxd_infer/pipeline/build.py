@@ -135,11 +135,13 @@ class _FreeingOthers(TorchDispatchMode):
             self._turn_to(addresses[0])
             return func(*args, **kwargs)
         freed = any(address in self._others and address != self._current for address in addresses)
+        if freed and written:
+            raise _Needed
         result = func(*args, **kwargs)
         if not freed:
             return result
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        if written or not made:
+        if not made:
             raise _Needed
         for tensor in made:
             self._others.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
