@@ -15,16 +15,21 @@ from nxd_infer.util.devices import transport_device
 
 def gather_texts(text: str, context: ParallelContext, axis: str = "pp") -> list[str]:
     """Return the text of each rank of the axis, in their order. A collective."""
-    data = text.encode()
-    degree = context.axis(axis).degree
-    if degree == 1:
+    if context.axis(axis).degree == 1:
         return [text]
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return [bytes(row.tolist()).decode() for row in gather_bytes(data, context, axis)]
+
+
+def gather_bytes(data: Tensor, context: ParallelContext, axis: str = "pp") -> list[Tensor]:
+    """Return the bytes of each rank of the axis (uint8 on the host, of any number), in their order. A collective."""
+    degree = context.axis(axis).degree
     size = torch.tensor([len(data)], dtype=torch.int64, device=transport_device())
     sizes = all_gather(size, context, axis, 0).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(data)] = data
     whole = all_gather(padded.to(transport_device()), context, axis, 0).cpu().view(degree, -1)
-    return [bytes(row[:count].tolist()).decode() for row, count in zip(whole, sizes, strict=True)]
+    return [row[:count] for row, count in zip(whole, sizes, strict=True)]
 
 
 def gather_named(mine: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:

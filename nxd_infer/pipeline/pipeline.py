@@ -128,7 +128,7 @@ class Pipeline:
         seed: int | None,
     ) -> Tensor:
         calls = [lambda part=part: self._call(**part) for part in parts]
-        step = Step(plan, actions[self.stage.rank], calls, self._loss_of, weights, seed)
+        step = Step(plan, actions, calls, self._loss_of, weights, seed)
         engine = Engine(self.stage, self.context, step)
         try:
             found = engine.run()
