@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,16 @@ class Stage:
         for part in path.split(".") if path else ():
             found = hidden_of(found.get_submodule(part))
         return found
+
+    def change_others(self, change: Callable[[nn.Module], object]) -> None:
+        """Do to the modules of other ranks, which have no memory here, what was done to this rank's."""
+        hidden = {id(one.hidden): one.hidden for one in self.module.modules() if isinstance(one, StandIn)}
+        for module in hidden.values():
+            change(module)
+        shapes = {
+            name: getattr(self.find(one.places[0][0]), one.places[0][1]).shape for name, one in self.weights.items()
+        }
+        self.weights = {name: replace(one, shape=shapes[name]) for name, one in self.weights.items()}
 
     def unit_modules(self) -> dict[str, nn.Module]:
         """Return the modules to call for the units, by path: this rank's, and stand-ins."""

@@ -42,7 +42,7 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(8)}),
         ("tied", F64, {"pipeline": pipeline(5)}),
         ("tied", torch.float32, {"pipeline": pipeline(4, schedule="gpipe"), "activation_checkpoint": "full"}),
-        ("bert", F64, {"pipeline": pipeline(2)}),
+        ("bert", F64, {"pipeline": pipeline(7)}),
     ],
     (2, 2, 1): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "sequence_parallel": True}),
@@ -50,8 +50,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "sequence_parallel": True, "meta": True}),
         ("odd_heads", F64, {"pipeline": pipeline(2), "sequence_parallel": True, "activation_checkpoint": "full"}),
         ("bert", F64, {"pipeline": pipeline(4)}),
-        ("padded", torch.float32, {"pipeline": pipeline(4), "pad_model": True}),
-        ("padded", torch.float32, {"pipeline": pipeline(2), "pad_model": True, "meta": True}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(4), "pad_model": True}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(2), "pad_model": True, "meta": True}),
     ],
     (1, 2, 2): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "zero1": True}),

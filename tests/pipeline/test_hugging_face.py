@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 ROUNDING = 1e-6
 """Of losses: these models compute theirs in float32, whatever their own type is."""
+STEPS = 10
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 16,
@@ -98,10 +99,29 @@ def compare() -> list[str]:
             evaluated = float(whole.eval()(**batch()).loss)
         if abs(float(model.run_eval(**batch())) - evaluated) > ROUNDING:
             found.append(f"{name}: evaluates to {float(model.run_eval(**batch()))}, wanted {evaluated}")
+        found += [f"{name}: {line}" for line in train(whole, model)]
         held = torch.tensor(float(sum(p.numel() for p in model.local_parameters())))
         total = comm.all_reduce(held, current_context(), "pp")
         if total != sum(p.numel() for p in whole.parameters()):
             found.append(f"{name}: the stages hold {total} elements in all")
+    return found
+
+
+def train(whole: nn.Module, model: Any) -> list[str]:
+    """Ten steps of AdamW in one process and over the stages; which losses differ."""
+    ours = torch.optim.AdamW(model.local_parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(whole.train().parameters(), lr=1e-2)
+    found = []
+    for step in range(STEPS):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss = whole(**batch()).loss
+        loss.backward()
+        got = float(model.run_train(**batch()))
+        ours.step()
+        theirs.step()
+        if abs(got - float(loss.detach())) > 3 * ROUNDING:
+            found.append(f"loss of step {step}: {got}, wanted {float(loss.detach())}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from nxd_infer.errors import CollectiveError
 from nxd_infer.pipeline import NxDPPModel
 from nxd_infer.pipeline.messages import LockStep
 from nxd_infer.pipeline.schedule import schedule
-from tests.pipeline.models import decoder, tokens
+from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.pipeline.test_model import SPEC, Backwards, data
 from tests.ranks import run_ranks
 
@@ -21,6 +22,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {}),
     ("tied", 4, {"schedule": "gpipe"}),
     ("tied", 8, {}),
+    ("bert", 4, {}),
     ("tied", 2, {"virtual_pipeline_size": 2}),
 ]
 
@@ -31,14 +33,15 @@ def compare() -> list[str]:
         if options.get("virtual_pipeline_size", 1) * current_context().pp.degree > 4:
             continue
         torch.manual_seed(3)
-        whole = decoder(family, F64)
-        loss = whole(**tokens())[0]
+        make, batch = (encoder, sentences()) if family == "bert" else (partial(decoder, family), tokens())
+        whole = make(F64)
+        loss = whole(**batch)[0]
         loss.backward()
         torch.manual_seed(3)
-        model = NxDPPModel(decoder(family, F64), auto_partition=True, num_microbatches=count, **options)
-        got = float(model.run_train(**tokens()))
+        model = NxDPPModel(make(F64), auto_partition=True, num_microbatches=count, **options)
+        got = float(model.run_train(**batch))
         apart = [float((p.grad - whole.get_parameter(n).grad).norm()) for n, p in model.local_named_parameters()]
-        evaluated = float(model.run_eval(**tokens()))
+        evaluated = float(model.run_eval(**batch))
         if max(apart) > 1e-10 or max(abs(one - float(loss.detach())) for one in (got, evaluated)) > 1e-10:
             found.append(f"{family} {count} {options}: {got}, {evaluated}, {float(loss)}, gradients {max(apart)}")
     if current_context().pp.degree == 2:  # a weight of a later stage than its user's
