@@ -7,6 +7,7 @@ backward pass. So a tied weight is one parameter of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from nxd_infer.comm.overlapped import Pending
 from nxd_infer.context import ParallelContext
+from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
 from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
 from nxd_infer.pipeline.plan import Output, Plan, Shape
@@ -55,6 +57,9 @@ class Engine:
         self.messages = messages_for(context, step.all_actions, stage.units.stages)
         self._forward = Forward(step.plan)
         self._forward.seed = step.seed
+        self._weights = DeferredWeights()
+        self._late: dict[tuple[int, int], Late] = {}
+        """Of each microbatch between the two parts of its backward pass."""
         self._passes: dict[tuple[int, int], Pass] = {}
         self._coming: dict[Action, dict[Output, Pending]] = {}
         self._here: dict[Action, dict[Output, Tensor]] = {}
@@ -68,15 +73,21 @@ class Engine:
         for action in self.actions[: LOOKAHEAD + 1]:
             self._receive(action)
         self.messages.before(0)
-        with shadowed(self._loans.places()), calling(self._forward.directed(modules)):
+        in_parts = any(action.late for action in self.actions)
+        linears = self._weights.linears() if in_parts else contextlib.nullcontext()
+        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears:
             for number, action in enumerate(self.actions):
                 self.messages.before(number)
                 for ahead in self.actions[number : number + LOOKAHEAD + 1]:
                     self._receive(ahead)
                 values = self._arrived(action)
                 start = time.perf_counter()
-                if action.backward:
-                    self._run_backward(action, values, last=number == len(self.actions) - 1)
+                if action.late:
+                    finish(self._late.pop((action.stage, action.microbatch)))
+                elif action.backward:
+                    late = self._late.setdefault((action.stage, action.microbatch), []) if in_parts else None
+                    with contextlib.nullcontext() if late is None else self._weights.into(late):
+                        self._run_backward(action, values, last=number == len(self.actions) - 1)
                 else:
                     self._run_forward(action, values)
                 self.spans.append(Span(action, start, time.perf_counter()))
@@ -122,6 +133,8 @@ class Engine:
 
     def _source(self, action: Action) -> int | None:
         """The stage whose results ``action`` needs."""
+        if action.late:
+            return None
         if action.backward:
             return action.stage + 1 if action.stage < self._last else None
         return action.stage - 1 if action.stage else None

@@ -50,7 +50,7 @@ class NxDPPModel(NxDModel):
         fuse_microbatches: accepted; microbatches always run one by one.
         auto_partition: choose the cuts, so that all stages cost the same.
         virtual_pipeline_size: stages a rank; above 1, the schedule is interleaved.
-        schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``.
 
     The loss is the mean over the batch, also where microbatches have other numbers of labels that are not -100.
     Dropout draws the same numbers at any number of stages above 1 and with any schedule.

@@ -141,7 +141,9 @@ class PipelineOptions(Options):
     virtual_pipeline_size: int = option(1, "stages per rank: above 1 the schedule is interleaved", _WHOLE)
     fuse_microbatches: bool = option(False, "accepted: microbatches run one by one", _boolean)
     schedule: str | None = option(
-        None, 'ours: `"1f1b"`, `"gpipe"` or `"interleaved"`; None: by `virtual_pipeline_size`', _schedule
+        None,
+        'ours: `"1f1b"`, `"gpipe"`, `"interleaved"` or `"zero-bubble"`; None: by `virtual_pipeline_size`',
+        _schedule,
     )
 
     def agree(self, values: Mapping[str, Any]) -> None:

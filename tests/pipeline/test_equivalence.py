@@ -34,6 +34,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "activation_checkpoint": "full"}),
         ("tied", F64, {"pipeline": pipeline(4, schedule="gpipe"), "meta": True}),
         ("qwen3", F64, {"pipeline": pipeline(1)}),
+        ("tied", F64, {"steps": STEPS, "pipeline": pipeline(8, schedule="zero-bubble")}),
+        ("biases", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "activation_checkpoint": "full"}),
         ("biases", F64, {"pipeline": pipeline(2, schedule="gpipe"), "max_grad_norm": None}),
         ("bert", F64, {"steps": STEPS, "pipeline": pipeline(4)}),
         ("bert", torch.float32, {**SGD, "pipeline": pipeline(6, **INTERLEAVED)}),
@@ -41,12 +43,13 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
     (1, 4, 1): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(8)}),
         ("tied", F64, {"pipeline": pipeline(5)}),
+        ("llama", F64, {"pipeline": pipeline(8, schedule="zero-bubble")}),
         ("tied", torch.float32, {"pipeline": pipeline(4, schedule="gpipe"), "activation_checkpoint": "full"}),
         ("bert", F64, {"pipeline": pipeline(7)}),
     ],
     (2, 2, 1): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "sequence_parallel": True}),
-        ("tied", F64, {"pipeline": pipeline(4)}),
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "sequence_parallel": True}),
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "sequence_parallel": True, "meta": True}),
         ("odd_heads", F64, {"pipeline": pipeline(2), "sequence_parallel": True, "activation_checkpoint": "full"}),
         ("bert", F64, {"pipeline": pipeline(4)}),
@@ -54,6 +57,7 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("padded", torch.float32, {**SGD, "pipeline": pipeline(2), "pad_model": True, "meta": True}),
     ],
     (1, 2, 2): [
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "zero1": True}),
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "zero1": True}),
         ("tied", F64, {"pipeline": pipeline(4)}),
         ("tied", F64, {"pipeline": pipeline(2, **INTERLEAVED), "zero1": True}),

@@ -23,6 +23,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("tied", 4, {"schedule": "gpipe"}),
     ("tied", 8, {}),
     ("bert", 4, {}),
+    ("tied", 4, {"schedule": "zero-bubble"}),
     ("tied", 2, {"virtual_pipeline_size": 2}),
 ]
 

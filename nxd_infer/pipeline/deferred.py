@@ -1,0 +1,82 @@
+"""Gradients of linear layers' weights, computed after their backward pass: what fills the bubble of ``"zero-bubble"``.
+
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023): a stage waits for gradients of activations only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Late = list[tuple[Tensor, Tensor, Tensor]]
+"""(weight, input, gradient of the output) of linear layers whose weights still have to get their gradient."""
+
+
+class DeferredWeights:
+    """While a backward pass runs inside :meth:`into`, weight gradients of linear layers are left for later."""
+
+    def __init__(self):
+        self._late: Late | None = None
+
+    @contextlib.contextmanager
+    def linears(self) -> Iterator[None]:
+        """Let ``F.linear`` take part inside the block, where its weight is a parameter."""
+        before = F.linear
+
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            own = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+            if not own or torch.is_autocast_enabled(input.device.type):
+                return before(input, weight, bias)
+            result = _Linear.apply(input, weight, before, self)
+            return result if bias is None else result + bias
+
+        F.linear = linear
+        try:
+            yield
+        finally:
+            F.linear = before
+
+    @contextlib.contextmanager
+    def into(self, late: Late) -> Iterator[None]:
+        self._late = late
+        try:
+            yield
+        finally:
+            self._late = None
+
+    def take(self, weight: Tensor, input: Tensor, gradient: Tensor) -> Tensor | None:
+        """Leave the gradient of ``weight`` for later; outside of :meth:`into` return it."""
+        if self._late is None:
+            return _of_weight(input, gradient)
+        self._late.append((weight, input, gradient))
+        return None
+
+
+def finish(late: Late) -> None:
+    """Add the gradients that were left for later, as a backward pass adds them: hooks of the weights run."""
+    for weight, input, gradient in late:
+        torch.autograd.backward(weight, _of_weight(input, gradient))
+    late.clear()
+
+
+def _of_weight(input: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).T @ input.flatten(0, -2) if input.dim() > 1 else torch.outer(gradient, input)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, linear: Callable[..., Tensor], weights: DeferredWeights):
+        ctx.save_for_backward(input, weight)
+        ctx.weights = weights
+        return linear(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (input, weight) = grad_outputs, ctx.saved_tensors
+        own = gradient @ weight if ctx.needs_input_grad[0] else None
+        return own, ctx.weights.take(weight, input, gradient), None, None
