@@ -18,21 +18,22 @@ Late = list[tuple[Tensor, Tensor, Tensor]]
 
 
 class DeferredWeights:
-    """While a backward pass runs inside :meth:`into`, weight gradients of linear layers are left for later."""
+    """What takes the weights of linear layers out of autograd's graph, and keeps what their gradients are made of."""
 
     def __init__(self):
-        self._late: Late | None = None
+        self.late: Late = []
+        """Where the backward pass that runs puts it."""
 
     @contextlib.contextmanager
     def linears(self) -> Iterator[None]:
-        """Let ``F.linear`` take part inside the block, where its weight is a parameter."""
+        """Let ``F.linear`` take part inside the block, where its weight is a parameter and its input has a gradient."""
         before = F.linear
 
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            own = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+            own = weight.is_leaf and weight.requires_grad and input.requires_grad and torch.is_grad_enabled()
             if not own or torch.is_autocast_enabled(input.device.type):
                 return before(input, weight, bias)
-            result = _Linear.apply(input, weight, before, self)
+            result = _Linear.apply(input, lambda: weight, before, self)
             return result if bias is None else result + bias
 
         F.linear = linear
@@ -40,21 +41,6 @@ class DeferredWeights:
             yield
         finally:
             F.linear = before
-
-    @contextlib.contextmanager
-    def into(self, late: Late) -> Iterator[None]:
-        self._late = late
-        try:
-            yield
-        finally:
-            self._late = None
-
-    def take(self, weight: Tensor, input: Tensor, gradient: Tensor) -> Tensor | None:
-        """Leave the gradient of ``weight`` for later; outside of :meth:`into` return it."""
-        if self._late is None:
-            return _of_weight(input, gradient)
-        self._late.append((weight, input, gradient))
-        return None
 
 
 def finish(late: Late) -> None:
@@ -69,14 +55,16 @@ def _of_weight(input: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """A linear layer that autograd knows as a function of its input alone, so the weight's hooks run once."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, linear: Callable[..., Tensor], weights: DeferredWeights):
-        ctx.save_for_backward(input, weight)
-        ctx.weights = weights
-        return linear(input, weight)
+    def forward(ctx: Any, input: Tensor, weight: Callable[[], Tensor], linear: Any, weights: DeferredWeights) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.weights = weight, weights
+        return linear(input, weight())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (input, weight) = grad_outputs, ctx.saved_tensors
-        own = gradient @ weight if ctx.needs_input_grad[0] else None
-        return own, ctx.weights.take(weight, input, gradient), None, None
+        (gradient,), (input,), weight = grad_outputs, ctx.saved_tensors, ctx.weight()
+        ctx.weights.late.append((weight, input, gradient))
+        return gradient @ weight, None, None, None

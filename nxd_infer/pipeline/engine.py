@@ -85,9 +85,8 @@ class Engine:
                 if action.late:
                     finish(self._late.pop((action.stage, action.microbatch)))
                 elif action.backward:
-                    late = self._late.setdefault((action.stage, action.microbatch), []) if in_parts else None
-                    with contextlib.nullcontext() if late is None else self._weights.into(late):
-                        self._run_backward(action, values, last=number == len(self.actions) - 1)
+                    self._weights.late = self._late[action.stage, action.microbatch] = []
+                    self._run_backward(action, values, last=number == len(self.actions) - 1)
                 else:
                     self._run_forward(action, values)
                 self.spans.append(Span(action, start, time.perf_counter()))
