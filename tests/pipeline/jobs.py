@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -43,22 +44,22 @@ def train(model: Any, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-_alone: dict[tuple[str, int], list[float]] = {}
-
-
-def alone(family: str, steps: int) -> list[float]:
+def train_alone(family: str, steps: int) -> tuple[Any, torch.optim.AdamW, list[float]]:
     """Trained here, in one process without groups."""
-    if (family, steps) not in _alone:
-        torch.manual_seed(3)
-        model = decoder(family, F64)
-        optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
-        losses = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = model(**tokens(seed=step))[0]
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        _alone[family, steps] = losses
-    return _alone[family, steps]
+    torch.manual_seed(3)
+    model = decoder(family, F64)
+    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(**tokens(seed=step))[0]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, optimizer, losses
+
+
+@functools.cache
+def alone(family: str, steps: int) -> list[float]:
+    return train_alone(family, steps)[2]

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import LOCAL, current_context, use_context
+from nxd_infer.errors import CheckpointError
 from nxd_models import registry
 from tests.e2e.command import nxd_infer_here
+from tests.pipeline.jobs import alone, job, train, train_alone
 from tests.pipeline.models import decoder
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB_SIZE, write_tiny
@@ -111,3 +113,50 @@ def test_the_references_folders_are_read_into_stages(tmp_path: Path, form: str):
         (tmp_path / "step_1/checkpoint").touch()
         (tmp_path / "step_1/done").touch()
     assert run_ranks(stages, 4, str(tmp_path)) == [[]] * 4
+
+
+HALF, ALL = 2, 4
+
+
+def resumed(folder: str) -> list[list[float]]:
+    """The losses after loading the reference's folders with their optimizer, at several degrees of four ranks."""
+    found = []
+    for pp, tp, zero1 in ((2, 2, False), (4, 1, False), (1, 2, True)):
+        model, optimizer = job(pp, tp, zero1, "llama")
+        nxd.load_checkpoint(folder, "step_2", model, optimizer)
+        found.append(train(model, optimizer, range(HALF, ALL)))
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_the_references_optimizers_are_read_into_stages(tmp_path: Path):
+    """Each of its stages numbers its own parameters, by group."""
+    model, optimizer, _ = train_alone("llama", HALF)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [[], []]
+    for name in model.state_dict():
+        held[not ("embed" in name or "layers.0." in name)].append(name)
+    for stage, names in enumerate(held):
+        file = f"dp_rank_00_tp_rank_00_pp_rank_{stage:02d}.pt"
+        state, groups, count = {}, [], 0
+        for group in optimizer.param_groups:
+            here = [p for p in group["params"] if name_of[id(p)] in names]
+            state |= {count + place: optimizer.state[p] for place, p in enumerate(here)}
+            groups.append({**group, "params": list(range(count, count + len(here)))})
+            count += len(here)
+        for kind, value in (
+            ("model", {name: model.state_dict()[name].clone() for name in names}),
+            ("optim", {"state": state, "param_groups": groups}),
+        ):
+            path = tmp_path / "step_2" / kind / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(value, path)
+    (tmp_path / "step_2/checkpoint").touch()
+    (tmp_path / "step_2/done").touch()
+    for found in run_ranks(resumed, 4, str(tmp_path), comm_timeout=120):
+        for losses in found:
+            assert losses == pytest.approx(alone("llama", ALL)[HALF:], rel=1e-9)
+    for file in (tmp_path / "step_2/model").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match="which name them, are not there: restore them"):
+        nxd.load_checkpoint(tmp_path, "step_2", optimizer=job(1, family="llama")[1])
