@@ -60,16 +60,17 @@ def picture(found: Sequence[Sequence[Span]]) -> str:
 
     A forward pass is one column, a backward pass two in brackets, each with the number if they are apart.
     """
-    width = len(str(max(span.action.microbatch for mine in found for span in mine))) + 1
-    end = int(max(span.end for mine in found for span in mine))
+    spans = [span for mine in found for span in mine]
+    width = len(str(max(span.action.microbatch for span in spans))) + 1 + any(span.action.late for span in spans)
+    end = int(max(span.end for span in spans))
     lines = []
     for rank, mine in enumerate(found):
         cells = [".".rjust(width)] * end
         for span in mine:
             text = str(span.action.microbatch)
             if span.end - span.start == 1 and span.action.backward:
-                half = f"{text}]".ljust(width) if span.action.late else f"[{text}".rjust(width)
-                cells[int(span.start)] = half
+                half = f"{text}]" if span.action.late else f"[{text}"
+                cells[int(span.start)] = half.rjust(width)
             elif span.action.backward:
                 cells[int(span.start) : int(span.end)] = [f"[{text}".rjust(width), "]".ljust(width)]
             else:
