@@ -65,7 +65,8 @@ class LockStep:
 
     def __init__(self, context: ParallelContext, actions: Sequence[Sequence[Action]], stages: int):
         self.context = context
-        table = timetable(actions, [1] * stages, [1] * stages)
+        parts = 2 if any(action.late for mine in actions for action in mine) else 1
+        table = timetable(actions, [1] * stages, [parts] * stages)  # each part is a pass
         self._starts = [round(span.start) for span in table[context.pp.rank]]
         # After the last pass come the gradients of weights that were lent.
         self._starts.append(max(round(span.end) for spans in table for span in spans))
