@@ -12,6 +12,9 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.tracing import trace_around_units
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -128,3 +131,14 @@ def train(whole: nn.Module, model: Any) -> list[str]:
 def test_models_in_four_stages():
     for rank, found in enumerate(run_ranks(compare, 4, pp=4, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
+
+
+def test_no_tracer_follows_them():
+    """Their code around the layers takes any keywords; the error says what works."""
+    for model, options in models().values():
+        cuts = options.get("pipeline_cuts", ["model.layers.1"])
+        given = PipelineOptions({"tracer_cls": "torch", "input_names": list(batch())})
+        with pytest.raises(
+            ParallelConfigError, match=r"cannot trace the code around the layers .*leave tracer_cls out"
+        ):
+            trace_around_units(model, cuts, given)
