@@ -146,6 +146,7 @@ def main() -> None:
             "1F1B": benchmark.ours(),
             "interleaved": benchmark.ours(virtual_pipeline_size=2),
             "GPipe": benchmark.ours(schedule="gpipe"),
+            "zero-bubble": benchmark.ours(schedule="zero-bubble"),
             "PyTorch's 1F1B": benchmark.torchs(),
         }
         work = {name: timed(step) for name, step in steps.items()}

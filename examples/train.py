@@ -59,7 +59,8 @@ with TrainingProgress(total=last, initial=first) as progress:
             optimizer.zero_grad()
             scheduler.step()
             step += 1
-            progress.step(loss, tokens=dp * batch["input_ids"].numel(), grad_norm=optimizer.grad_norm)
+            counted = {"tokens": dp * batch["input_ids"].numel(), "bubble": model.bubble}
+            progress.step(loss, **counted, grad_norm=optimizer.grad_norm)
             if step % 100 == 0 or step == last:
                 content = {"step": step}
                 nxd.save_checkpoint(args.checkpoints, f"step_{step}", **job, user_content=content, async_save=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.checkpoint.contents import local_module
-from nxd_infer.comm.texts import gather_texts
-from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.comm.texts import gather_named
+from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, merge_state_dicts, weight_layout
 from nxd_infer.layout.shard import named_tensors
 from nxd_infer.modules.lora import LoRAModel
-from nxd_infer.util.devices import transport_device
 
 __all__ = ["gather_weights", "whole_weights"]
 
@@ -39,23 +37,7 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
             ranks = list(comm.all_gather(tensor[None].contiguous(), context, "tp", dim=0).unbind(0))
         if context.tp.rank == 0:
             found.update(merge_state_dicts([{name: rank.cpu()} for rank in ranks], {name: layout}))
-    return _of_all_stages(found, context) if context.tp.rank == 0 else {}
-
-
-def _of_all_stages(mine: dict[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
-    """The tensors of every pipeline rank, on the first one, moved one by one; the others get none."""
-    if context.pp.degree == 1:
-        return mine
-    facts = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()]
-    found: dict[str, Tensor] = {}
-    for stage, text in enumerate(gather_texts(json.dumps(facts), context)):
-        for name, shape, dtype in json.loads(text):
-            own = stage == context.pp.rank
-            tensor = mine[name] if own else torch.empty(shape, dtype=getattr(torch, dtype))
-            whole = comm.broadcast(tensor.to(transport_device()), context, "pp", stage).cpu()
-            if context.pp.rank == 0:
-                found.setdefault(name, whole)
-    return found
+    return gather_named(found, context) if context.tp.rank == 0 else {}
 
 
 @torch.no_grad()

@@ -215,5 +215,5 @@ def optimizer_change(
             "make the optimizer with initialize_parallel_optimizer()"
         )
     if isinstance(archive, ReferenceArchive):
-        archive.know(optimizer_layouts(optimizer), optimizer.names)
+        archive.know(optimizer_layouts(optimizer), optimizer.names, optimizer.whole_group_names)
     return partial(take_over, optimizer, *read_optimizer(optimizer, archive, context))

@@ -10,7 +10,7 @@ import datetime
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -191,6 +191,8 @@ def reshard(
     tag: str | None,
     config: Path | None = None,
     rules: Path | None = None,
+    pp: int = 1,
+    cuts: Sequence[str] | None = None,
 ) -> None:
     """Write a checkpoint into the folder ``out`` as a job of other degrees would have saved it."""
     archive = open_archive(path, tag, ["model", "optimizer", "values"], config, rules)
@@ -198,14 +200,15 @@ def reshard(
     taken = (Path(path).resolve(), Path(archive.where).resolve())
     if isinstance(target, LocalStorage) and target.root.resolve() in taken:
         raise CheckpointError(f"{out} is the folder of the checkpoint itself; write to another one")
-    work = Resharding(archive, tp, dp)
+    work = Resharding(archive, tp, dp, pp, cuts)
     name = archive.checkpoint.tag if isinstance(archive, Archive) else Path(archive.where).name
     with slow_bar(f"writing {target.where()}", work.steps) as advance:
         work.write(target, name, advance)
     for note in work.notes:
         console.print(f"note: {note}", markup=False)
     console.print(
-        f"{target.where(name)}: {work.steps} tensors for {work.tp * work.dp} rank(s), tp {work.tp} dp {work.dp} "
+        f"{target.where(name)}: {work.steps} tensors for {len(work.contexts)} rank(s), tp {work.tp} "
+        f"{f'pp {work.pp} ' if work.pp > 1 else ''}dp {work.dp} "
         f"(was {_degrees(archive.degrees)})",
         markup=False,
     )

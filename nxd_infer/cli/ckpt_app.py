@@ -85,12 +85,17 @@ def reshard(
     out: Annotated[Path, typer.Argument(help="The folder to write the checkpoint into.", show_default=False)],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel degree of the new checkpoint.")],
     dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data parallel degree. Default: unchanged.")] = None,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel degree of the new checkpoint.")] = 1,
+    cuts: Annotated[
+        str | None, typer.Option(help="Last layers of the pipeline stages, by commas. Default: balanced.")
+    ] = None,
     tag: Tag = None,
     config: ModelConfig = None,
     rules: Rules = None,
 ) -> None:
     """Rewrite a checkpoint for other degrees, optimizer included, in one process, one tensor in memory at a time."""
-    cli.ckpt.reshard(path, out, tp, dp, tag, config, rules)
+    several = None if cuts is None else [cut.strip() for cut in cuts.split(",")]
+    cli.ckpt.reshard(path, out, tp, dp, tag, config, rules, pp, several)
 
 
 @ckpt.command(epilog="Example:  nxd-infer ckpt diff ./ckpts/step_100 ./ckpts/step_200 --tolerance 1e-5")

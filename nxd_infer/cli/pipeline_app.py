@@ -22,7 +22,9 @@ def plan(
     pp: Annotated[int, typer.Option(help="Pipeline ranks.", min=2)] = 2,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 8,
     chunks: Annotated[int, typer.Option(help="Stages per rank; above 1 the schedule is interleaved.", min=1)] = 1,
-    schedule: Annotated[str | None, typer.Option(help="1f1b, gpipe or interleaved. Default: by --chunks.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble. Default: by --chunks.")
+    ] = None,
     cuts: Annotated[str | None, typer.Option(help="Last layers of the stages, by commas. Default: balanced.")] = None,
 ) -> None:
     """Print the stages of a model, what each holds and costs, the schedule, and the bubble to expect. No weights are

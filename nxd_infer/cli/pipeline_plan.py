@@ -58,16 +58,20 @@ def run(model_dir: Path, pp: int, microbatches: int, chunks: int, kind: str | No
 def picture(found: Sequence[Sequence[Span]]) -> str:
     """Return a timetable of whole units as a line a rank: the microbatch of each pass, ``.`` for a bubble.
 
-    A forward pass is one column, a backward pass two in brackets.
+    A forward pass is one column, a backward pass two in brackets, each with the number if they are apart.
     """
-    width = len(str(max(span.action.microbatch for mine in found for span in mine))) + 1
-    end = int(max(span.end for mine in found for span in mine))
+    spans = [span for mine in found for span in mine]
+    width = len(str(max(span.action.microbatch for span in spans))) + 1 + any(span.action.late for span in spans)
+    end = int(max(span.end for span in spans))
     lines = []
     for rank, mine in enumerate(found):
         cells = [".".rjust(width)] * end
         for span in mine:
             text = str(span.action.microbatch)
-            if span.action.backward:
+            if span.end - span.start == 1 and span.action.backward:
+                half = f"{text}]" if span.action.late else f"[{text}"
+                cells[int(span.start)] = half.rjust(width)
+            elif span.action.backward:
                 cells[int(span.start) : int(span.end)] = [f"[{text}".rjust(width), "]".ljust(width)]
             else:
                 cells[int(span.start)] = text.rjust(width)

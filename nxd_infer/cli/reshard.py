@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nxd_infer.checkpoint.load_optimizer import classify, groups_of, read_flat
 from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.save import wait_for_ranks
 from nxd_infer.checkpoint.storage import Storage
+from nxd_infer.cli.stages import stages_of
 from nxd_infer.context import AXES, ParallelContext, make_context
 from nxd_infer.errors import CheckpointError
 from nxd_infer.layout import ParamLayout, owned_blocks, shard_tensor
@@ -31,7 +32,7 @@ from nxd_infer.layout.describe import describe_plans
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.layout.files.values import pack
 from nxd_infer.modules.lora.peft import SUBFOLDER
-from nxd_infer.optimizer.sharded_files import FORMAT, stem
+from nxd_infer.optimizer.sharded_files import FORMAT, NAMES, stem
 from nxd_infer.util.reading import sha256_of
 
 Read = Callable[[], Tensor]
@@ -48,15 +49,25 @@ class Part:
 
 
 class Resharding:
-    """A checkpoint resharded for ``tp`` x ``dp`` ranks; ``dp`` None keeps the degree."""
+    """A checkpoint resharded for ``tp`` x ``pp`` x ``dp`` ranks; ``dp`` None keeps the degree.
 
-    def __init__(self, archive: AnyArchive, tp: int, dp: int | None = None):
+    ``cuts``: see :func:`~nxd_infer.cli.stages.stages_of`.
+    """
+
+    def __init__(
+        self,
+        archive: AnyArchive,
+        tp: int,
+        dp: int | None = None,
+        pp: int = 1,
+        cuts: Sequence[str] | None = None,
+    ):
         self.archive = archive
-        self.tp, self.dp = tp, archive.degrees["dp"] if dp is None else dp
+        self.tp, self.pp, self.dp = tp, pp, archive.degrees["dp"] if dp is None else dp
         self.notes: list[str] = []
         """What was left out, for the user."""
-        world = self.tp * self.dp
-        self.contexts = [make_context(world, rank, tp=tp) for rank in range(world)]
+        world = self.tp * self.pp * self.dp
+        self.contexts = [make_context(world, rank, tp=tp, pp=pp) for rank in range(world)]
         for kind in ("model", "optimizer"):
             if any("structure" in part for _, part in archive.parts(kind)):
                 raise CheckpointError(
@@ -68,6 +79,7 @@ class Resharding:
         self._weights = RunsSource(self._model)
         elementwise, self._single = classify(self._optimizer)
         self._moments = {key: RunsSource(pieces, key) for key, pieces in elementwise.items()}
+        self._stages = self._stages_of_weights(cuts)
         self._parts = [self._parts_of(context) for context in self.contexts]
         self.steps = sum(len(part.tensors) for parts in self._parts for part in parts.values())
         """Tensors to write."""
@@ -82,6 +94,23 @@ class Resharding:
             "Load the checkpoint in a job with load_checkpoint(), which knows the names, and save it there"
         )
         return []
+
+    def _stages_of_weights(self, cuts: Sequence[str] | None) -> dict[str, int]:
+        """Return the stage of each parameter and buffer."""
+        pieces = {piece.param: piece for piece in reversed([*self._model, *self._optimizer])}
+        if self.pp == 1 and not cuts:
+            return dict.fromkeys(pieces, 0)
+        # From the first pieces to the last: a model that was saved at once is in its own order.
+        names = dict.fromkeys(piece.param for piece in (*self._model, *self._optimizer))
+        costs = {
+            name: sum(math.prod(shape) for shape in pieces[name].logical.values() if len(shape) > 1) for name in names
+        }
+        return stages_of(costs, self.pp, cuts)
+
+    def _here(self, pieces: list[Piece], context: ParallelContext) -> dict[str, ParamLayout]:
+        """Return how each parameter of this rank's stage is sharded."""
+        plans = _plans(pieces, self.archive)
+        return {name: one for name, one in plans.items() if self._stages[name] == context.pp.rank}
 
     # --- what each rank gets --------------------------------------------------------------------------
 
@@ -100,9 +129,9 @@ class Resharding:
         )
 
     def _model_part(self, context: ParallelContext) -> Part:
-        part = Part(f"model.tp_rank_{context.tp.rank:02d}.pp_rank_00.safetensors")
+        part = Part(f"model.tp_rank_{context.tp.rank:02d}.pp_rank_{context.pp.rank:02d}.safetensors")
         source = self._weights
-        for name, plans in _plans(self._model, self.archive).items():
+        for name, plans in self._here(self._model, context).items():
             shape = plans.rank_shape(self.tp)
             numel = math.prod(shape)
             if plans.alias_of or not (
@@ -118,7 +147,7 @@ class Resharding:
     def _optimizer_part(self, context: ParallelContext, sharded: bool) -> Part:
         part = Part(f"{stem(context)}.safetensors")
         first_of = {piece.param: piece for piece in reversed(self._optimizer)}
-        for name, plans in _plans(self._optimizer, self.archive).items():
+        for name, plans in self._here(self._optimizer, context).items():
             shape = plans.rank_shape(self.tp)
             numel = math.prod(shape)
             share, place = (-(-numel // self.dp), context.dp.rank) if sharded else (numel, 0)
@@ -158,8 +187,13 @@ class Resharding:
                 **_describe(plans, self.tp, context.tp.rank, start, stop),
                 "values": dict(first.values),
             }
-        degrees = {"dp": self.dp, "tp": self.tp, "pp": 1}
-        part.record = {"format": FORMAT, "degrees": degrees, **groups_of(self.archive)}
+        degrees = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        groups = groups_of(self.archive)
+        if NAMES in groups:
+            groups[NAMES] = [
+                [name for name in names if self._stages.get(name) == context.pp.rank] for names in groups[NAMES]
+            ]
+        part.record = {"format": FORMAT, "degrees": degrees, **groups}
         return part
 
     def _values(self, context: ParallelContext) -> dict[str, Any]:

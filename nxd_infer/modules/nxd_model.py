@@ -68,6 +68,11 @@ class NxDModel(ModelWrapper):
             return own
         return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last step in which this rank waited for other pipeline stages; None without a pipeline."""
+        return None
+
     # --- running --------------------------------------------------------------------------------------
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:

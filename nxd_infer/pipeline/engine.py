@@ -7,6 +7,7 @@ backward pass. So a tied weight is one parameter of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_infer.comm.overlapped import Pending, start_recv, start_send
+from nxd_infer.comm.overlapped import Pending
 from nxd_infer.context import ParallelContext
+from nxd_infer.pipeline.deferred import DeferredWeights, Late, finish
+from nxd_infer.pipeline.messages import messages_for
 from nxd_infer.pipeline.passes import Forward, Pass, run_backward
 from nxd_infer.pipeline.plan import Output, Plan, Shape
 from nxd_infer.pipeline.schedule import Action, Span
@@ -31,8 +34,8 @@ class Step:
     """What a step is made of."""
 
     plan: Plan
-    actions: Sequence[Action]
-    """This rank's."""
+    all_actions: Sequence[Sequence[Action]]
+    """Of every rank."""
     calls: Sequence[Callable[[], Any]]
     """For each microbatch: the forward of the model on it."""
     loss_of: Callable[[Any], Tensor]
@@ -49,9 +52,14 @@ class Engine:
         self.spans: list[Span] = []
         """When each pass ran, in seconds of ``time.perf_counter``."""
         self.losses: dict[int, Tensor] = {}
-        self.training = any(action.backward for action in step.actions)
+        self.actions = step.all_actions[stage.rank]
+        self.training = any(action.backward for action in self.actions)
+        self.messages = messages_for(context, step.all_actions, stage.units.stages)
         self._forward = Forward(step.plan)
         self._forward.seed = step.seed
+        self._weights = DeferredWeights()
+        self._late: dict[tuple[int, int], Late] = {}
+        """Of each microbatch between the two parts of its backward pass."""
         self._passes: dict[tuple[int, int], Pass] = {}
         self._coming: dict[Action, dict[Output, Pending]] = {}
         self._here: dict[Action, dict[Output, Tensor]] = {}
@@ -62,20 +70,28 @@ class Engine:
     def run(self) -> dict[int, Tensor]:
         modules = {path: (module, own_forward(module)) for path, module in self.stage.unit_modules().items()}
         self._loans.send()
-        for action in self.step.actions[: LOOKAHEAD + 1]:
+        for action in self.actions[: LOOKAHEAD + 1]:
             self._receive(action)
-        with shadowed(self._loans.places()), calling(self._forward.directed(modules)):
-            for number, action in enumerate(self.step.actions):
-                for ahead in self.step.actions[number : number + LOOKAHEAD + 1]:
+        self.messages.before(0)
+        in_parts = any(action.late for action in self.actions)
+        linears = self._weights.linears() if in_parts else contextlib.nullcontext()
+        with shadowed(self._loans.places()), calling(self._forward.directed(modules)), linears:
+            for number, action in enumerate(self.actions):
+                self.messages.before(number)
+                for ahead in self.actions[number : number + LOOKAHEAD + 1]:
                     self._receive(ahead)
                 values = self._arrived(action)
                 start = time.perf_counter()
-                if action.backward:
-                    self._run_backward(action, values, last=number == len(self.step.actions) - 1)
+                if action.late:
+                    finish(self._late.pop((action.stage, action.microbatch)))
+                elif action.backward:
+                    self._weights.late = self._late[action.stage, action.microbatch] = []
+                    self._run_backward(action, values, last=number == len(self.actions) - 1)
                 else:
                     self._run_forward(action, values)
                 self.spans.append(Span(action, start, time.perf_counter()))
                 self._loans.give_back(number)
+        self.messages.before(len(self.actions))
         self._loans.take_rest()
         for sent in (*self._sent.values(), self._loans.sent):
             for pending in sent:
@@ -116,6 +132,8 @@ class Engine:
 
     def _source(self, action: Action) -> int | None:
         """The stage whose results ``action`` needs."""
+        if action.late:
+            return None
         if action.backward:
             return action.stage + 1 if action.stage < self._last else None
         return action.stage - 1 if action.stage else None
@@ -142,12 +160,8 @@ class Engine:
         if source is None or action in self._coming or self.stage.rank_of(source) == self.stage.rank:
             return
         self._coming[action] = {
-            output: start_recv(
-                self.plan.shape(output).empty(),
-                self.context,
-                "pp",
-                self.stage.rank_of(source),
-                self._tag(action, place),
+            output: self.messages.recv(
+                self.plan.shape(output).empty(), self.stage.rank_of(source), self._tag(action, place)
             )
             for place, output in enumerate(self._outputs(action))
         }
@@ -169,7 +183,7 @@ class Engine:
             self._here[action] = {output: values[output].detach() for output in self._outputs(action)}
             return
         self._sent[action] = [
-            start_send(values[output].detach().contiguous(), self.context, "pp", target, self._tag(action, place))
+            self.messages.send(values[output].detach().contiguous(), target, self._tag(action, place))
             for place, output in enumerate(self._outputs(action))
         ]
 
@@ -178,7 +192,7 @@ class _Loans:
     """Weights of one rank that another rank needs while a step runs."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.stage, self.context = engine, engine.stage, engine.context
+        self.engine, self.stage, self.messages = engine, engine.stage, engine.messages
         users: dict[tuple[str, int], list[int]] = {}
         for name, stage in engine.plan.lent:
             users.setdefault((name, self.stage.rank_of(stage)), []).append(stage)
@@ -188,7 +202,7 @@ class _Loans:
         self.sent: list[Pending] = []
         self._coming: dict[tuple[str, int], Pending] = {}
         self._taken: set[tuple[str, int]] = set()
-        actions = engine.step.actions
+        actions = engine.actions
         self._last_use = {
             name: max(number for number, action in enumerate(actions) if action.stage in stages)
             for (name, rank), stages in users.items()
@@ -201,10 +215,10 @@ class _Loans:
             tag = self.engine.first_free_tag + number
             if rank == self.stage.rank:
                 made = Shape(weight.shape, weight.dtype).empty()
-                self._coming[name, rank] = start_recv(made, self.context, "pp", self._owner(weight), tag)
+                self._coming[name, rank] = self.messages.recv(made, self._owner(weight), tag)
             elif self.stage.owns(weight):
                 tensor = self.stage.own(name).detach().contiguous()
-                self.sent.append(start_send(tensor, self.context, "pp", rank, tag))
+                self.sent.append(self.messages.send(tensor, rank, tag))
 
     def places(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Wait for what is borrowed; return where it is put, and zeros for all other weights of other ranks."""
@@ -229,7 +243,7 @@ class _Loans:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 owner = self._owner(self.stage.weights[name])
                 tag = self._tag_back(name, self.stage.rank)
-                self.sent.append(start_send(gradient.contiguous(), self.context, "pp", owner, tag))
+                self.sent.append(self.messages.send(gradient.contiguous(), owner, tag))
 
     def returned(self, stage: int) -> dict[Tensor, Tensor]:
         """Wait for the gradients that come back before the owner's last pass, which is one of ``stage``, ends."""
@@ -250,7 +264,7 @@ class _Loans:
                 continue
             self._taken.add((name, rank))
             made = Shape(weight.shape, weight.dtype).empty()
-            gradient = start_recv(made, self.context, "pp", rank, self._tag_back(name, rank)).wait()
+            gradient = self.messages.recv(made, rank, self._tag_back(name, rank)).wait()
             own = self.stage.own(name)
             if own.requires_grad:
                 found[own] = found[own] + gradient if own in found else gradient

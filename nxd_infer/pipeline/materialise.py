@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from nxd_infer.layout.params import restore_attributes
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import cuts_of
 from nxd_infer.pipeline.stage import Stage, find_weights, take_stage
+from nxd_infer.pipeline.tracing import say_what_has_no_effect, trace_around_units
 from nxd_infer.pipeline.units import find_units
 from nxd_infer.util.devices import transport_device
 
@@ -28,14 +29,26 @@ def keep_stage(model: nn.Module, options: PipelineOptions, pp: Axis, fill: Fill 
     """
     cuts = cuts_of(model, options, pp.degree)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        weights = find_weights(model, find_units(model, cuts)).values()
-        foreign = {
-            id(getattr(model.get_submodule(path), name))
-            for weight in weights
-            if weight.stage % pp.degree != pp.rank
-            for path, name in weight.places[:1]
-        }
-        fill_modules(model, fill, foreign)
+        fill_modules(model, fill, {id(tensor) for tensor in foreign_tensors(model, cuts, pp)})
+    return reduce_to_stage(model, cuts, options, pp)
+
+
+def foreign_tensors(model: nn.Module, cuts: Sequence[str], pp: Axis) -> list[Tensor]:
+    """Return the parameters and buffers of a whole model that other ranks own."""
+    weights = find_weights(model, find_units(model, cuts)).values()
+    return [
+        getattr(model.get_submodule(path), name)
+        for weight in weights
+        if weight.stage % pp.degree != pp.rank
+        for path, name in weight.places[:1]
+    ]
+
+
+def reduce_to_stage(model: nn.Module, cuts: Sequence[str], options: PipelineOptions, pp: Axis) -> Stage:
+    """Reduce ``model``, in place, to this rank's stages, after the graph tracing that ``options`` ask for."""
+    say_what_has_no_effect(options)
+    if options.tracer_cls is not None and pp.degree > 1:
+        trace_around_units(model, cuts, options)
     return take_stage(model, cuts, pp.rank, pp.degree)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.modules.stand_in import StandIn
 from nxd_infer.pipeline.materialise import keep_stage
 from nxd_infer.pipeline.options import PipelineOptions
 from nxd_infer.pipeline.pipeline import Pipeline, mean_over_data, named_inputs
@@ -37,15 +38,19 @@ class NxDPPModel(NxDModel):
         broadcast_and_average_loss: average the loss over the data-parallel ranks. All pipeline ranks get it either way.
         pipeline_cuts: names of the last layer of every stage but the last one.
         input_names: the inputs; default: the parameters of the module's forward.
-        leaf_module_cls: classes, or names of some, that no cut may lie inside of.
-        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted. The module is split by the
-            calls of its modules, and its own forward runs on every stage, so nothing is traced symbolically.
+        leaf_module_cls: classes, or names of some, that no cut may lie inside of, and that are not traced into.
+        tracer_cls: ``"torch"``, ``"hf"`` or a class derived from ``torch.fx.Tracer``: it traces the code around the
+            layers, and its graph runs instead. By default nothing is traced: the module is split by the calls of its
+            modules, and its own forward runs on every stage.
+        autowrap_functions, autowrap_modules: for ``tracer_cls``, as torch.fx has them.
+        autowrap_obj_methods: for ``tracer_cls``: objects, each with a list of names of methods not to trace into.
         param_init_fn: fills a module of the meta device, for its own parameters.
         trace_file_path: write a timeline of the last step into this file, for a browser's trace viewer.
         use_zero1_optimizer, use_optimizer_wrapper: accepted; the optimizer averages gradients in any case.
+        fuse_microbatches: accepted; microbatches always run one by one.
         auto_partition: choose the cuts, so that all stages cost the same.
         virtual_pipeline_size: stages a rank; above 1, the schedule is interleaved.
-        schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``.
 
     The loss is the mean over the batch, also where microbatches have other numbers of labels that are not -100.
     Dropout draws the same numbers at any number of stages above 1 and with any schedule.
@@ -122,6 +127,11 @@ class NxDPPModel(NxDModel):
     def options(self) -> PipelineOptions:
         return self.pipeline.options
 
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last step in which this rank waited for other stages; None before the first step."""
+        return self.pipeline.bubble
+
     # --- running --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +173,7 @@ class NxDPPModel(NxDModel):
 
     def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The modules of this rank's stages, under their names in the whole model."""
-        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if type(m).__name__ != "StandIn")
+        return ((n, m) for n, m in self.module.named_modules(*args, **kwargs) if not isinstance(m, StandIn))
 
     def local_parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

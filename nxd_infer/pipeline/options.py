@@ -6,6 +6,7 @@ Source: API guide, "Neuron Distributed Pipeline Model". Options beyond the docum
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -81,11 +82,31 @@ def _schedule(what: str, value: Any) -> str | None:
     return value
 
 
-def _anything(what: str, value: Any) -> Any:
+def _several(what: str, value: Any) -> Any:
+    if value is not None and not (isinstance(value, list | tuple) and all(map(_wraps, value))):
+        raise ParallelConfigError(f"{what} must be a list or tuple of Python modules and functions, got {value!r}")
     return value
 
 
-_TRACING = "accepted: a model is split by the calls of its modules, which needs no tracing"
+def _wraps(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) or callable(value)
+
+
+def _methods(what: str, value: Any) -> Any:
+    if value is not None and not (isinstance(value, Mapping) and all(_has(*pair) for pair in value.items())):
+        raise ParallelConfigError(
+            f"{what} must be a dict of objects with lists of the names of their methods, got {value!r}"
+        )
+    return value
+
+
+def _has(target: Any, names: Any) -> bool:
+    return isinstance(names, list | tuple) and all(
+        isinstance(name, str) and callable(getattr(target, name, None)) for name in names
+    )
+
+
+_LIKE_FX = "with `tracer_cls`: as `torch.fx.Tracer` has it"
 
 
 class PipelineOptions(Options):
@@ -105,18 +126,24 @@ class PipelineOptions(Options):
     auto_partition: bool = option(False, "choose the cuts, so that stages cost the same", _boolean)
     input_names: list[str] | None = option(None, "the inputs of the model; None: the parameters of its forward", _names)
     leaf_module_cls: list[Any] | None = option(None, "classes, or names of some, that no cut lies inside of", _classes)
-    autowrap_functions: Any = option(None, _TRACING, _anything)
-    autowrap_modules: Any = option(None, _TRACING, _anything)
-    autowrap_obj_methods: Any = option(None, _TRACING, _anything)
-    tracer_cls: Any = option(None, _TRACING, _tracer)
+    autowrap_functions: Any = option(None, _LIKE_FX, _several)
+    autowrap_modules: Any = option(None, _LIKE_FX, _several)
+    autowrap_obj_methods: Any = option(
+        None, "with `tracer_cls`: objects, with the names of methods that are not traced into", _methods
+    )
+    tracer_cls: Any = option(
+        None, 'trace the code around the layers: `"torch"`, `"hf"` or a class derived from `torch.fx.Tracer`', _tracer
+    )
     param_init_fn: Any = option(None, "what fills a module that was built on the meta device", _function)
     trace_file_path: Any = option(None, "write a timeline of the last step into this file (Chrome's format)", _path)
     use_zero1_optimizer: bool = option(False, "accepted: the optimizer averages gradients", _boolean)
     use_optimizer_wrapper: bool = option(False, "accepted: the optimizer averages gradients", _boolean)
     virtual_pipeline_size: int = option(1, "stages per rank: above 1 the schedule is interleaved", _WHOLE)
-    fuse_microbatches: bool = option(False, "accepted", _boolean)
+    fuse_microbatches: bool = option(False, "accepted: microbatches run one by one", _boolean)
     schedule: str | None = option(
-        None, 'ours: `"1f1b"`, `"gpipe"` or `"interleaved"`; None: by `virtual_pipeline_size`', _schedule
+        None,
+        'ours: `"1f1b"`, `"gpipe"`, `"interleaved"` or `"zero-bubble"`; None: by `virtual_pipeline_size`',
+        _schedule,
     )
 
     def agree(self, values: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,19 +15,21 @@ from torch import Tensor, nn
 from nxd_infer import comm
 from nxd_infer.comm.distributed import DistributedCollectives
 from nxd_infer.comm.texts import gather_texts
-from nxd_infer.context import ParallelContext
+from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.modules.transformer_layers import transformer_layers
 from nxd_infer.pipeline.engine import Engine, Step
 from nxd_infer.pipeline.microbatches import Count, count_of, loss_weights, probes_of, split_batch
 from nxd_infer.pipeline.options import PipelineOptions
-from nxd_infer.pipeline.partition import auto_partition
+from nxd_infer.pipeline.partition import auto_partition, describe_partition, imbalance
 from nxd_infer.pipeline.plan import Plan, make_plan
-from nxd_infer.pipeline.schedule import Action, forward_only, schedule
-from nxd_infer.pipeline.stage import Stage
+from nxd_infer.pipeline.schedule import Action, bubble, forward_only, schedule
+from nxd_infer.pipeline.stage import Stage, own_forward
 from nxd_infer.pipeline.timeline import write_timeline
 from nxd_infer.util.devices import transport_device
 from nxd_infer.util.suggest import did_you_mean
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SEEDS = 2**62
@@ -41,7 +44,13 @@ def cuts_of(model: nn.Module, options: PipelineOptions, ranks: int) -> list[str]
         return []
     stages = ranks * options.virtual_pipeline_size
     if options.auto_partition:
-        return auto_partition(model, transformer_layers(model, options.transformer_layer_cls), stages)
+        cuts = auto_partition(model, transformer_layers(model, options.transformer_layer_cls), stages)
+        if current_context().rank == 0:
+            worst = imbalance(describe_partition(model, cuts))
+            log.info(
+                "pipeline_cuts: %s; the most expensive stage works %.1f%% longer than an equal share", cuts, worst * 100
+            )
+        return cuts
     cuts = options.pipeline_cuts
     if cuts is None or len(cuts) != stages - 1:
         raise ParallelConfigError(
@@ -80,6 +89,8 @@ class Pipeline:
     ):
         self.stage, self.options, self.context = stage, options, context
         self._call, self._loss_of = call, loss_of
+        self.bubble: float | None = None
+        """The share of the last step in which this rank waited for other stages; None before the first one."""
         self._plans: dict[Any, tuple[Plan, Count | None]] = {}
         self._actions = self._schedule()
 
@@ -117,7 +128,7 @@ class Pipeline:
         seed: int | None,
     ) -> Tensor:
         calls = [lambda part=part: self._call(**part) for part in parts]
-        step = Step(plan, actions[self.stage.rank], calls, self._loss_of, weights, seed)
+        step = Step(plan, actions, calls, self._loss_of, weights, seed)
         engine = Engine(self.stage, self.context, step)
         try:
             found = engine.run()
@@ -129,6 +140,7 @@ class Pipeline:
         except Exception as error:
             self._fail(error)
             raise
+        self.bubble = bubble([engine.spans])
         if self.options.trace_file_path is not None:
             write_timeline(self.options.trace_file_path, engine.spans, self.context)
         return losses
@@ -206,9 +218,8 @@ def named_inputs(
     model: nn.Module, names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the inputs of a call by name. Raises InputMismatchError for what is not in ``names``."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
+    parameters = inspect.signature(own_forward(model)).parameters.values()
     known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.KEYWORD_ONLY]
-    known = [name for name in known if name != "self"]
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     order = list(names) if names else known
     if len(args) > len(order):

@@ -21,7 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxd_infer.errors import ParallelConfigError
-from nxd_infer.pipeline.stage import Stage, calling, hidden_of, own_forward, shadowed
+from nxd_infer.modules.stand_in import hidden_of
+from nxd_infer.pipeline.stage import Stage, calling, own_forward, shadowed
 from nxd_infer.util.devices import transport_device
 
 Output = tuple[int, int]

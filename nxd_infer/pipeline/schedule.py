@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nxd_infer.errors import ParallelConfigError
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,15 @@ class Action:
     stage: int
     microbatch: int
     backward: bool = False
+    late: bool = False
+    """Only the rest of the backward: gradients of weights, which no other stage waits for."""
+
+    @property
+    def name(self) -> str:
+        return f"{'W' if self.late else 'B' if self.backward else 'F'}{self.microbatch}"
 
     def __str__(self) -> str:
-        return f"{'B' if self.backward else 'F'}{self.microbatch}@{self.stage}"
+        return f"{self.name}@{self.stage}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
 
     ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: after ``ranks - rank`` forward passes, each
     is followed by a backward pass, so that a rank keeps the activations of so many microbatches. ``"interleaved"``:
-    1F1B over several chunks a rank, which fill the bubble of each other.
+    1F1B over several chunks a rank, which fill the bubble of each other. ``"zero-bubble"``: 1F1B whose backward passes
+    are in two parts, of which the second one fills the bubble.
 
     Raises ParallelConfigError for another name, and for chunks that the schedule does not take.
     """
@@ -55,6 +62,8 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 1) -> list[
         )
     if kind == "interleaved":
         return [_interleaved(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    if kind == "zero-bubble":
+        return _zero_bubble(ranks, microbatches)
     found = []
     for rank in range(ranks):
         ahead = microbatches if kind == "gpipe" else min(microbatches, ranks - rank - 1)
@@ -79,6 +88,32 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[
     return [one for one in _one_by_one(forward, backward, ahead) if one.microbatch < microbatches]
 
 
+def _zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Every rank does what it can, when all passes take one tick: a backward pass, else a forward pass, else weights.
+
+    It is as far ahead as with 1F1B. A microbatch is kept until its weights are done: up to one more than 1F1B's first
+    rank keeps.
+    """
+    forward, backward, late = ([0] * ranks for _ in range(3))
+    found: list[list[Action]] = [[] for _ in range(ranks)]
+    while any(done < microbatches for done in late):
+        ready = []
+        for rank in range(ranks):
+            i, j, k = forward[rank], backward[rank], late[rank]
+            if j < i and (rank == ranks - 1 or j < backward[rank + 1]):
+                ready.append((backward, Action(rank, j, True)))
+            elif (
+                i < microbatches and (rank == 0 or i < forward[rank - 1]) and i - j < ranks - rank and i - k < ranks + 1
+            ):
+                ready.append((forward, Action(rank, i)))
+            elif k < j:
+                ready.append((late, Action(rank, k, True, True)))
+        for count, action in ready:
+            count[action.stage] += 1
+            found[action.stage].append(action)
+    return found
+
+
 def _one_by_one(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
     """``ahead`` forward passes, then a forward and a backward pass by turns, then the other backward passes."""
     steady = len(forward) - ahead
@@ -96,9 +131,11 @@ def timetable(
 ) -> list[list[Span]]:
     """Return when every action starts and ends, for the cost of each stage's passes, as soon as it can.
 
+    Of a backward pass in two parts each takes half of its cost.
     Raises ParallelConfigError if the actions wait for each other in a circle.
     """
     last = len(forward) - 1
+    parts = 2 if any(action.late for mine in actions for action in mine) else 1
     ended: dict[Action, float] = {}
     found: list[list[Span]] = [[] for _ in actions]
     while any(len(done) < len(mine) for done, mine in zip(found, actions, strict=True)):
@@ -110,7 +147,7 @@ def timetable(
                 if any(one not in ended for one in before):
                     break
                 start = max([done[-1].end if done else 0.0, *(ended[one] for one in before)])
-                cost = (backward if action.backward else forward)[action.stage]
+                cost = backward[action.stage] / parts if action.backward else forward[action.stage]
                 ended[action] = start + cost
                 done.append(Span(action, start, start + cost))
                 moved = True
@@ -123,6 +160,8 @@ def timetable(
 def waits_for(action: Action, last_stage: int) -> list[Action]:
     """Return the passes of other stages, and of its own stage, that must have run before ``action``."""
     stage, i = action.stage, action.microbatch
+    if action.late:
+        return [Action(stage, i, True)]
     if not action.backward:
         return [Action(stage - 1, i)] if stage else []
     return [Action(stage, i)] + ([Action(stage + 1, i, True)] if stage < last_stage else [])

@@ -11,8 +11,8 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,45 +20,8 @@ from torch import Tensor, nn
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import ParamLayout, weight_layout
 from nxd_infer.layout.params import restore_attributes
+from nxd_infer.modules.stand_in import StandIn, hidden_of
 from nxd_infer.pipeline.units import Units, find_units
-
-Self = TypeVar("Self", bound="StandIn")
-
-
-class StandIn(nn.Module):
-    """In the place of a module of another rank: it has no weights. Other attributes are those of the module."""
-
-    hidden: nn.Module
-    """The module on the meta device. Not a child, so that its weights are not this rank's."""
-
-    def __init__(self, hidden: nn.Module):
-        super().__init__()
-        self.__dict__["hidden"] = hidden
-        # Hooks see what a call gives, which is handed over.
-        self._forward_hooks, self._forward_pre_hooks = hidden._forward_hooks, hidden._forward_pre_hooks
-        self._forward_hooks_with_kwargs = hidden._forward_hooks_with_kwargs
-        self._forward_pre_hooks_with_kwargs = hidden._forward_pre_hooks_with_kwargs
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "hidden" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.hidden, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise ParallelConfigError(
-            f"this {type(self.hidden).__name__} is on another pipeline stage: call run_train() or run_eval() of the "
-            "model, on every rank"
-        )
-
-    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        self.hidden._apply(lambda tensor: fn(tensor).to("meta"), recurse)
-        return self
-
-    def extra_repr(self) -> str:
-        return f"{type(self.hidden).__name__} of another stage"
 
 
 @dataclass(frozen=True)
@@ -100,6 +63,16 @@ class Stage:
         for part in path.split(".") if path else ():
             found = hidden_of(found.get_submodule(part))
         return found
+
+    def change_others(self, change: Callable[[nn.Module], object]) -> None:
+        """Do to the modules of other ranks, which have no memory here, what was done to this rank's."""
+        hidden = {id(one.hidden): one.hidden for one in self.module.modules() if isinstance(one, StandIn)}
+        for module in hidden.values():
+            change(module)
+        shapes = {
+            name: getattr(self.find(one.places[0][0]), one.places[0][1]).shape for name, one in self.weights.items()
+        }
+        self.weights = {name: replace(one, shape=shapes[name]) for name, one in self.weights.items()}
 
     def unit_modules(self) -> dict[str, nn.Module]:
         """Return the modules to call for the units, by path: this rank's, and stand-ins."""
@@ -221,11 +194,6 @@ def _is_hidden(model: nn.Module, path: str) -> bool:
             return True
         model = model.get_submodule(part)
     return isinstance(model, StandIn)
-
-
-def hidden_of(module: nn.Module) -> nn.Module:
-    """Return what a stand-in stands for; another module itself."""
-    return module.hidden if isinstance(module, StandIn) else module
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -19,18 +19,18 @@ def write_timeline(path: str | os.PathLike[str], spans: Sequence[Span], context:
     Clocks of several hosts are not compared: each host's times are its own. Only the first tensor- and data-parallel
     ranks write.
     """
-    mine = [[s.action.stage, s.action.microbatch, s.action.backward, s.start, s.end] for s in spans]
+    mine = [[s.action.stage, s.action.microbatch, s.action.backward, s.action.late, s.start, s.end] for s in spans]
     rows = [json.loads(text) for text in gather_texts(json.dumps(mine), context)]
     if context.rank:
         return
-    tables = [[Span(Action(stage, i, back), start, end) for stage, i, back, start, end in row] for row in rows]
+    tables = [[Span(Action(*action), start, end) for *action, start, end in row] for row in rows]
     text = json.dumps(chrome_trace(tables))
     with replacing(Path(path)) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def chrome_trace(tables: Sequence[Sequence[Span]]) -> dict[str, object]:
-    """Return the trace of a timetable in seconds: rows are ranks, passes are named F0, B0, ... by microbatch."""
+    """Return the trace of a timetable in seconds: rows are ranks, passes are named F0, B0, W0, ... by microbatch."""
     first = min((span.start for table in tables for span in table), default=0.0)
     events: list[dict[str, object]] = []
     for rank, table in enumerate(tables):
@@ -42,8 +42,8 @@ def chrome_trace(tables: Sequence[Sequence[Span]]) -> dict[str, object]:
             events.append(
                 {
                     "ph": "X",
-                    "name": f"{'B' if action.backward else 'F'}{action.microbatch}",
-                    "cat": "backward" if action.backward else "forward",
+                    "name": action.name,
+                    "cat": "weights" if action.late else "backward" if action.backward else "forward",
                     "pid": 0,
                     "tid": rank,
                     "ts": (span.start - first) * 1e6,

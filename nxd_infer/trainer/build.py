@@ -14,6 +14,7 @@ from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.sequence_parallel import build_sequence_parallel, is_sequence_parallel_model
 from nxd_infer.parallel_state import move_model_to_device
+from nxd_infer.pipeline.build import build_stage
 from nxd_infer.pipeline.materialise import keep_stage
 from nxd_infer.pipeline.stage import Stage
 from nxd_infer.trainer.config import TrainConfig
@@ -32,22 +33,29 @@ def build_model(
     init, context = config.model_init_config, current_context()
     model: nn.Module | None = None
     stage: Stage | None = None
+
+    def make() -> nn.Module:
+        made = model_fn(*args, **kwargs)
+        if not isinstance(made, nn.Module):
+            raise ParallelConfigError(
+                f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, got {type(made).__name__}"
+            )
+        return made
+
     with same_random_numbers(context), build_sequence_parallel(config.sequence_parallel):
         for mine in turns(context, init.sequential_move_factor):
             if not mine:
                 continue
-            with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
-                model = model_fn(*args, **kwargs)
-            if not isinstance(model, nn.Module):
-                raise ParallelConfigError(
-                    f"{getattr(model_fn, '__name__', model_fn)!r} must return a torch.nn.Module, "
-                    f"got {type(model).__name__}"
-                )
-            if context.pp.degree > 1:
-                fill = init.param_init_fn or config.pipeline_config.param_init_fn
-                stage = keep_stage(model, config.pipeline_config, context.pp, fill)
-            elif init.meta_device_init:
-                materialise(model, init.param_init_fn)
+            if context.pp.degree > 1 and not init.meta_device_init:
+                model, stage = build_stage(make, config.pipeline_config, context.pp)
+            else:
+                with torch.device("meta") if init.meta_device_init else contextlib.nullcontext():
+                    model = make()
+                if context.pp.degree > 1:
+                    fill = init.param_init_fn or config.pipeline_config.param_init_fn
+                    stage = keep_stage(model, config.pipeline_config, context.pp, fill)
+                elif init.meta_device_init:
+                    materialise(model, init.param_init_fn)
             move_to_transport(model)
     assert model is not None
     if config.sequence_parallel and context.tp.degree > 1 and not is_sequence_parallel_model(model):

@@ -106,6 +106,7 @@ class TrainingProgress:
         self._drawn = -math.inf  # the first step is shown at once
         self._pace = Pace(self._start)
         self._loss: Number = float("nan")
+        self._bubble: float | None = None
         self._shows = is_rank_zero()
         self._console: Console | None = None
         self._bar: Progress | None = None
@@ -118,12 +119,13 @@ class TrainingProgress:
                 self._task = bar.add_task(description, total=1.0 if total or seconds else None, note="")
                 bar.start()
 
-    def step(self, loss: Number, tokens: int = 0, **scalars: Number | None) -> None:
+    def step(self, loss: Number, tokens: int = 0, bubble: float | None = None, **scalars: Number | None) -> None:
         """Record a completed step.
 
         Args:
             loss: this rank's loss, a number or a one-element tensor. Every data-parallel rank has its own.
             tokens: number of tokens in the step, over all data-parallel ranks.
+            bubble: share of the step in which this rank waited for other pipeline stages: ``model.bubble``.
             scalars: more numbers for TensorBoard, by name; None is skipped.
         """
         self.steps += 1
@@ -131,10 +133,10 @@ class TrainingProgress:
             return
         now = time.monotonic()
         self._pace.add(now, tokens)
-        self._loss = loss
+        self._loss, self._bubble = loss, bubble
         if self._logger is not None and self.steps % self._log_every == 0:
             speed = {"tokens_per_second": self._pace.tokens_per_second} if tokens else {}
-            self._logger.log(self.steps, loss=loss, **speed, **scalars)
+            self._logger.log(self.steps, loss=loss, bubble=bubble, **speed, **scalars)
         if now - self._drawn >= (self._line_every if self._bar is None else REDRAW_SECONDS):
             self._drawn = now
             self._draw(now)
@@ -164,6 +166,8 @@ class TrainingProgress:
             parts.append(f"loss {number(self._loss):.4g}")
         if speed := self._pace.tokens_per_second:
             parts.append(f"{speed:,.0f} tokens/s")
+        if self._bubble is not None:
+            parts.append(f"bubble {self._bubble:.0%}")
         if left is not None:
             parts.append(f"{datetime.timedelta(seconds=round(left))} left")
         if self._bar is not None:

@@ -43,10 +43,13 @@ def initialize_parallel_model(
     require_degrees(config)
     model, stage = build_model(config, model_fn, model_args, model_kwargs)
     if config.pad_model:
-        pad_model(model, current_context().tp.degree, _heads(model))
+        degree, heads = current_context().tp.degree, _heads(model)
+        pad_model(model, degree, heads)
+        if stage is not None:
+            stage.change_others(lambda module: pad_model(module, degree, heads))
     if config.lora_config is not None and config.lora_config.enable_lora:
         with same_random_numbers(current_context()):
-            model = LoRAModel(model, config.lora_config)
+            model = LoRAModel(model, config.lora_config, layouts=None if stage is None else stage.layouts)
     apply_activation_checkpoint(model, config.activation_checkpoint_config, config.pipeline_config)
     return NxDModel(model, config) if stage is None else NxDPPModel.of_stage(model, stage, config)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,37 +12,11 @@ import nxd_infer as nxd
 from nxd_infer import parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.trainer import gather_weights
-from tests.pipeline.models import decoder, tokens
+from tests.pipeline.jobs import F64, alone, job, train
+from tests.pipeline.models import decoder
 from tests.ranks import run_ranks
 
-F64 = torch.float64
 HALF, STEPS = 2, 4
-
-
-def job(pp: int, tp: int = 1, zero1: bool = False, family: str = "tied", chunks: int = 1) -> tuple[Any, Any]:
-    parallel_state.destroy_model_parallel()
-    config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        pipeline_config={"auto_partition": True, "num_microbatches": 4, "virtual_pipeline_size": chunks},
-        optimizer_config={"zero_one_enabled": zero1},
-    )
-    torch.manual_seed(3)
-    model = nxd.initialize_parallel_model(config, partial(decoder, family, F64))
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return model, nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=1e-2)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-    """The same batch on every data-parallel rank."""
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        losses.append(float(model.run_train(**tokens(seed=step))))
-        optimizer.step()
-    return losses
 
 
 # (degrees of the save, degrees of the load): pp, tp, ZeRO-1, chunks; data parallelism takes the rest of four ranks
@@ -68,33 +40,10 @@ def move(folder: str) -> list[str]:
             nxd.load_checkpoint(path, "half", model, optimizer)
             losses += train(model, optimizer, range(HALF, STEPS))
             parallel_state.destroy_model_parallel()
-            wanted = alone(family)
+            wanted = alone(family, STEPS)
             if not torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-9, atol=0):
                 found.append(f"{before} to {after}, {family}: {losses}, wanted {wanted}")
     return found
-
-
-_alone: dict[str, list[float]] = {}
-
-
-def alone(family: str) -> list[float]:
-    """Trained here, in one process without groups."""
-    if family not in _alone:
-        torch.manual_seed(3)
-        model = decoder(family, F64)
-        decay = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}
-        rest = {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}
-        optimizer = torch.optim.AdamW([decay, rest], lr=1e-2)
-        losses = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = model(**tokens(seed=step))[0]
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        _alone[family] = losses
-    return _alone[family]
 
 
 def test_to_other_degrees(tmp_path: Path):

@@ -12,6 +12,7 @@ from nxd_infer import parallel_state
 from nxd_infer.testing import Reference, Training, compare_with, train_single
 from tests.pipeline.models import decoder, encoder, sentences, tokens
 from tests.ranks import run_ranks
+from tests.trainer.padded import HIDDEN, UnpaddedModel
 
 F64 = torch.float64
 STEPS = 10
@@ -33,6 +34,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "activation_checkpoint": "full"}),
         ("tied", F64, {"pipeline": pipeline(4, schedule="gpipe"), "meta": True}),
         ("qwen3", F64, {"pipeline": pipeline(1)}),
+        ("tied", F64, {"steps": STEPS, "pipeline": pipeline(8, schedule="zero-bubble")}),
+        ("biases", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "activation_checkpoint": "full"}),
         ("biases", F64, {"pipeline": pipeline(2, schedule="gpipe"), "max_grad_norm": None}),
         ("bert", F64, {"steps": STEPS, "pipeline": pipeline(4)}),
         ("bert", torch.float32, {**SGD, "pipeline": pipeline(6, **INTERLEAVED)}),
@@ -40,17 +43,21 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
     (1, 4, 1): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(8)}),
         ("tied", F64, {"pipeline": pipeline(5)}),
+        ("llama", F64, {"pipeline": pipeline(8, schedule="zero-bubble")}),
         ("tied", torch.float32, {"pipeline": pipeline(4, schedule="gpipe"), "activation_checkpoint": "full"}),
-        ("bert", F64, {"pipeline": pipeline(2)}),
+        ("bert", F64, {"pipeline": pipeline(7)}),
     ],
     (2, 2, 1): [
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "sequence_parallel": True}),
-        ("tied", F64, {"pipeline": pipeline(4)}),
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "sequence_parallel": True}),
         ("tied", F64, {"pipeline": pipeline(3, **INTERLEAVED), "sequence_parallel": True, "meta": True}),
         ("odd_heads", F64, {"pipeline": pipeline(2), "sequence_parallel": True, "activation_checkpoint": "full"}),
         ("bert", F64, {"pipeline": pipeline(4)}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(4), "pad_model": True}),
+        ("padded", torch.float32, {**SGD, "pipeline": pipeline(2), "pad_model": True, "meta": True}),
     ],
     (1, 2, 2): [
+        ("tied", F64, {"pipeline": pipeline(4, schedule="zero-bubble"), "zero1": True}),
         ("llama", F64, {"steps": STEPS, "pipeline": pipeline(4), "zero1": True}),
         ("tied", F64, {"pipeline": pipeline(4)}),
         ("tied", F64, {"pipeline": pipeline(2, **INTERLEAVED), "zero1": True}),
@@ -64,6 +71,8 @@ CASES: dict[tuple[int, int, int], list[Case]] = {
 
 
 def builder(model: str, dtype: torch.dtype):
+    if model == "padded":
+        return UnpaddedModel
     return partial(encoder, dtype) if model == "bert" else partial(decoder, model, dtype)
 
 
@@ -72,6 +81,9 @@ def rows(case: Case, dp: int) -> int:
 
 
 def batch_for(case: Case, dp: int) -> dict[str, Any]:
+    if case[0] == "padded":
+        x, y = torch.randn(2, rows(case, dp), 6, HIDDEN, generator=torch.Generator().manual_seed(2))
+        return {"x": x, "y": y}
     # Of one data-parallel rank: the mean over ranks is not weighted by their labels, as without a pipeline.
     return sentences(rows(case, dp)) if case[0] == "bert" else tokens(rows(case, dp), uneven=dp == 1)
 

@@ -12,11 +12,15 @@ from torch import nn
 import nxd_infer as nxd
 from nxd_infer import comm
 from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.pipeline.options import PipelineOptions
+from nxd_infer.pipeline.tracing import trace_around_units
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 ROUNDING = 1e-6
 """Of losses: these models compute theirs in float32, whatever their own type is."""
+STEPS = 10
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 16,
@@ -98,6 +102,7 @@ def compare() -> list[str]:
             evaluated = float(whole.eval()(**batch()).loss)
         if abs(float(model.run_eval(**batch())) - evaluated) > ROUNDING:
             found.append(f"{name}: evaluates to {float(model.run_eval(**batch()))}, wanted {evaluated}")
+        found += [f"{name}: {line}" for line in train(whole, model)]
         held = torch.tensor(float(sum(p.numel() for p in model.local_parameters())))
         total = comm.all_reduce(held, current_context(), "pp")
         if total != sum(p.numel() for p in whole.parameters()):
@@ -105,6 +110,35 @@ def compare() -> list[str]:
     return found
 
 
+def train(whole: nn.Module, model: Any) -> list[str]:
+    """Ten steps of AdamW in one process and over the stages; which losses differ."""
+    ours = torch.optim.AdamW(model.local_parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(whole.train().parameters(), lr=1e-2)
+    found = []
+    for step in range(STEPS):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss = whole(**batch()).loss
+        loss.backward()
+        got = float(model.run_train(**batch()))
+        ours.step()
+        theirs.step()
+        if abs(got - float(loss.detach())) > 3 * ROUNDING:
+            found.append(f"loss of step {step}: {got}, wanted {float(loss.detach())}")
+    return found
+
+
 def test_models_in_four_stages():
     for rank, found in enumerate(run_ranks(compare, 4, pp=4, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
+
+
+def test_no_tracer_follows_them():
+    """Their code around the layers takes any keywords; the error says what works."""
+    for model, options in models().values():
+        cuts = options.get("pipeline_cuts", ["model.layers.1"])
+        given = PipelineOptions({"tracer_cls": "torch", "input_names": list(batch())})
+        with pytest.raises(
+            ParallelConfigError, match=r"cannot trace the code around the layers .*leave tracer_cls out"
+        ):
+            trace_around_units(model, cuts, given)

@@ -217,6 +217,22 @@ def errors(model: NxDPPModel) -> list[str]:
     ]
 
 
+def test_without_other_stages():
+    """At pp 1 it runs the same microbatches in this process, and is called like the module."""
+    torch.manual_seed(5)
+    whole = Residual()
+    torch.manual_seed(5)
+    model = NxDPPModel(Residual(), num_microbatches=4, output_loss_value_spec=SPEC)
+    loss = whole(**data())["the_loss"]
+    loss.backward()
+    torch.testing.assert_close(model.run_train(**data()), loss.detach())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
+    torch.testing.assert_close(model.run_eval(**data()), loss.detach())
+    torch.testing.assert_close(model(**data())["the_loss"], loss)
+    assert model.bubble is not None and 0 <= model.bubble < 1
+
+
 def test_two_stages():
     assert run_ranks(facade, 2, pp=2, timeout=100) == [[], []]
 

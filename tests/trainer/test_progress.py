@@ -54,10 +54,10 @@ def test_lines_where_there_is_no_terminal():
     console, text = output(terminal=False)
     with TrainingProgress(total=6, initial=2, line_every=ALWAYS, console=console) as progress:
         for loss in (2.5, torch.tensor(1.25, requires_grad=True)):
-            progress.step(loss, tokens=64)
+            progress.step(loss, tokens=64, bubble=None if loss == 2.5 else 0.126)
     first, second, last = text.getvalue().splitlines()
-    assert first.startswith("training 50%  step 3/6  loss 2.5  ") and first.endswith(" left")
-    assert second.startswith("training 67%  step 4/6  loss 1.25  ") and "tokens/s" in second
+    assert first.startswith("training 50%  step 3/6  loss 2.5  ") and first.endswith(" left") and "bubble" not in first
+    assert second.startswith("training 67%  step 4/6  loss 1.25  ") and "tokens/s  bubble 13%  " in second
     assert last.startswith("training 67%  step 4/6  loss 1.25  "), "where it stopped"
     assert progress.steps == 4
 

@@ -78,6 +78,14 @@ def test_the_example_trains_and_goes_on_where_it_was(tmp_path: Path):
     assert "step 30/30  loss" in again[-1]
     assert {"step_20", "step_30"} <= {path.name for path in (tmp_path / "ckpts").iterdir()}
 
+    # The same checkpoint on two pipeline stages.
+    over = torchrun(
+        EXAMPLE, "llama", "ckpts", "--steps", 3, "--tp", 1, "--pp", 2, "--text", EXAMPLE, cwd=tmp_path
+    ).splitlines()
+    assert "step 33/33  loss" in over[-1] and re.search(r"bubble [1-9]\d?%", over[-1]), over
+    assert loss(over[-1]) < loss(first[-1])
+    assert (tmp_path / "ckpts/step_33/model.tp_rank_00.pp_rank_01.safetensors").exists()
+
 
 def test_the_document_traces_checkpoints(tmp_path: Path):
     trained = registry.load_model(write_tiny("llama", tmp_path / "llama"))

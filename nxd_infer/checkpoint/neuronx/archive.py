@@ -53,6 +53,7 @@ class ReferenceArchive:
         self._states: dict[Path, Any] = {}
         self._layouts: dict[str, ParamLayout] | None = None
         self._names: list[str] = []
+        self._groups: list[list[str]] = []
 
     def _require_all(self, what: str, folder: Path, ranks: Mapping[Place, Path]) -> None:
         if not ranks:
@@ -108,10 +109,19 @@ class ReferenceArchive:
 
     # --- interface of Archive --------------------------------------------------------------------------------
 
-    def know(self, layouts: Mapping[str, ParamLayout], optimizer_names: Sequence[str] = ()) -> None:
-        """Set the layouts of the parameters, by name, and the order of the optimizer's parameters."""
+    def know(
+        self,
+        layouts: Mapping[str, ParamLayout],
+        optimizer_names: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """Set the layouts of the parameters, by name, and the order of the optimizer's parameters.
+
+        ``groups``: the names of each group's, those of other pipeline stages included.
+        """
         self._layouts = {**one_by_one(layouts), **layouts}
         self._names = list(optimizer_names)
+        self._groups = [list(names) for names in groups]
 
     def verify(self, kinds: Iterable[str], share: int = 0, of: int = 1) -> None:
         """Do nothing: these files have no checksums (except those that are zip files, which check each tensor)."""
@@ -190,27 +200,53 @@ class ReferenceArchive:
     def _optimizer_pieces(self, layouts: Mapping[str, ParamLayout]) -> list[Piece]:
         if not self._has_optimizer():
             raise CheckpointError(f"{self.where} holds no optimizer; it was saved without")
-        if self.degrees["pp"] > 1:
-            raise CheckpointError(
-                f"{self.where}: the optimizer of {self.degrees['pp']} pipeline stages numbers the parameters of each "
-                "stage by itself, so it cannot be read; load the model, and start the optimizer anew"
-            )
         dp, tp = 1 + max(place[0] for place in self._optimizer), self.degrees["tp"]
         found: list[Piece] = []
-        for d, t in itertools.product(range(dp), range(tp)):
-            state = self._state(self._optimizer, (d, t, 0), "optimizer")
+        for pp, d, t in itertools.product(range(self.degrees["pp"]), range(dp), range(tp)):
+            state = self._state(self._optimizer, (d, t, pp), "optimizer")
+            names = self._numbered(pp)
             entries = state.get("base_state", state.get("state"))
             count = sum(len(group["params"]) for group in state.get("param_groups", ()))
-            if not isinstance(entries, Mapping) or count != len(self._names):
+            if not isinstance(entries, Mapping) or count != len(names):
                 raise WeightMismatchError(
                     f"{self.where}: the optimizer's state is of {count} parameters, and this one has "
-                    f"{len(self._names)}; make it with the same parameters in the same groups"
+                    f"{len(names)}; make it with the same parameters in the same groups"
                 )
             masters = state.get("sharded_master_weights", {})
             sharded = dp if "base_state" in state else 1
             if sharded == 1 and d > 0:
                 continue  # without ZeRO-1 all data-parallel ranks have equal states
-            found += self._rank_pieces(entries, masters, layouts, t, d, sharded)
+            found += self._rank_pieces(entries, masters, layouts, names, t, d, sharded)
+        return found
+
+    def _numbered(self, pp: int) -> list[str]:
+        """Return the names of the parameters that a stage's optimizer numbers, in its order.
+
+        Each stage numbers its own. Which those are, and their order where this rank does not train all of them, is that
+        of the stage's model.
+        """
+        own = set(self._names)
+        if self.degrees["pp"] == 1 and all(own.issuperset(group) for group in self._groups):
+            return self._names
+        if (0, 0, pp) not in self._model:
+            raise CheckpointError(
+                f"{self.where}: the optimizer's files number the parameters of each pipeline stage, and the model's, "
+                "which name them, are not there: restore them, or start the optimizer anew"
+            )
+        held = list(self._state(self._model, (0, 0, pp), "model"))
+        found: list[str] = []
+        for group in self._groups:
+            members = set(group)
+            here = [name for name in held if name in members]
+            mine = [name for name in self._names if name in members & set(here)]
+            if len(mine) == len(here):
+                here = mine
+            elif [name for name in here if name in own] != mine:
+                raise CheckpointError(
+                    f"{self.where}: the optimizer's parameters are in another order than the model's, so their numbers "
+                    "in a pipeline stage are not known: load it without pipeline stages, and save it there"
+                )
+            found += here
         return found
 
     def _rank_pieces(
@@ -218,16 +254,19 @@ class ReferenceArchive:
         entries: Mapping[int, Mapping[str, Any]],
         masters: Mapping[int, Tensor],
         layouts: Mapping[str, ParamLayout],
+        names: Sequence[str],
         tp: int,
         dp: int,
         parts: int,
     ) -> list[Piece]:
-        """Return the pieces of one rank, in the order of the parameters."""
+        """Return the pieces of one rank, in the order of the parameters; without those that other stages train here."""
         tensors: dict[str, Tensor] = {}
         found = []
         source = DictSource(tensors)
-        for number, name in enumerate(self._names):
-            layout = layouts[name]
+        for number, name in enumerate(names):
+            layout = layouts.get(name)
+            if layout is None:
+                continue
             shape = layout.rank_shape(self.degrees["tp"])
             rows = shape[0] if shape else 1
             share = -(-rows // parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, WeightSource, check_weights, fill_tensor, weight_layout
+from nxd_infer.layout.params import restore_attributes
 from nxd_infer.modules.lora import peft
 from nxd_infer.modules.lora.base import LoraLayer
 from nxd_infer.modules.lora.config import LoraConfig
 from nxd_infer.modules.lora.layers import adaptable, lora_layer
 from nxd_infer.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_infer.modules.stand_in import named_modules_of_all
 from nxd_infer.modules.wrapper import ModelWrapper
+from nxd_infer.util.devices import transport_device
 
 __all__ = ["LoRAModel", "get_lora_model"]
 
@@ -41,6 +45,7 @@ class LoRAModel(ModelWrapper):
         module: any module; it is modified in place. Pad it (``pad_model``) before.
         config: a LoraConfig, or a dict of its options. With ``load_lora_from_ckpt`` the adapter in its
             ``lora_save_dir`` determines which layers are adapted.
+        layouts: of the whole model, where ``module`` is a pipeline stage of it.
 
     Linear, Embedding and Conv2d layers of PyTorch and ColumnParallelLinear, RowParallelLinear, ParallelEmbedding and
     GQAQKVColumnParallelLinear can be adapted. Afterwards only adapters, and what ``bias`` and ``modules_to_save`` name,
@@ -50,7 +55,13 @@ class LoRAModel(ModelWrapper):
     ``merge_lora`` in addition, the merged weights under the names of the module instead.
     """
 
-    def __init__(self, module: nn.Module, config: LoraConfig | Mapping[str, Any]):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LoraConfig | Mapping[str, Any],
+        *,
+        layouts: Mapping[str, ParamLayout] | None = None,
+    ):
         config = LoraConfig.of(config)
         if not config.enable_lora:
             raise ParallelConfigError("LoRAModel adapts a model, but its configuration has enable_lora=False")
@@ -59,6 +70,10 @@ class LoRAModel(ModelWrapper):
         super().__init__(module)
         self.base_layouts = weight_layout(module)
         """Layouts of the weights, under their names without adapters."""
+        self.whole_layouts = {**(layouts or {}), **self.base_layouts}
+        """Those of all pipeline stages."""
+        self.adapted_elsewhere: set[str] = set()
+        """The projections that other pipeline stages adapt."""
         stored = None
         if config.load_lora_from_ckpt:
             stored = peft.find_adapter(config.lora_save_dir, config.lora_load_tag)
@@ -86,7 +101,7 @@ class LoRAModel(ModelWrapper):
         """Insert LoRA layers. ``exact``: the logical paths to adapt, instead of the words of the configuration."""
         words = self._words() if exact is None else ()
         made: dict[int, LoraLayer] = {}
-        for path, child in list(self.module.named_modules(remove_duplicate=False)):
+        for path, child, elsewhere in list(named_modules_of_all(self.module)):
             if not path or not adaptable(child) or self.saved_whole(path):
                 continue
             paths = self._logical_paths(path, child)
@@ -99,13 +114,18 @@ class LoRAModel(ModelWrapper):
                 continue
             if id(child) not in made:
                 extra = (parts,) if isinstance(child, GQAQKVColumnParallelLinear) else ()
-                made[id(child)] = lora_layer(child, self.lora_config, *extra)
+                made[id(child)] = lora_layer(_with_memory(child) if elsewhere else child, self.lora_config, *extra)
                 made[id(child)].paths = {part: paths[part] for part in parts}
-                self.lora_layers[path] = made[id(child)]
+                if not elsewhere:
+                    self.lora_layers[path] = made[id(child)]
+            if elsewhere:  # made only to draw the random numbers that the whole model draws
+                self.adapted_elsewhere |= {paths[part] for part in parts}
+                continue
             parent, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(parent), name, made[id(child)])
         if not made:
-            found = sorted({path.rpartition(".")[2] for path, child in self.module.named_modules() if adaptable(child)})
+            every = named_modules_of_all(self.module)
+            found = sorted({path.rpartition(".")[2] for path, child, _ in every if adaptable(child)})
             raise ParallelConfigError(
                 f"LoRA: no layer matches target_modules={sorted(exact or words)}; "
                 f"the layers that can be adapted are {', '.join(found) or 'none'}"
@@ -126,7 +146,7 @@ class LoRAModel(ModelWrapper):
         weights = [name for name in child._parameters if name.startswith("weight")]
         found: dict[str, str] = {}
         for weight in weights:
-            for part, logical in self.base_layouts[f"{path}.{weight}"].sources:
+            for part, logical in self.whole_layouts[f"{path}.{weight}"].sources:
                 part = part or weight.removeprefix("weight").removeprefix("_")
                 found[part] = logical.removesuffix(".weight") if logical.endswith(".weight") else f"{path}.{part}"
         return found
@@ -160,7 +180,7 @@ class LoRAModel(ModelWrapper):
 
     def _present(self, words: Sequence[str] | None) -> list[str]:
         """Return the words that name a module."""
-        paths = [path for path, _ in self.module.named_modules()]
+        paths = [path for path, _, _ in named_modules_of_all(self.module)]
         return [word for word in words or () if any(f".{path}".endswith(f".{word}") for path in paths)]
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -326,6 +346,13 @@ class LoRAModel(ModelWrapper):
 def get_lora_model(model: nn.Module, config: LoraConfig | Mapping[str, Any]) -> LoRAModel:
     """``LoRAModel(model, config)``, under the reference's name."""
     return LoRAModel(model, config)
+
+
+def _with_memory(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer on the meta device with memory that nobody writes, so it takes none."""
+    made = copy.deepcopy(layer).to_empty(device=transport_device())
+    restore_attributes(made)
+    return made
 
 
 def _contains(name: str, words: Sequence[str] | str) -> bool:

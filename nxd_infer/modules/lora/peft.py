@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from nxd_infer import comm
 from nxd_infer.comm.launched import require_no_lonely_rank
+from nxd_infer.comm.texts import gather_named
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, fill_tensor, layout_of, merge_state_dicts
@@ -80,6 +81,8 @@ class AdaptedModel(Protocol):
     lora_config: LoraConfig
     lora_layers: dict[str, LoraLayer]
     base_layouts: dict[str, ParamLayout]
+    whole_layouts: dict[str, ParamLayout]
+    adapted_elsewhere: set[str]
     adapter_names: set[str]
 
     def base_name(self, name: str) -> str: ...
@@ -110,6 +113,15 @@ def entries(model: AdaptedModel) -> Iterator[Entry]:
         yield Entry(name, tensor.detach(), replace(layout, sources=sources), (current_context(), "tp"), False)
 
 
+def _elsewhere(model: AdaptedModel) -> set[str]:
+    """Return the names in a file of what other pipeline stages hold."""
+    adapted = model.adapted_elsewhere
+    kinds = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
+    found = {f"{PREFIX}{path}.{kind}" for path in adapted for kind in kinds}
+    others = model.whole_layouts.keys() - model.base_layouts.keys()
+    return found | {_base_name(name, adapted) for one in others for name in model.whole_layouts[one].logical_names}
+
+
 def _base_name(logical: str, adapted: set[str]) -> str:
     path, _, leaf = logical.rpartition(".")
     return f"{PREFIX}{path}.base_layer.{leaf}" if path in adapted else PREFIX + logical
@@ -132,12 +144,12 @@ def save_adapter(model: AdaptedModel, folder: Folder) -> None:
 
 
 def collect_adapter(model: AdaptedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the content of the adapter's two files, copied. Every rank must call it."""
-    trained, found = model.trained_names(), {}
+    """Return the content of the adapter's two files, copied. Every rank must call it; rank 0 gets all stages'."""
+    trained, found, context = model.trained_names(), {}, current_context()
     for entry in entries(model):
         if entry.adapter or entry.name in trained:
             found.update({name: tensor.clone().contiguous() for name, tensor in entry.whole().items()})
-    return found, model.lora_config.to_peft(_targets(model))
+    return gather_named(found, context), model.lora_config.to_peft(_targets(model))
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], apart: bool = True) -> None:
@@ -161,8 +173,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
 
 def _targets(model: AdaptedModel) -> list[str]:
     """Return the adapted projections by PEFT's rule: last components if they match no other layer, else full paths."""
-    adapted = {path for layer in model.lora_layers.values() for path in layer.paths.values()}
-    weights = {name for layout in model.base_layouts.values() for name in layout.logical_names}
+    adapted = model.adapted_elsewhere | {path for layer in model.lora_layers.values() for path in layer.paths.values()}
+    weights = {name for layout in model.whole_layouts.values() for name in layout.logical_names}
     others = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")} - adapted
     short = {path.rpartition(".")[2] for path in adapted}
     return sorted(adapted if any(path.rpartition(".")[2] in short for path in others) else short)
@@ -321,7 +333,7 @@ def load_adapter(model: AdaptedModel, folder: Folder) -> None:
             mismatched += [(n, source.shape(n), shape) for n, shape in shapes.items() if source.shape(n) != shape]
         elif entry.adapter or model.saved_whole(model.base_name(entry.name)) or names & shapes.keys():
             missing += [name for name in shapes if name not in names]
-    unexpected = sorted(names - used)
+    unexpected = sorted(names - used - _elsewhere(model))
     if missing or unexpected or mismatched:
         raise WeightMismatchError(
             f"{found}: the adapter does not fit the model; missing: {missing[:12]}, unexpected: {unexpected[:12]}, "
