@@ -12,7 +12,7 @@ from nxd_infer import __version__, native
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
 from nxd_infer.cli.console import console, table, verbatim
-from nxd_infer.errors import NxdError, UntrustedCacheError
+from nxd_infer.errors import CacheUnavailableError, NxdError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
@@ -119,6 +119,8 @@ def run() -> int:
             rows.append(("their instructions", native.load().cpu_level()))
     except UntrustedCacheError as error:
         rows.append(("cache", f"refused: {error}"))
+    except CacheUnavailableError as error:
+        rows.append(("cache", f"missing: {error}"))
     except NxdError as error:
         rows.append(("native operators", f"cannot be loaded: {error}"))
     table("This machine", ("what", "found"), rows)
