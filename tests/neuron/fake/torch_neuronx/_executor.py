@@ -50,6 +50,7 @@ def _ask(ranks: int, question: bytes) -> bytes:
         answer = connection.recv_bytes()
     except (EOFError, OSError) as error:
         process.kill()
+        del _started[ranks]
         raise RuntimeError(f"NRT: the cores' process ended: {error}") from error
     if answer.startswith(b"error"):
         raise RuntimeError(answer.removeprefix(b"error").decode())

@@ -25,10 +25,11 @@ class Replicas:
         if degree > 1:
             pjrt.initialize_multiprocess(0, 1)
         self.devices = list(xm.get_xla_supported_devices())[:degree]
-        self._lock, self._all = threading.Lock(), threading.Barrier(degree)
+        self._lock = threading.Lock()
 
     def run(self, program: Any, ranks: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         found: list[Any] = [None] * len(ranks)
+        self._all = threading.Barrier(len(ranks))  # one that is refused breaks its own alone
         threads = [
             threading.Thread(target=self._run, args=(rank, program, given, found)) for rank, given in enumerate(ranks)
         ]
