@@ -12,6 +12,8 @@ from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
 from nxd_infer.backends.neuron import backend, compiler, cores, sdk
 from nxd_infer.backends.xla.backend import BACKEND as XLA
+from nxd_infer.backends.xla.training import train_on_replicas
+from nxd_infer.errors import BackendUnavailableError
 from tests.e2e.command import nxd_infer_here
 from tests.neuron.machines import FAKE, described
 
@@ -109,7 +111,7 @@ def test_what_is_missing_is_one_sentence(
     ],
     ids=["no torch_xla", "another torch_xla"],
 )
-def test_what_tracing_lacks(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str) -> None:
+def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str) -> None:
     import importlib.metadata
 
     from nxd_infer.backends.xla import backend as xla
@@ -124,6 +126,9 @@ def test_what_tracing_lacks(monkeypatch: pytest.MonkeyPatch, versions: dict[str,
     for each in ("xla", "neuron"):
         found = registry.get(each).probe_compiler()
         assert not found.ok and found.reason == reason
+    with pytest.raises(BackendUnavailableError) as caught:
+        train_on_replicas(lambda replica: None, tp=2)
+    assert str(caught.value) == reason
 
 
 def test_without_neuronx_cc_it_runs_and_cannot_trace(

@@ -16,10 +16,11 @@ from typing import TypeVar
 import torch
 
 from nxd_infer.backends import xla
+from nxd_infer.backends.xla.backend import BACKEND
 from nxd_infer.backends.xla.replicas import replicas_of
 from nxd_infer.comm import register_collectives, unregister_collectives
 from nxd_infer.context import ParallelContext, make_context, rank_layout, use_context
-from nxd_infer.errors import ParallelConfigError
+from nxd_infer.errors import BackendUnavailableError, ParallelConfigError
 
 _Result = TypeVar("_Result")
 
@@ -43,12 +44,15 @@ def train_on_replicas(
     of this package. ``timeout``: seconds that a replica waits in a collective for the others.
 
     Needs torch_xla, in a process that has not started it; all calls of a process must have equally many ranks. Raises
-    what a replica raises, BackendUnavailableError without such devices, ParallelConfigError for a degree below 1.
+    what a replica raises, BackendUnavailableError without torch_xla or so many devices, and ParallelConfigError for a
+    degree below 1.
     """
     for name, degree in (("tp", tp), ("dp", dp)):
         if degree < 1:
             raise ParallelConfigError(f"{name} must be a whole number of at least 1, got {degree}")
     world = tp * dp
+    if not (found := BACKEND.probe()):
+        raise BackendUnavailableError(found.reason)
     replicas = replicas_of(world)
     alone = threading.Lock()
     meetings = xla.transport.meetings_of(rank_layout(world, tp), timeout)
