@@ -10,6 +10,7 @@ LONGEST = [
     "xla/test_lowering",
     "xla/test_serving",
     "xla/test_artifacts",
+    "xla/test_serving_degrees",
     "neuron/test_user_script",
     "xla/test_training",
     "xla/test_traps",
