@@ -76,14 +76,6 @@ def remarks(runs: Availability, traces: Availability) -> list[str]:
     return [*found, *([runs.limits] if runs.limits else [])]
 
 
-def targets(name: str) -> tuple[str, ...]:
-    """Return the values of --target for a backend, none if it cannot be imported."""
-    try:
-        return registry.get(name).targets
-    except NxdError:
-        return ()
-
-
 def model_types() -> tuple[str, list[str]]:
     """Return the model types that can be read, and what is wrong with those of other packages."""
     broken = []
@@ -131,7 +123,7 @@ def run() -> int:
     for name, found in probes.items():
         for text in remarks(*found):
             verbatim(f"{name}: {text}", end="\n")
-        if known := targets(name):
+        if found[1] and (known := registry.get(name).targets):
             verbatim(f"{name}: --target {', '.join(known)}", end="\n")
     families, broken = model_types()
     for text in (families, *broken):
