@@ -159,6 +159,10 @@ class UntrustedCacheError(NxdError, RuntimeError):
     """Another user could change the cache, which holds code; the message names the directory and the fix."""
 
 
+class CacheUnavailableError(NxdError, OSError):
+    """The cache's directory cannot be made or read; the message names it and the variable for another one."""
+
+
 class MissingPackageError(NxdError, ImportError):
     """An optional package is not installed; the message names the extra to install, ``name`` is the package."""
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 LONGEST = [
     "xla/test_lowering",
     "xla/test_serving",
+    "xla/test_artifacts",
+    "xla/test_serving_degrees",
+    "neuron/test_user_script",
+    "xla/test_training",
     "xla/test_traps",
     "models/test_traced_llama",
     "backends/test_packed_weights",

@@ -12,7 +12,7 @@ from nxd_infer import __version__, native
 from nxd_infer.backends import registry
 from nxd_infer.backends.base import Availability
 from nxd_infer.cli.console import console, table, verbatim
-from nxd_infer.errors import NxdError, UntrustedCacheError
+from nxd_infer.errors import CacheUnavailableError, NxdError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.machine import cpu_features
 from nxd_infer.util.memory import available_memory, total_memory
@@ -76,14 +76,6 @@ def remarks(runs: Availability, traces: Availability) -> list[str]:
     return [*found, *([runs.limits] if runs.limits else [])]
 
 
-def targets(name: str) -> tuple[str, ...]:
-    """Return the values of --target for a backend, none if it cannot be imported."""
-    try:
-        return registry.get(name).targets
-    except NxdError:
-        return ()
-
-
 def model_types() -> tuple[str, list[str]]:
     """Return the model types that can be read, and what is wrong with those of other packages."""
     broken = []
@@ -119,6 +111,8 @@ def run() -> int:
             rows.append(("their instructions", native.load().cpu_level()))
     except UntrustedCacheError as error:
         rows.append(("cache", f"refused: {error}"))
+    except CacheUnavailableError as error:
+        rows.append(("cache", f"missing: {error}"))
     except NxdError as error:
         rows.append(("native operators", f"cannot be loaded: {error}"))
     table("This machine", ("what", "found"), rows)
@@ -129,7 +123,7 @@ def run() -> int:
     for name, found in probes.items():
         for text in remarks(*found):
             verbatim(f"{name}: {text}", end="\n")
-        if known := targets(name):
+        if found[1] and (known := registry.get(name).targets):
             verbatim(f"{name}: --target {', '.join(known)}", end="\n")
     families, broken = model_types()
     for text in (families, *broken):

@@ -159,7 +159,7 @@ def _over_ranks(norm: Tensor, p: float, context: ParallelContext, axis: str) -> 
     is_wide = torch.full_like(wide, norm.dtype == torch.float64)  # a rank that counts nothing cannot tell
     # A maximum over ranks may lose a NaN, so a NaN flag is reduced with it.
     top, missing, is_wide = comm.all_reduce(
-        torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan(), is_wide]), context, axis, "max"
+        torch.stack([wide.masked_fill(wide.isnan(), 0.0), wide.isnan(), is_wide]), context, axis, "max"
     )
     dtype = torch.float64 if is_wide else torch.float32
     if math.isinf(p):

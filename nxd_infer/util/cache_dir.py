@@ -13,11 +13,11 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from nxd_infer.errors import UntrustedCacheError
+from nxd_infer.errors import CacheUnavailableError, UntrustedCacheError
 
 VARIABLE = "NXD_INFER_CACHE"
 _MOST_LINKS = 40
@@ -27,8 +27,19 @@ def cache_dir(*below: str) -> Path:
     """Return ``$NXD_INFER_CACHE``, else ``$XDG_CACHE_HOME/nxd_infer``, else ``~/.cache/nxd_infer``, plus ``below``.
 
     Created if missing. Directories named by this package are private (0700); one named by the variable keeps its mode,
-    because it may hold other things too. Raises UntrustedCacheError if others could change its contents.
+    because it may hold other things too. Raises UntrustedCacheError if others could change its contents,
+    CacheUnavailableError if it cannot be created.
     """
+    try:
+        return _created(below)
+    except OSError as error:
+        raise CacheUnavailableError(
+            f"{error.filename or 'the cache'} cannot be used for the cache ({error.strerror or error}): set {VARIABLE} "
+            "to a directory that you can write to"
+        ) from error
+
+
+def _created(below: Sequence[str]) -> Path:
     chosen = os.environ.get(VARIABLE)
     if chosen:
         base, ours = Path(chosen).expanduser().absolute(), list(below)

@@ -104,6 +104,15 @@ def test_features_are_those_of_the_releases_that_are_named():
     assert inductor.takes_march() == (release >= (2, 13))
 
 
+def test_a_cache_that_cannot_be_made_is_a_row(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NXD_INFER_CACHE", str(tmp_path / "file" / "cache"))
+    done = nxd_infer_here(capsys, monkeypatch, "doctor")
+    said = " ".join(done.out.replace("│", " ").split())
+    assert "cache missing: " in said and "(Not a directory): set NXD_INFER_CACHE to a directory" in said
+    assert "Backends" in done.out and "Optional packages" in done.out
+
+
 def test_it_imports_no_compiler():
     """Inductor's and torch_xla's imports take seconds each."""
     code = (

@@ -18,12 +18,17 @@ GROUPS = [[0, 1]]
 
 def made(name: str) -> str:
     """The module ``name`` as protobuf's JSON, from torch_xla."""
+    build, shapes = samples()[name]
+    return lowered(build, shapes, name)[0].hlo_json()
+
+
+def lowered(build: Callable[..., Any], shapes: list[tuple[str, list[int]]], name: str) -> tuple[Any, list[int]]:
+    """torch_xla's module ``name``, and which of ``shapes`` (dtypes and shapes) each of its parameters is."""
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1")
     import torch
     import torch_xla
 
     xla: Any = torch_xla._XLAC
-    build, shapes = samples()[name]
     device = torch_xla.device()
     xla._set_xla_all_numbers_special_scalars(True)
     xla._set_all_reduce_token(str(device), None)
@@ -31,7 +36,10 @@ def made(name: str) -> str:
     results = build(*given)
     context = xla.lowering.LoweringContext(name)
     context.build(list(results) if isinstance(results, tuple) else [results])
-    return context.hlo_json()
+    places = {context.tensor_parameter_id(tensor): place for place, tensor in enumerate(given)}
+    return context, [
+        places[number] for number in sorted(context.device_parameter_id_tensor_mapping()) if number in places
+    ]
 
 
 def stored(name: str) -> str:

@@ -295,7 +295,7 @@ def test_weights_change_where_they_lie(load: Any) -> None:
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch_neuronx"])
-def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose: str) -> None:
+def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose: str, tmp_path: Path) -> None:
     machine("inf2.xlarge", 1)
     theirs: Any = importlib.import_module("torch_neuronx").BucketModelConfig
     config = (BucketModelConfig if whose == "ours" else theirs)(
@@ -305,10 +305,16 @@ def test_bucket_model_trace_with_shared_states_and_a_kernel(machine: Any, whose:
         func_kwargs=[{"length": 2}, {"length": 4}],
     )
     examples = [(torch.zeros(1, 2),), (torch.zeros(1, 4),)]
-    with nxd.trace.bucket_model_trace(models.window, examples, config, backend="neuron") as model:
+    work, arguments = tmp_path / "work", "--target inf2 --model-type=transformer"
+    with nxd.trace.bucket_model_trace(models.window, examples, config, work, arguments, backend="neuron") as model:
         assert model.tp_degree == 1 and model.manifest.states[0].shape == [1, 4]
         assert model(torch.tensor([[10.0, 20.0]]))[0] == 2 + 10 + 3 + 20
         assert model(torch.zeros(1, 4))[0] == 0 + 1 + 12 + 23
+    folders = sorted(work.glob("bucket_*-*"))
+    assert [folder.name.partition("-")[0] for folder in folders] == ["bucket_0", "bucket_1"]
+    for folder in folders:
+        assert {file.name for file in folder.iterdir()} == FILES
+        assert "--target inf2 --auto-cast=none --model-type=transformer" in (folder / "neuronx-cc.txt").read_text()
 
 
 def test_a_model_that_reads_a_state_before_it_writes_is_refused(machine: Any) -> None:

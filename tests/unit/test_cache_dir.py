@@ -15,7 +15,7 @@ import pytest
 
 from nxd_infer import native
 from nxd_infer.backends.compile import cache as compile_cache
-from nxd_infer.errors import UntrustedCacheError
+from nxd_infer.errors import CacheUnavailableError, UntrustedCacheError
 from nxd_infer.util.cache_dir import cache_dir
 from nxd_infer.util.python_command import child_environment
 from tests.needs import require_native
@@ -141,6 +141,19 @@ def others(path: Path) -> None:
 def built() -> Path:
     require_native()
     return native.load().path
+
+
+@pytest.mark.parametrize("where", ["cache", "cache/graphs"])
+def test_a_directory_that_cannot_be_made_is_named_with_a_way_out(place, monkeypatch, where):
+    """A file lies in its place, as nobody can make a directory there, root neither."""
+    (place / where).parent.mkdir(exist_ok=True)
+    (place / where).write_text("")
+    with pytest.raises(CacheUnavailableError) as caught:
+        cache_dir("graphs")
+    assert str(caught.value) == (
+        f"{place / where} cannot be used for the cache (Not a directory): set NXD_INFER_CACHE to a directory "
+        "that you can write to"
+    )
 
 
 def test_a_planted_library_does_not_run(built, place):

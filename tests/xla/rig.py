@@ -23,17 +23,17 @@ def require() -> None:
         pytest.skip(found.reason, allow_module_level=True)
 
 
-def in_a_process(module: str, *arguments: str, status: int = 0) -> Any:
+def in_a_process(module: str, *arguments: str, status: int = 0, **variables: str) -> Any:
     """Run ``tests/xla/<module>.py`` in a fresh process, and return the JSON that it prints last.
 
-    With another ``status`` than 0, its output as text.
+    With another ``status`` than 0, its output as text. ``variables`` are added to its environment.
     """
     done = subprocess.run(
         [sys.executable, "-m", f"tests.xla.{module}", *arguments],
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        env=child_environment(),
+        env={**child_environment(), **variables},
     )
     assert done.returncode == status, f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stdout + done.stderr

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from nxd_infer import comm
 from nxd_infer.backends.xla.replicas import replicas_of
-from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.backends.xla.training import Replica, train_on_replicas
+from nxd_infer.errors import BackendUnavailableError, CollectiveError
 
 
 def collectives() -> Any:
@@ -113,6 +115,43 @@ def raises() -> Any:
             replicas.run(work)
         except Exception as error:
             said.append(type(error).__name__)
+    return said
+
+
+def reads() -> Any:
+    """Training: a value is read between two collectives, each on another number, and a view is gathered."""
+
+    def work(replica: Replica) -> Any:
+        rank = replica.context.rank
+        x = torch.arange(4.0, device=replica.device)
+        own = (x + rank).sum().item()
+        total = comm.all_reduce(x * own, replica.context)
+        piece = comm.all_gather(total.chunk(2)[rank], replica.context, dim=0)
+        return [own, total.sum().item(), piece.tolist(), bool(piece.isfinite().all())]
+
+    return train_on_replicas(work, tp=2)
+
+
+def others() -> Any:
+    """Training: the replicas come to different collectives, and then one to none."""
+    said = []
+
+    def different(replica: Replica) -> None:
+        x = torch.ones(2, device=replica.device)
+        if replica.context.rank:
+            comm.all_gather(x, replica.context)
+        else:
+            comm.all_reduce(x, replica.context)
+
+    def alone(replica: Replica) -> None:
+        if replica.context.rank:
+            comm.all_reduce(torch.ones(2, device=replica.device), replica.context)
+
+    for work in (different, alone):
+        try:
+            train_on_replicas(work, tp=2, timeout=2.0)
+        except CollectiveError as error:
+            said.append([type(error).__name__, str(error)])
     return said
 
 

@@ -90,6 +90,22 @@ def test_what_one_replica_raises_is_raised_and_ends_the_use_of_all() -> None:
     assert in_a_process("run_trap", "raises") == ["ValueError", "ValueError"]
 
 
+def test_a_value_may_be_read_between_collectives() -> None:
+    """That compiles on the spot; and a view is cut out in the program that reads it, at another place on each rank."""
+    total = [6.0 + 10.0, 16.0 * 6.0, [0.0, 16.0, 32.0, 48.0], True]
+    assert in_a_process("run_trap", "reads") == [[6.0, *total[1:]], [10.0, *total[1:]]]
+
+
+def test_replicas_that_train_apart_are_told() -> None:
+    """Where they run different programs torch_xla ends the process."""
+    different, alone = in_a_process("run_trap", "others")
+    assert different[0] == "CollectiveError" and "all_reduce" in different[1] and "all_gather" in different[1]
+    assert alone == [
+        "CollectiveTimeoutError",
+        "of the ranks [0, 1] of axis 'tp', one failed or did not reach a collective within 2 s",
+    ]
+
+
 def test_devices_are_counted_once() -> None:
     (said,) = in_a_process("run_trap", "counted")
     assert "runs a model of degree 1" in said and "is of degree 2: load it in another process" in said

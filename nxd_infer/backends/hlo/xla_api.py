@@ -52,9 +52,12 @@ def step() -> None:
         torch_xla.sync(wait=False)
 
 
-def wait() -> None:
-    """Wait for all that was started on any device."""
-    xla_model.wait_device_ops()
+def wait(*devices: str) -> None:
+    """Wait for all that was started on these devices; on all, if none is named.
+
+    That holds the first ones up meanwhile: all must have started what the others wait for.
+    """
+    xla_model.wait_device_ops(xla_model.xla_real_devices(list(devices)))
 
 
 # --- programs -----------------------------------------------------------------------------------------
@@ -128,25 +131,29 @@ def left_the_device() -> list[str]:
 # With explicit groups, and layouts that are not pinned: that form would have the rank in the program. Each starts from
 # a new token: torch_xla multiplies the token by a value of each result and adds it to what is exchanged next, so one
 # infinity would make all that comes later NaN. Ranks that run one program do its collectives in one order without it.
+#
+# ``groups`` are the axis's groups among all replicas; the default is one of the first ``degree`` of them.
+
+Groups = list[list[int]]
 
 
-def all_reduce(x: Tensor, axis: str, op: str, degree: int) -> Tensor:
-    return _done(_C._xla_all_reduce(op, x, 1.0, _groups(degree), False))
+def all_reduce(x: Tensor, axis: str, op: str, degree: int, groups: Groups | None = None) -> Tensor:
+    return _done(_C._xla_all_reduce(op, x, 1.0, groups or _one(degree), False))
 
 
-def all_gather(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
-    return _done(_C._xla_all_gather(x, dim, degree, _groups(degree), False, None, None))
+def all_gather(x: Tensor, axis: str, dim: int, degree: int, groups: Groups | None = None) -> Tensor:
+    return _done(_C._xla_all_gather(x, dim, degree, groups or _one(degree), False, None, None))
 
 
-def reduce_scatter(x: Tensor, axis: str, dim: int, degree: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str, dim: int, degree: int, groups: Groups | None = None) -> Tensor:
     token = _C._get_all_reduce_token(str(x.device))
-    result, _ = _C._xla_reduce_scatter("sum", x, token, 1.0, dim, degree, _groups(degree), False, None, None)
+    result, _ = _C._xla_reduce_scatter("sum", x, token, 1.0, dim, degree, groups or _one(degree), False, None, None)
     return _done(result)
 
 
-def broadcast(x: Tensor, axis: str, source: int, degree: int) -> Tensor:
+def broadcast(x: Tensor, axis: str, source: int, degree: int, groups: Groups | None = None) -> Tensor:
     """torch_xla's own has the rank in its program; this one takes the source's row of all."""
-    return all_gather(x[None], axis, 0, degree)[source]
+    return all_gather(x[None], axis, 0, degree, groups)[source]
 
 
 def _done(result: Tensor) -> Tensor:
@@ -154,7 +161,7 @@ def _done(result: Tensor) -> Tensor:
     return result
 
 
-def _groups(degree: int) -> list[list[int]]:
+def _one(degree: int) -> Groups:
     return [list(range(degree))]
 
 

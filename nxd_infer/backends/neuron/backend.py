@@ -52,10 +52,18 @@ class NeuronBackend:
         found = {"torch": torch_version(), "torch_neuronx": sdk.installed()}
         reason = sdk.check_version(found["torch_neuronx"])
         if not reason and torch_minor(found["torch"]) != sdk.TORCH:
-            reason = f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}"
-        if not reason and not cores.machine().devices:
-            reason = cores.NO_DEVICE
-        return Availability(not reason, reason, found)
+            reason = (
+                f"torch_neuronx needs torch {sdk.TORCH}, and this is torch {found['torch']}: install nxd-infer[neuron] "
+                "in an environment of its own"
+            )
+        here, usable = cores.machine(), 0
+        if not here.devices:
+            return Availability(False, reason or cores.NO_DEVICE, found)
+        try:
+            usable = len(cores.visible(here))
+        except BackendUnavailableError as error:
+            reason = reason or str(error)
+        return Availability(not reason, reason, found, {here.name: usable})
 
     def probe_compiler(self) -> Availability:
         lowering = XLA.probe()

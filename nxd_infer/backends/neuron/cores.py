@@ -40,6 +40,12 @@ class Machine:
         return next((name for name in DEGREES if self.instance.startswith(name)), "")
 
     @property
+    def name(self) -> str:
+        """What there is, for people: ``6 Neuron devices of inf2.24xlarge``."""
+        count = f"{self.devices} Neuron device{'s' if self.devices != 1 else ''}"
+        return f"{count} of {self.instance}" if self.instance else count
+
+    @property
     def cores(self) -> range:
         return range(self.devices * CORES_A_DEVICE)
 

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from nxd_infer.backends import hlo
-from nxd_infer.errors import BackendUnavailableError
+from nxd_infer.errors import BackendUnavailableError, CollectiveTimeoutError
 
 _Result = TypeVar("_Result")
 _Results = queue.SimpleQueue[tuple[int, Any, "BaseException | None"]]
 _SECONDS = 3600.0
 """How long a replica waits for the others, and a call for all. A caller's own limit comes long before."""
+_DID_NOT_COME = (threading.BrokenBarrierError, CollectiveTimeoutError)
 _made: Replicas | None = None
 
 
@@ -71,16 +72,16 @@ class Replicas:
         for rank in range(degree):  # daemons: torch_xla's own pool would keep the interpreter from ending
             threading.Thread(target=self._live, args=(rank,), name=f"nxd-replica-{rank}", daemon=True).start()
 
-    def run(self, work: Callable[[int], _Result]) -> list[_Result]:
+    def run(self, work: Callable[[int], _Result], seconds: float | None = _SECONDS) -> list[_Result]:
         """``work(rank)`` of every replica, in its own thread. Returns when all are done, and raises what one raised."""
         results: _Results = queue.SimpleQueue()  # one of its own: what an interrupted call left undone goes nowhere
         with self._turn:
             for each in self._work:
                 each.put((work, results))
-            done = [results.get(timeout=_SECONDS) for _ in self._work]
+            done = [results.get(timeout=seconds) for _ in self._work]
         errors = [error for _, _, error in done if error is not None]
         if errors:  # the others' only say that this one did not come
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+            raise next((error for error in errors if not isinstance(error, _DID_NOT_COME)), errors[0])
         return [result for _, result, _ in sorted(done, key=lambda entry: entry[0])]
 
     def step(self) -> None:

@@ -33,7 +33,10 @@ class BucketModelConfig:
 
 def _parallel_load(checkpoints: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [
-        {name: _device.DeviceTensor(tensor.clone(), rank) for name, tensor in checkpoint.items()}
+        {
+            name: _device.DeviceTensor(tensor.clone(memory_format=torch.preserve_format), rank)
+            for name, tensor in checkpoint.items()
+        }
         for rank, checkpoint in enumerate(checkpoints)
     ]
 

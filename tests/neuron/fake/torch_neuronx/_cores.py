@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 CONTRACT = Path(__file__).parents[4] / "contracts" / "torch_neuronx_2_9.json"
+VARIABLE = "NEURON_RT_VISIBLE_CORES"
 _taken: list[int] = []
 _files: list[int] = []
 
@@ -29,10 +30,10 @@ def take(ranks: int, target: str) -> None:
 
 
 def _take(root: Path, cores_a_device: int) -> None:
-    text = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    text = os.environ.get(VARIABLE, "")
     ends = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not ends:
-        raise RuntimeError(f"NRT: NEURON_RT_VISIBLE_CORES={text!r} is no range")
+        raise RuntimeError(f"NRT: {VARIABLE}={text!r} is no range")
     cores = range(int(ends[1]), int(ends[2] or ends[1]) + 1)
     there = cores_a_device * sum(bool(re.fullmatch(r"neuron\d+", name)) for name in os.listdir(root / "dev"))
     for core in cores:

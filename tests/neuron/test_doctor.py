@@ -1,0 +1,144 @@
+"""``nxd-infer doctor`` on machines with Neuron devices: what is there, and one sentence for what is missing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_infer.backends import registry
+from nxd_infer.backends.base import Availability
+from nxd_infer.backends.neuron import backend, compiler, cores, sdk
+from nxd_infer.backends.xla.backend import BACKEND as XLA
+from nxd_infer.backends.xla.training import train_on_replicas
+from nxd_infer.errors import BackendUnavailableError
+from tests.e2e.command import nxd_infer_here
+from tests.neuron.machines import FAKE, described
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``machine(instance, devices, torch_neuronx, torch)``: be on such a machine, with those versions installed."""
+
+    def be(instance: str = "inf2.24xlarge", devices: int = 6, package: str = "2.9.0.2.15.32035", torch: str = "2.9.1"):
+        described(tmp_path, instance, devices)
+        monkeypatch.setenv(cores.ROOT, str(tmp_path))
+        monkeypatch.setattr(sdk, "installed", lambda: package)
+        monkeypatch.setattr(backend, "torch_version", lambda: torch)
+
+    for name in (cores.VISIBLE, cores.COUNT):
+        monkeypatch.delenv(name, raising=False)
+    return be
+
+
+@pytest.mark.parametrize(
+    ("instance", "devices", "visible", "shown"),
+    [
+        ("inf2.24xlarge", 6, None, {"6 Neuron devices of inf2.24xlarge": 12}),
+        ("trn1.2xlarge", 1, None, {"1 Neuron device of trn1.2xlarge": 2}),
+        ("inf2.24xlarge", 6, "4-7", {"6 Neuron devices of inf2.24xlarge": 4}),
+    ],
+)
+def test_devices_and_the_cores_that_models_may_use(
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    instance: str,
+    devices: int,
+    visible: str | None,
+    shown: dict[str, int],
+) -> None:
+    machine(instance, devices)
+    if visible:
+        monkeypatch.setenv(cores.VISIBLE, visible)
+    found = backend.BACKEND.probe()
+    assert found.ok and found.reason == "" and dict(found.devices) == shown
+
+
+@pytest.mark.parametrize(
+    ("here", "visible", "reason"),
+    [
+        ({"devices": 0}, None, cores.NO_DEVICE),
+        (
+            {"package": ""},
+            None,
+            "torch_neuronx is not installed: install that of the Neuron SDK 2.29 to 2.32, with torch 2.9",
+        ),
+        (
+            {"package": "2.10.0.1"},
+            None,
+            "torch_neuronx 2.10.0.1 is not for torch 2.9, the last one for Inf2 and Trn1: install that of the Neuron "
+            "SDK 2.29 to 2.32",
+        ),
+        (
+            {"torch": "2.13.0"},
+            None,
+            "torch_neuronx needs torch 2.9, and this is torch 2.13.0: install nxd-infer[neuron]",
+        ),
+        ({}, "0-99", "names the core 12 and this inf2.24xlarge has 12: name cores from 0 to 11"),
+    ],
+    ids=["no device", "no package", "another SDK", "another torch", "cores that are not there"],
+)
+def test_what_is_missing_is_one_sentence(
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    here: dict[str, Any],
+    visible: str | None,
+    reason: str,
+) -> None:
+    """The same in the row of doctor and in the error of who wants to run a model."""
+    machine(**here)
+    if visible:
+        monkeypatch.setenv(cores.VISIBLE, visible)
+    found = backend.BACKEND.probe()
+    assert not found.ok and reason in found.reason and "\n" not in found.reason
+    said = nxd_infer_here(capsys, monkeypatch, "doctor").out
+    assert f"neuron: cannot run: {found.reason}" in said.splitlines()
+    assert ("Neuron device" in said.replace("\n", "").partition("Optional")[0]) or here.get("devices") == 0
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({}, "torch_xla is not installed: pip install 'nxd-infer[xla]'"),
+        (
+            {"torch_xla": "2.8.0"},
+            "torch_xla 2.8.0 needs torch 2.8, and this is torch 2.9.1: pip install 'nxd-infer[xla]' in an environment "
+            "of its own",
+        ),
+    ],
+    ids=["no torch_xla", "another torch_xla"],
+)
+def test_what_tracing_and_training_lack(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str) -> None:
+    import importlib.metadata
+
+    from nxd_infer.backends.xla import backend as xla
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(xla.importlib.metadata, "version", version)
+    monkeypatch.setattr(xla, "torch_version", lambda: "2.9.1")
+    for each in ("xla", "neuron"):
+        found = registry.get(each).probe_compiler()
+        assert not found.ok and found.reason == reason
+    with pytest.raises(BackendUnavailableError) as caught:
+        train_on_replicas(lambda replica: None, tp=2)
+    assert str(caught.value) == reason
+
+
+def test_without_neuronx_cc_it_runs_and_cannot_trace(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine()
+    monkeypatch.setattr(type(XLA), "probe", lambda self: Availability(True))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = nxd_infer_here(capsys, monkeypatch, "doctor").out
+    (line,) = [line for line in said.splitlines() if line.startswith("neuron: cannot trace: ")]
+    assert "neuronx-cc was not found: install that of the Neuron SDK" in line
+    monkeypatch.setenv("PATH", os.pathsep.join([str(FAKE / "bin"), "/usr/bin", "/bin"]))
+    assert backend.BACKEND.probe_compiler().versions[compiler.PROGRAM] == "2.26.6360.0+fake"
