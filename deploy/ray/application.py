@@ -111,9 +111,7 @@ def build(arguments: Arguments) -> serve.Application:  # Ray Serve reads the ann
         Server,
         name="Server",
         ray_actor_options=actor,
-        autoscaling_config=AutoscalingConfig(
-            policy=AutoscalingPolicy(policy_function=by_queue), **arguments.autoscaling
-        ),
+        autoscaling_config=AutoscalingConfig(policy=policy, **arguments.autoscaling),
         # More than a replica takes: its own queue says when it is full (429), as without Ray.
         max_ongoing_requests=int(manifest.metadata.get("slots", 1)) + 2 * settings.max_queued_requests,
         graceful_shutdown_timeout_s=settings.drain_timeout + CLOSE_SECONDS,

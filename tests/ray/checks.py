@@ -25,7 +25,7 @@ import yaml
 
 from nxd_server.errors import SettingsError
 from tests.processes import gone, wait_until
-from tests.ray.cluster import ROOT, Cluster
+from tests.ray.cluster import ROOT, URL, Cluster
 from tests.tiny_models import write_tiny
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,11 +58,11 @@ def cluster() -> Iterator[Cluster]:
     wait_until(lambda: not started.processes(), 20)
 
 
-def config(cluster: Cluster, artifact: Path, **arguments: Any) -> dict[str, Any]:
+def config(artifact: Path, **arguments: Any) -> dict[str, Any]:
     """serve.yaml, for this machine; the proxy is on the head, which stays."""
     file = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())
     file["proxy_location"] = "HeadOnly"
-    file["http_options"].update(host="127.0.0.1", port=cluster.port)
+    file["http_options"]["host"] = "127.0.0.1"
     (entry,) = file["applications"]
     entry["args"] = {**entry["args"], "artifact": str(artifact), **arguments}
     return file
@@ -71,7 +71,7 @@ def config(cluster: Cluster, artifact: Path, **arguments: Any) -> dict[str, Any]
 @pytest.fixture(scope="session")
 def two(cluster: Cluster, artifacts: Path) -> Cluster:
     """With one replica on each node, as each has one core."""
-    cluster.deploy(config(cluster, artifacts / "tp1", autoscaling={"min_replicas": 2, "max_replicas": 2}))
+    cluster.deploy(config(artifacts / "tp1", autoscaling={"min_replicas": 2, "max_replicas": 2}))
     cluster.wait_running(2)
     return cluster
 
@@ -80,11 +80,11 @@ def body(prompt: str, **more: Any) -> dict[str, Any]:
     return {**ASKED, "prompt": prompt, "ignore_eos": True, **more}
 
 
-def streamed(url: str, prompt: str, begun: threading.Event | None = None) -> str | None:
+def streamed(prompt: str, begun: threading.Event | None = None) -> str | None:
     """The text of a stream; None if it broke off or was refused, after which docs/deployment.md says to ask again."""
     text, done = "", False
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body(prompt, stream=True), timeout=60) as answer:
+        with httpx.stream("POST", f"{URL}/v1/completions", json=body(prompt, stream=True), timeout=60) as answer:
             if answer.status_code in (500, 503):
                 return None
             assert answer.status_code == 200, answer.read()
@@ -104,20 +104,20 @@ def streamed(url: str, prompt: str, begun: threading.Event | None = None) -> str
 
 
 def test_routes_streams_and_errors_are_the_servers(two: Cluster):
-    listed = httpx.get(f"{two.url}/v1/models").json()
+    listed = httpx.get(f"{URL}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["model"]
-    whole = httpx.post(f"{two.url}/v1/completions", json=body("ab"), timeout=60).json()
+    whole = httpx.post(f"{URL}/v1/completions", json=body("ab"), timeout=60).json()
     assert whole["usage"]["completion_tokens"] == TOKENS
-    assert streamed(two.url, "ab") == whole["choices"][0]["text"]
-    client = openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", timeout=60)
+    assert streamed("ab") == whole["choices"][0]["text"]
+    client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", timeout=60)
     chat = client.chat.completions.create(
         model="model", messages=[{"role": "user", "content": "ab"}], max_tokens=4, stream=True
     )
     assert list(chat)[-1].choices[0].finish_reason in ("length", "stop")
-    wrong = httpx.post(f"{two.url}/v1/completions", json=body("ab", max_token=1))
+    wrong = httpx.post(f"{URL}/v1/completions", json=body("ab", max_token=1))
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "max_token"
-    assert httpx.get(f"{two.url}/nowhere").json()["error"]["code"] == "not_found"
-    named = httpx.get(f"{two.url}/v1/models", headers={"X-Request-ID": "mine"})
+    assert httpx.get(f"{URL}/nowhere").json()["error"]["code"] == "not_found"
+    named = httpx.get(f"{URL}/v1/models", headers={"X-Request-ID": "mine"})
     assert named.headers.get_list("x-request-id") == ["mine"]
 
 
@@ -126,7 +126,7 @@ def test_a_client_that_leaves_frees_its_slot(two: Cluster):
 
         def leave(prompt: str) -> None:
             with httpx.stream(
-                "POST", f"{two.url}/v1/completions", json=body(prompt, stream=True, max_tokens=240), timeout=60
+                "POST", f"{URL}/v1/completions", json=body(prompt, stream=True, max_tokens=240), timeout=60
             ) as answer:
                 next(answer.iter_lines())
 
@@ -135,13 +135,13 @@ def test_a_client_that_leaves_frees_its_slot(two: Cluster):
     idle: set[str] = set()
     while len(idle) < 2:  # each replica says so of itself
         assert time.monotonic() < end
-        health = httpx.get(f"{two.url}/health").json()
+        health = httpx.get(f"{URL}/health").json()
         rank = str(health["ranks"][0]["pid"])
         idle = idle | {rank} if health["running"] == health["waiting"] == 0 else idle - {rank}
 
 
 def test_every_request_is_answered_though_a_node_is_lost(two: Cluster):
-    expected = {prompt: streamed(two.url, prompt) for prompt in PROMPTS}
+    expected = {prompt: streamed(prompt) for prompt in PROMPTS}
     assert None not in expected.values()
     again, lost = threading.Event(), threading.Event()
     begun = [threading.Event() for _ in PROMPTS]
@@ -153,7 +153,7 @@ def test_every_request_is_answered_though_a_node_is_lost(two: Cluster):
         while not last:
             last = lost.is_set()
             end = time.monotonic() + ANSWER_SECONDS
-            while (text := streamed(two.url, prompt, begun[number])) is None:
+            while (text := streamed(prompt, begun[number])) is None:
                 assert time.monotonic() < end
                 repeated += 1
                 again.set()
@@ -163,7 +163,7 @@ def test_every_request_is_answered_though_a_node_is_lost(two: Cluster):
 
     def ask(number: int) -> None:
         """The same without streaming, by OpenAI's client, which repeats what is answered with 500 or 503."""
-        client = openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", timeout=60, max_retries=20)
+        client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", timeout=60, max_retries=20)
         last = False
         while not last:
             last = lost.is_set()
@@ -186,20 +186,20 @@ def test_every_request_is_answered_though_a_node_is_lost(two: Cluster):
 
     two.start_node("--num-cpus=1")  # and a new node takes the replica that has no place
     two.wait_running(2)
-    assert streamed(two.url, "ab") == expected["ab"]
+    assert streamed("ab") == expected["ab"]
 
 
 def test_replicas_come_with_the_queue_and_take_their_own_neuron_cores(cluster: Cluster, artifacts: Path):
     """Two ranks each; the cores are only counted here, as this machine has none."""
     autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "look_back_period_s": 2}
-    cluster.deploy(config(cluster, artifacts / "tp2", resource="neuron_cores", autoscaling=autoscaling))
+    cluster.deploy(config(artifacts / "tp2", resource="neuron_cores", autoscaling=autoscaling))
     cluster.wait_running(1)
-    expected = streamed(cluster.url, "ab")
+    expected = streamed("ab")
     stop = threading.Event()
 
     def load() -> None:
         while not stop.is_set():
-            assert streamed(cluster.url, "ab") == expected
+            assert streamed("ab") == expected
 
     with ThreadPoolExecutor(3 * SLOTS) as clients:
         running = [clients.submit(load) for _ in range(3 * SLOTS)]
@@ -209,7 +209,7 @@ def test_replicas_come_with_the_queue_and_take_their_own_neuron_cores(cluster: C
             end = time.monotonic() + 60
             while len(cores) < 2:
                 assert time.monotonic() < end, cores
-                ranks = httpx.get(f"{cluster.url}/health", timeout=60).json()["ranks"]
+                ranks = httpx.get(f"{URL}/health", timeout=60).json()["ranks"]
                 assert len(ranks) == 2
                 for rank in ranks:
                     variables = Path(f"/proc/{rank['pid']}/environ").read_text().split("\0")
@@ -222,10 +222,10 @@ def test_replicas_come_with_the_queue_and_take_their_own_neuron_cores(cluster: C
 
 
 def test_the_ranks_of_a_replica_that_ends_are_gone(cluster: Cluster):
-    ranks = [rank["pid"] for rank in httpx.get(f"{cluster.url}/health", timeout=60).json()["ranks"]]
+    ranks = [rank["pid"] for rank in httpx.get(f"{URL}/health", timeout=60).json()["ranks"]]
     os.kill(ranks[0], 9)  # the server's own recovery, within the replica
     end = time.monotonic() + 60
-    while httpx.get(f"{cluster.url}/readyz", timeout=60).status_code != 200:
+    while httpx.get(f"{URL}/readyz", timeout=60).status_code != 200:
         assert time.monotonic() < end
     assert all(gone(pid, 30) for pid in ranks[:1])
 

@@ -1,4 +1,8 @@
-"""A Ray cluster of several nodes on this machine, each with a loopback address of its own."""
+"""A Ray cluster of several nodes on this machine, in a network of its own.
+
+Ray listens at all addresses of a machine, and a node has one of them. So all of it is in a network namespace (`make
+test-ray` makes it), where each node has an address, nobody else can call it, and it can call nobody.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,6 @@ START_SECONDS = 120
 STORE_BYTES = 80 << 20  # Ray's least is 75 MiB
 
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "deploy/ray", ROOT, ROOT / "server", ROOT / "models"))),
-    "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # other programs of this machine may need its memory meanwhile
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
@@ -35,14 +37,22 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "OMP_NUM_THREADS": "1",
 }
+NODES = 3
+"""Most that are started, the lost ones included."""
+ADDRESS = "10.213.8.{}"
+GCS = f"{ADDRESS.format(1)}:6379"
+URL = "http://127.0.0.1:8000"
 MARK = "NXD_TEST_CLUSTER"
 """A variable by which every process of a cluster can be found, whoever its parent is."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def set_up_network() -> None:
+    """Give each node an address. Fails outside a namespace of ours: this machine's network is not to be changed."""
+    links = json.loads(subprocess.run(["ip", "-j", "link"], check=True, capture_output=True).stdout)
+    assert [link["ifname"] for link in links] == ["lo"], "`make test-ray` runs these, in a network of their own"
+    addresses = [f"address add {ADDRESS.format(number)}/24 dev lo" for number in range(1, NODES + 1)]
+    for command in ["link set lo up", *addresses]:
+        subprocess.run(["ip", *command.split()], check=True, timeout=30)
 
 
 class Node:
@@ -80,41 +90,36 @@ class Cluster:
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="nxd-ray-", dir="/tmp"))  # short: sockets are made below
         self.environment = {**os.environ, **ENVIRONMENT, MARK: str(self.directory)}
-        self.gcs = f"127.0.0.1:{free_port()}"
-        self.port = free_port()
         self.nodes: list[Node] = []
-        self._last = 1
+        self._addresses = (ADDRESS.format(number) for number in range(1, NODES + 1))
 
     def __enter__(self) -> Cluster:
+        set_up_network()
         return self
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start_head(self, *arguments: str) -> Node:
-        port = self.gcs.rpartition(":")[2]
-        options = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self.directory}/ray")
-        head = self._started("127.0.0.1", *options, *arguments)
+    def start_head(self, *arguments: str) -> None:
+        address = next(self._addresses)
+        options = ("--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self.directory}/ray")
+        self.nodes.append(Node(self, address, *options, *arguments))
         os.environ.update(ENVIRONMENT)
-        ray.init(address=self.gcs, namespace="serve", _node_ip_address="127.0.0.1", log_to_driver=False)
-        return head
+        self.wait(self._connects)
 
-    def start_node(self, *arguments: str) -> Node:
-        self._last += 1
-        return self._started(f"127.0.0.{self._last}", f"--address={self.gcs}", *arguments)
+    def _connects(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            ray.init(address=GCS, namespace="serve", _node_ip_address=ADDRESS.format(1), log_to_driver=False)
+        return ray.is_initialized()
 
-    def _started(self, address: str, *arguments: str) -> Node:
-        node = Node(self, address, *arguments)
-        self.nodes.append(node)
-        command = [BIN / "ray", "status", f"--address={self.gcs}"]
-        end = time.monotonic() + START_SECONDS
-        while True:
-            done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
-            if done.returncode == 0 and done.stdout.count("node_") >= len(self.nodes):
-                return node
-            assert node.process.poll() is None and time.monotonic() < end, node.log()[-3000:]
-            time.sleep(0.5)
+    def start_node(self, *arguments: str) -> None:
+        self.nodes.append(Node(self, next(self._addresses), f"--address={GCS}", *arguments))
+        self.wait(lambda: sum(node["Alive"] for node in ray.nodes()) == len(self.nodes))
+
+    def wait(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+        """Until it holds; no longer than the nodes run."""
+        end = time.monotonic() + seconds
+        while not condition():
+            for node in self.nodes:
+                assert node.process.poll() is None and time.monotonic() < end, node.log()[-3000:]
+            time.sleep(0.25)
 
     def lose(self, node: Node) -> None:
         self.nodes.remove(node)
@@ -125,7 +130,7 @@ class Cluster:
         file = self.directory / "serve.yaml"
         file.write_text(json.dumps(config))
         done = subprocess.run(
-            [BIN / "serve", "run", "--non-blocking", f"--address={self.gcs}", file],
+            [BIN / "serve", "run", "--non-blocking", f"--address={GCS}", file],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -133,18 +138,17 @@ class Cluster:
         )
         assert done.returncode == 0, done.stderr[-3000:]
 
-    def wait_running(self, replicas: int, seconds: float = START_SECONDS) -> None:
+    def wait_running(self, replicas: int) -> None:
         """Until the application has so many replicas, and no others."""
-        end = time.monotonic() + seconds
-        while True:
+
+        def running() -> bool:
             application = serve.status().applications["nxd-infer"]
-            states = {}
-            for deployment in application.deployments.values():
-                states = {str(state): count for state, count in deployment.replica_states.items() if count}
-            if application.status == "RUNNING" and list(states.values()) == [replicas]:
-                return
-            assert application.status != "DEPLOY_FAILED" and time.monotonic() < end, (states, application)
-            time.sleep(0.25)
+            assert application.status != "DEPLOY_FAILED", application
+            (deployment,) = application.deployments.values() or [None]
+            states = {} if deployment is None else {s: n for s, n in deployment.replica_states.items() if n}
+            return application.status == "RUNNING" and states == {"RUNNING": replicas}
+
+        self.wait(running)
 
     def processes(self) -> dict[int, str]:
         """Those that run, of this cluster's nodes or once started by one: what they are."""
