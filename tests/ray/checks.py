@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import pytest
 import yaml
 
 from nxd_server.errors import SettingsError
-from tests.processes import gone, wait_until
+from tests.processes import gone, parent_of, wait_until
 from tests.ray.cluster import ROOT, URL, Cluster
 from tests.tiny_models import write_tiny
 
@@ -221,13 +222,18 @@ def test_replicas_come_with_the_queue_and_take_their_own_neuron_cores(cluster: C
     assert cores == {"NEURON_RT_VISIBLE_CORES=0,1", "NEURON_RT_VISIBLE_CORES=2,3"}
 
 
-def test_the_ranks_of_a_replica_that_ends_are_gone(cluster: Cluster):
-    ranks = [rank["pid"] for rank in httpx.get(f"{URL}/health", timeout=60).json()["ranks"]]
-    os.kill(ranks[0], 9)  # the server's own recovery, within the replica
-    end = time.monotonic() + 60
-    while httpx.get(f"{URL}/readyz", timeout=60).status_code != 200:
-        assert time.monotonic() < end
-    assert all(gone(pid, 30) for pid in ranks[:1])
+def test_requests_wait_for_a_replica_while_there_is_none(cluster: Cluster):
+    """And ranks end with their replica, whichever way that ends."""
+    wait_until(lambda: len(cluster.ranks()) == 4)  # those of the deployment before have ended
+    ranks = cluster.ranks()
+    replicas = {parent_of(rank) for rank in ranks}
+    expected = streamed("ab")
+    for replica in replicas:
+        os.kill(replica, signal.SIGKILL)
+    assert all(gone(rank, 30) for rank in ranks)
+    while (text := streamed("ab")) is None:  # until Ray Serve knows
+        time.sleep(0.2)
+    assert text == expected
 
 
 def test_what_does_not_go_with_replicas_is_refused(artifacts: Path):

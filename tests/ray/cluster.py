@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from tests.processes import command_of, descendants, gone
+from tests.processes import descendants, gone
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -151,14 +151,17 @@ class Cluster:
         self.wait(running)
 
     def processes(self) -> dict[int, str]:
-        """Those that run, of this cluster's nodes or once started by one: what they are."""
+        """Those that run, of this cluster's nodes or once started by one, with their names."""
         found = {}
         mark = f"{MARK}={self.directory}\0".encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has ended, or is none
                 if mark in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = command_of(int(entry.name))
+                    found[int(entry.name)] = (entry / "comm").read_text().strip()
         return found
+
+    def ranks(self) -> list[int]:
+        return [pid for pid, name in self.processes().items() if name.startswith("nxd rank")]
 
     def __exit__(self, *error: object) -> None:
         ray.shutdown()
