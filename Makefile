@@ -66,14 +66,14 @@ $(RAY_STAMP): pyproject.toml
 	@echo "installing torch and Ray into $(RAY_VENV), the first time only; some minutes"
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout openai
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis openai
 	@touch $@
 
 # In a network where nobody else is, and with every process that is left at the end killed.
 ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc
 
 test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this machine, one of which is lost (5 minutes)
-	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q tests/ray/checks.py
+	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/ray/checks.py
 
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)
