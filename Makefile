@@ -9,9 +9,11 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 XLA_VENV ?= .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
+RAY_VENV ?= .venv-ray
+RAY_STAMP := $(RAY_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-xla xla-rig test-image check lint security bench fuzz soak clean
+.PHONY: help install demo test test-xla xla-rig test-ray test-image check lint security bench fuzz soak clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
@@ -59,6 +61,20 @@ test-xla: $(XLA_STAMP) ## tests of torch_xla, and a selection of all others on t
 	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) $(ON_XLA) $(ON_TORCH_2_9)
 	@$(XLA_VENV)/bin/python -m pytest -q $(DEALT) -m check $(addprefix --ignore=,$(ON_XLA) $(ON_TORCH_2_9))
 
+# Of its own: Ray brings, and bounds, many packages.
+$(RAY_STAMP): pyproject.toml
+	@echo "installing torch and Ray into $(RAY_VENV), the first time only; some minutes"
+	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[ray]' pytest pytest-timeout hypothesis openai
+	@touch $@
+
+# In a network where nobody else is, and with every process that is left at the end killed.
+ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc
+
+test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this machine, one of which is lost (5 minutes)
+	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/ray/checks.py
+
 check: $(STAMP) security ## the quick selection and bandit (under 3 minutes)
 	@$(BIN)/python -m pytest -q -m check $(DEALT)
 
@@ -78,4 +94,4 @@ soak: $(STAMP) ## the server under random traffic, swaps and faults (MINUTES=10 
 	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(filter 0,$(SIEGES)),--no-sieges)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .ruff_cache .hypothesis .demo
+	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) .pytest_cache .ruff_cache .hypothesis .demo
