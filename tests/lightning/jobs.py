@@ -38,6 +38,7 @@ class Diary(Callback):
     """What happened on this rank: the rows of each batch, and the loss of each optimizer step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: list[list[int]] = []
         self.losses: list[float] = []
 
@@ -77,8 +78,11 @@ def trainer_of(strategy: NeuronXLAStrategy, *callbacks: Callback, **options: Any
     )
 
 
-def fit(rows: int, job: dict[str, Any]) -> Diary:
-    """Two epochs under a Trainer, ``rows`` a batch on each data-parallel rank; ``job`` has options of all kinds."""
+def fit(rows: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs under a Trainer, ``rows`` a batch on each data-parallel rank; ``job`` has options of all kinds.
+
+    Returns what this rank's diary holds.
+    """
     job = dict(job)
     model_fn, accumulate, shuffle = job.pop("model_fn", llama), job.pop("accumulate", 1), job.pop("shuffle", False)
     torch.manual_seed(0)
@@ -86,7 +90,7 @@ def fit(rows: int, job: dict[str, Any]) -> Diary:
     diary = Diary()
     trainer = trainer_of(NeuronXLAStrategy(config), diary)
     trainer.fit(module_of(config, model_fn, accumulate=accumulate), DataLoader(Rows(), rows, shuffle=shuffle))
-    return diary
+    return {"rows": diary.rows, "losses": diary.losses}
 
 
 def plain(rows: int, model_fn: Any = llama, accumulate: int = 1, epochs: int = 2) -> list[float]:

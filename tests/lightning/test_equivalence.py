@@ -19,7 +19,7 @@ ZERO1 = {"optimizer_config": {"zero_one_enabled": True, "bucket_cap_mb": 0.01}}
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_rank_is_the_plain_loop(accumulate: int):
     found = alone(fit, 4 // accumulate, {"accumulate": accumulate})
-    assert found.losses == pytest.approx(plain(4, accumulate=accumulate), rel=1e-6)
+    assert found["losses"] == pytest.approx(plain(4, accumulate=accumulate), rel=1e-6)
 
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,4 +42,4 @@ def test_two_ranks_are_the_plain_loop():
     expected = plain(4)
     for found in run_ranks(all_jobs, 2):
         for name, diary in found.items():
-            assert diary.losses == pytest.approx(expected, rel=1e-6), name
+            assert diary["losses"] == pytest.approx(expected, rel=1e-6), name
