@@ -83,7 +83,8 @@ class RankLauncher(_Launcher):
 
     def _start(self) -> None:
         program = sys.orig_argv[1:]
-        if not hasattr(sys.modules["__main__"], "__file__") and "-c" not in program:
+        files = (getattr(sys.modules["__main__"], "__file__", ""), sys.argv[0])
+        if "-c" not in program and not any(map(os.path.exists, files)):
             raise ParallelConfigError(
                 f"devices={self.count} runs this program {self.count} times, but an interactive session is not one: put it "
                 f"into a file, or start it with `torchrun --nproc_per_node={self.count}`"

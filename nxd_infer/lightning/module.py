@@ -6,6 +6,7 @@ Source: NxD Core training API, "Neuron Lightning Module".
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,8 @@ __all__ = ["NeuronLTModule"]
 
 NONE_GIVEN: Mapping[str, Any] = MappingProxyType({})
 NO_DECAY = ("bias", "LayerNorm")
+BESIDE_THE_POINT = ("Using ModelCheckpoint with manual optimization", "You defined a `validation_step` but have no")
+"""Lightning's warnings that a checkpoint holds the weights after the step, as it should, and of a step that is ours."""
 
 
 class NeuronLTModule(LightningModule):
@@ -73,7 +76,9 @@ class NeuronLTModule(LightningModule):
         if not manual_opt:
             raise ParallelConfigError("manual_opt=False is not supported: leave it out, or pass True")
         if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
-            raise ParallelConfigError(f"grad_accum_steps must be a whole number of at least 1, got {grad_accum_steps!r}")
+            raise ParallelConfigError(
+                f"grad_accum_steps must be a whole number of at least 1, got {grad_accum_steps!r}"
+            )
         self.nxd_config = TrainConfig.of(nxd_config)
         if grad_accum_steps > 1 and self.nxd_config.pipeline_parallel_size > 1:
             raise ParallelConfigError(
@@ -97,6 +102,8 @@ class NeuronLTModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Build the model, once."""
+        for text in BESIDE_THE_POINT:
+            warnings.filterwarnings("ignore", text)
         if "model" not in self._modules:
             self.model = initialize_parallel_model(
                 self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs

@@ -44,7 +44,7 @@ class Checkpoints:
         folder, tag = (path, None) if os.path.exists(path) else (os.path.dirname(path) or ".", os.path.basename(path))
         self.finish()
         if not has_checkpoint(folder, tag):
-            raise CheckpointError(f"{path} is no checkpoint of a Trainer with NeuronXLAStrategy")
+            raise CheckpointError(f"{path} is not a checkpoint of a Trainer with NeuronXLAStrategy")
         content = load_checkpoint(folder, tag, module.model, optimizer)
         if not isinstance(content, dict) or VERSION not in content:
             raise CheckpointError(f"{path} was not saved by a Trainer: load it with nxd_infer.load_checkpoint()")

@@ -260,7 +260,9 @@ class NeuronXLAStrategy(ParallelStrategy):
         if fits:
             self._random = random_state()
             early = self._trainer.fit_loop._combined_loader
-            if early is not None:  # by estimated_stepping_batches in configure_optimizers(); Lightning would start it anew
+            if (
+                early is not None
+            ):  # by estimated_stepping_batches in configure_optimizers(); Lightning would start it anew
                 early._load_state_dicts(found["loops"]["fit_loop"]["state_dict"].get("combined_loader", []))
         return found
 

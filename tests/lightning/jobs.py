@@ -114,4 +114,3 @@ def plain(rows: int, model_fn: Any = llama, accumulate: int = 1, epochs: int = 2
                 scheduler.step()
                 losses.append(total)
         return losses
-

@@ -56,7 +56,9 @@ def test_ranks_have_as_many_batches_of_one_size():
 def test_shuffled_rows_are_all_rows_in_one_order_for_all_ranks_and_another_in_each_epoch():
     torch.manual_seed(1)
     first, other = (batches(DataLoader(numbers(12), 2, shuffle=True), 2, epoch) for epoch in (0, 1))
-    torch.manual_seed(2)  # the order is not the global generator's, which differs between ranks, and does not draw from it
+    torch.manual_seed(
+        2
+    )  # the order is not the global generator's, which differs between ranks, and does not draw from it
     state = torch.get_rng_state()
     assert batches(DataLoader(numbers(12), 2, shuffle=True), 2) == first != other
     assert torch.equal(torch.get_rng_state(), state)
@@ -134,7 +136,9 @@ def test_what_is_split_already_is_left():
 def test_a_sampler_over_other_ranks_is_refused():
     """That of torch's defaults, on four ranks which are two pairs."""
     of_all = DistributedSampler(numbers(8), num_replicas=4, rank=3)
-    with pytest.raises(ParallelConfigError, match="num_replicas=4, rank=3 on data-parallel rank 1 of 2: ranks that share"):
+    with pytest.raises(
+        ParallelConfigError, match="num_replicas=4, rank=3 on data-parallel rank 1 of 2: ranks that share"
+    ):
         share_of(DataLoader(numbers(8), 2, sampler=of_all), axis(1, 2), True)
 
 

@@ -46,7 +46,9 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(root: str, job: dict[str, Any], resume: str | None = None, *callbacks: Callback, **options: Any) -> dict[str, Any]:
+def run(
+    root: str, job: dict[str, Any], resume: str | None = None, *callbacks: Callback, **options: Any
+) -> dict[str, Any]:
     """Train two epochs; what this rank saw, and the weights of the end."""
     job = dict(job)
     model_fn, accumulate = job.pop("model_fn", llama), job.pop("accumulate", 1)
@@ -81,7 +83,9 @@ def resumed_jobs(root: str) -> list[str]:
             rest = alone(run, f"{folder}/again", job, f"{folder}/step={step}.ckpt")
             done = step * batches // steps
             if rest["rows"] != whole["rows"][done:] or rest["losses"] != whole["losses"][step:]:
-                wrong.append(f"{name}, step {step}: {rest['rows']} {rest['losses']}, not {whole['rows']} {whole['losses']}")
+                wrong.append(
+                    f"{name}, step {step}: {rest['rows']} {rest['losses']}, not {whole['rows']} {whole['losses']}"
+                )
             if any(not torch.equal(rest["weights"][key], value) for key, value in whole["weights"].items()):
                 wrong.append(f"{name}, step {step}: other weights")
             if rest["rates"] != whole["rates"] or rest["at"] != whole["at"]:
