@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         backends,
         errors,
         layout,
-        lightning,
         modules,
         optimizer,
         parallel_layers,

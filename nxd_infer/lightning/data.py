@@ -44,9 +44,9 @@ def share_of(loader: Any, dp: Axis, splits: bool) -> Any:
             splits = False
             if (sampler.num_replicas, sampler.rank) != (dp.degree, dp.rank):
                 raise ParallelConfigError(
-                    f"a DistributedSampler of num_replicas={sampler.num_replicas}, rank={sampler.rank} on data-parallel "
-                    f"rank {dp.rank} of {dp.degree}: ranks that share a model need the same data; leave the sampler "
-                    "out, or give it trainer.strategy.data_parallel_size and data_parallel_rank"
+                    f"a DistributedSampler of num_replicas={sampler.num_replicas}, rank={sampler.rank} on "
+                    f"data-parallel rank {dp.rank} of {dp.degree}: ranks that share a model need the same data; leave "
+                    "the sampler out, or give it trainer.strategy.data_parallel_size and data_parallel_rank"
                 )
     return RankLoader(loader, dp.rank, dp.degree, splits)
 
@@ -62,7 +62,8 @@ class RankLoader:
         self._rank, self._seed = rank, seed
         self._loader = copy.copy(loader)  # of any class; DataLoader itself lets no attribute of these be set later
         vars(self._loader)["batch_sampler" if batched else "sampler"] = self.batches
-        vars(self._loader)["generator"] = torch.Generator()  # seeds workers; the global one would be drawn from
+        self._workers_seed = torch.Generator()  # in place of the global generator, which would be drawn from
+        vars(self._loader)["generator"] = self._workers_seed
         if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
             self._loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
 
@@ -83,7 +84,7 @@ class RankLoader:
     def __iter__(self) -> Iterator[Any]:
         # Nothing runs before the first batch is asked for: workers begin when the epoch and the position are known.
         seed = epoch_generator(self._seed, self.batches.epoch).initial_seed() + self._rank
-        self._loader.generator.manual_seed(seed % (1 << 63))
+        self._workers_seed.manual_seed(seed % (1 << 63))
         yield from self._loader
 
     def state_dict(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 
 from nxd_infer.comm.launched import launched_world
 

@@ -86,8 +86,8 @@ class RankLauncher(_Launcher):
         files = (getattr(sys.modules["__main__"], "__file__", ""), sys.argv[0])
         if "-c" not in program and not any(map(os.path.exists, files)):
             raise ParallelConfigError(
-                f"devices={self.count} runs this program {self.count} times, but an interactive session is not one: put it "
-                f"into a file, or start it with `torchrun --nproc_per_node={self.count}`"
+                f"devices={self.count} runs this program {self.count} times, but an interactive session is not one: "
+                f"put it into a file, or start it with `torchrun --nproc_per_node={self.count}`"
             )
         atexit.register(self._end)
         command = python_of_caller(_EXEC, str(os.getpid()), sys.executable, *program)

@@ -31,13 +31,13 @@ BESIDE_THE_POINT = ("Using ModelCheckpoint with manual optimization", "You defin
 
 
 class NeuronLTModule(LightningModule):
-    """Builds ``model_fn(*model_args, **model_kwargs)`` over all ranks, and trains it. To be used with NeuronXLAStrategy.
+    """Builds ``model_fn(*model_args, **model_kwargs)`` over all ranks, and trains it, with NeuronXLAStrategy.
 
     ``model`` is the model of ``initialize_parallel_model``; it exists from ``setup`` on. ``training_step`` runs forward
     and backward of a batch (a mapping, a sequence or a tensor: the model's arguments) and, after ``grad_accum_steps``
-    of them or at the end of an epoch, the optimizer and the scheduler. It logs ``loss``, the mean over all of that step's
-    rows, ``grad_norm`` and ``global_step``. ``validation_step`` and ``test_step`` log ``val_loss`` and ``test_loss``.
-    Override what should be different: ``training_step`` is manual optimization as in any LightningModule.
+    of them or at the end of an epoch, the optimizer and the scheduler. It logs ``loss``, the mean over all of that
+    step's rows, ``grad_norm`` and ``global_step``. ``validation_step`` and ``test_step`` log ``val_loss`` and
+    ``test_loss``. Override what should be different; optimization is manual, as Lightning names it.
 
     Args:
         model_fn: builds the model, or the whole of it on every rank of a pipeline.
@@ -82,8 +82,8 @@ class NeuronLTModule(LightningModule):
         self.nxd_config = TrainConfig.of(nxd_config)
         if grad_accum_steps > 1 and self.nxd_config.pipeline_parallel_size > 1:
             raise ParallelConfigError(
-                f"grad_accum_steps={grad_accum_steps} with a pipeline: pass batches {grad_accum_steps} times as large and "
-                "pipeline_config={'num_microbatches': ...}, which accumulates over its microbatches"
+                f"grad_accum_steps={grad_accum_steps} with a pipeline: pass batches {grad_accum_steps} times as large "
+                "and pipeline_config={'num_microbatches': ...}, which accumulates over its microbatches"
             )
         self.automatic_optimization = False
         self.model_fn, self.model_args, self.model_kwargs = model_fn, tuple(model_args), dict(model_kwargs)
@@ -165,11 +165,12 @@ class NeuronLTModule(LightningModule):
         return loss.detach()
 
     def _step(self) -> None:
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        optimizer.step()
+        optimizer.zero_grad()
         if scheduler is not None:
-            scheduler.step()  # pyright: ignore[reportAttributeAccessIssue]
+            scheduler.step()
         norm = getattr(optimizer, "grad_norm", None)
         if norm is not None:
             self.log("grad_norm", norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -31,7 +31,7 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: str | Path,
         *,
         name: str | None = "lightning_logs",
         version: int | str | None = None,

@@ -36,8 +36,15 @@ class Checkpoints:
         for name in HPARAMS:
             if isinstance(kept.get(name), dict):
                 kept[name] = _storable(kept[name])
-        options = {"use_xser": self.use_xser, "async_save": self.async_save}
-        save_checkpoint(folder or ".", tag, module.model, optimizer, user_content=kept, **options)
+        save_checkpoint(
+            folder or ".",
+            tag,
+            module.model,
+            optimizer,
+            user_content=kept,
+            use_xser=self.use_xser,
+            async_save=self.async_save,
+        )
 
     def load(self, module: Any, optimizer: Any, path: str) -> dict[str, Any]:
         """Load the model, and the optimizer if there is one; return the rest. Raises CheckpointError."""

@@ -39,8 +39,8 @@ class NeuronXLAStrategy(ParallelStrategy):
     The ranks are those of the process group or of the launcher (torchrun, Slurm). Without any, ``Trainer(devices=N)``
     starts ``N - 1`` more on this machine. They communicate over gloo, or over NCCL if each has a GPU.
 
-    Every data-parallel rank gets its own part of each DataLoader's data, in the loader's order, and the ranks that share
-    a model get the same. ``Trainer(use_distributed_sampler=False)``, and a DistributedSampler over
+    Every data-parallel rank gets its own part of each DataLoader's data, in the loader's order, and the ranks that
+    share a model get the same. ``Trainer(use_distributed_sampler=False)``, and a DistributedSampler over
     ``data_parallel_size``, leave loaders as they are. A checkpoint of ``ModelCheckpoint`` is one of
     ``nxd_infer.save_checkpoint``; resumed at any step, training continues bit for bit.
 
@@ -179,7 +179,7 @@ class NeuronXLAStrategy(ParallelStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def _take_over_samplers(self) -> None:
-        """Keep Lightning from shuffling the training data. It splits the data of predictions, whose indices it notes."""
+        """Keep Lightning from shuffling the training data; for predictions, whose indices it notes, it splits."""
         connector = self._trainer._accelerator_connector
         if not hasattr(connector, "nxd_splits"):
             connector.nxd_splits = connector.use_distributed_sampler
@@ -215,8 +215,8 @@ class NeuronXLAStrategy(ParallelStrategy):
         kinds = [type(one).__name__ for one in self.optimizers if not isinstance(one, NxDOptimizer)]
         if len(self.optimizers) > 1 or (kinds and current_context().world_size > 1):
             raise ParallelConfigError(
-                f"configure_optimizers() returned {len(self.optimizers)} optimizer(s) ({', '.join(kinds) or 'parallel'}): "
-                "return one, of nxd_infer.initialize_parallel_optimizer()"
+                f"configure_optimizers() returned {len(self.optimizers)} optimizer(s) "
+                f"({', '.join(kinds) or 'parallel'}): return one, of nxd_infer.initialize_parallel_optimizer()"
             )
 
     def on_train_start(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: a resumed job goes on bit for bit, from any step, and ModelCheckpoint keeps what it should."""
+"""Checkpoints of a Trainer: a resumed job goes on bit for bit, from any step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader
 
 import nxd_infer as nxd
 from nxd_infer import parallel_state
-from nxd_infer.checkpoint.folder import complete_checkpoints
-from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.errors import CheckpointError
 from nxd_infer.lightning import NeuronXLAStrategy
-from nxd_infer.trainer import gather_weights
 from tests.lightning.jobs import Diary, Rows, module_of, trainer_of
 from tests.ranks import run_ranks
 from tests.seeds.degrees import alone

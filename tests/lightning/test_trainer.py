@@ -26,7 +26,6 @@ from nxd_infer.lightning import NeuronLTModule, NeuronTensorBoardLogger, NeuronT
 from nxd_infer.modules.lora import LoraConfig
 from tests.lightning.jobs import Diary, Rows, module_of, trainer_of
 from tests.ranks import run_ranks
-from tests.seeds.degrees import alone
 from tests.trainer.models import llama
 
 
