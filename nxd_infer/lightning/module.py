@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.lightning.strategy import NeuronXLAStrategy
 from nxd_infer.modules.nxd_model import NxDModel
 from nxd_infer.pipeline.pipeline import mean_over_data
 from nxd_infer.trainer.config import TrainConfig
@@ -101,7 +102,12 @@ class NeuronLTModule(LightningModule):
     # --- building -------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Build the model, once."""
+        """Build the model, once. Raises ParallelConfigError for another strategy."""
+        if not isinstance(self.trainer.strategy, NeuronXLAStrategy):
+            raise ParallelConfigError(
+                f"{type(self).__name__} cannot train with {type(self.trainer.strategy).__name__}, which knows nothing "
+                "of its ranks: pass Trainer(strategy=NeuronXLAStrategy(nxd_config))"
+            )
         for text in BESIDE_THE_POINT:
             warnings.filterwarnings("ignore", text)
         if "model" not in self._modules:

@@ -85,10 +85,11 @@ def fit(rows: int, job: dict[str, Any]) -> dict[str, Any]:
     """
     job = dict(job)
     model_fn, accumulate, shuffle = job.pop("model_fn", llama), job.pop("accumulate", 1), job.pop("shuffle", False)
+    options = job.pop("trainer", {})
     torch.manual_seed(0)
     config = nxd.neuronx_distributed_config(**job)
     diary = Diary()
-    trainer = trainer_of(NeuronXLAStrategy(config), diary)
+    trainer = trainer_of(NeuronXLAStrategy(config), diary, **options)
     trainer.fit(module_of(config, model_fn, accumulate=accumulate), DataLoader(Rows(), rows, shuffle=shuffle))
     return {"rows": diary.rows, "losses": diary.losses}
 

@@ -28,7 +28,14 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp, ZeRO-1": (2, ZERO1),
     "tp": (4, {"tensor_parallel_size": 2}),
     "tp, sequence parallel": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "pp": (4, {"pipeline_parallel_size": 2, "pipeline_config": {"auto_partition": True, "num_microbatches": 2}}),
+    "pp": (
+        4,
+        {
+            "pipeline_parallel_size": 2,
+            "pipeline_config": {"auto_partition": True, "num_microbatches": 2},
+            "trainer": {"enable_model_summary": True, "max_steps": 8, "max_epochs": -1},
+        },
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -38,31 +38,30 @@ JOBS: dict[str, dict[str, Any]] = {
     "dp, ZeRO-1, dropout": {"model_fn": Dropped, "optimizer_config": {"zero_one_enabled": True}},
     "dp, accumulated": {"model_fn": Dropped, "accumulate": 2},
     "tp": {"tensor_parallel_size": 2},
+    "dp, by steps": {"model_fn": Dropped, "trainer": {"max_steps": 8, "max_epochs": -1}},
     "pp": {"pipeline_parallel_size": 2, "pipeline_config": {"auto_partition": True, "num_microbatches": 2}},
 }
 
 
-def run(
-    root: str, job: dict[str, Any], resume: str | None = None, *callbacks: Callback, **options: Any
-) -> dict[str, Any]:
+def run(root: str, job: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
     """Train two epochs; what this rank saw, and the weights of the end."""
     job = dict(job)
     model_fn, accumulate = job.pop("model_fn", llama), job.pop("accumulate", 1)
+    options = job.pop("trainer", {})
     config = nxd.neuronx_distributed_config(**job)
-    torch.manual_seed(0 if resume is None else 99)  # the checkpoint's numbers count
     diary = Diary()
-    strategy = NeuronXLAStrategy(config, async_save=options.pop("async_save", False))
-    keep = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = trainer_of(strategy, diary, *(callbacks or [keep]), enable_checkpointing=True, **options)
-    torch.manual_seed(torch.initial_seed() + 10 * parallel_state.get_data_parallel_rank())
+    steps = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=-1)
+    epochs = ModelCheckpoint(root, "end-{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = trainer_of(NeuronXLAStrategy(config), diary, steps, epochs, enable_checkpointing=True, **options)
+    seed = 0 if resume is None else 99  # the checkpoint's random numbers count
+    torch.manual_seed(seed + 10 * parallel_state.get_data_parallel_rank())
     module = module_of(config, model_fn, accumulate=accumulate)
     trainer.fit(module, DataLoader(Rows(), 2, shuffle=True), ckpt_path=resume)
-    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     return {
         "rows": diary.rows,
         "losses": diary.losses,
         "weights": dict(module.model.state_dict()),
-        "rates": rates,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
         "at": (trainer.current_epoch, trainer.global_step),
     }
 
@@ -75,17 +74,17 @@ def resumed_jobs(root: str) -> list[str]:
         folder = f"{root}/{name}"
         whole = alone(run, folder, job)
         steps, batches = len(whole["losses"]), len(whole["rows"])
-        for step in (1, steps // 2 - 1, steps // 2, steps - 1):
-            rest = alone(run, f"{folder}/again", job, f"{folder}/step={step}.ckpt")
+        middle = steps // 2
+        for tag in (f"step={middle - 1}", f"step={middle}", f"end-step={middle}", f"step={middle + 1}"):
+            rest = alone(run, f"{folder}/again", job, f"{folder}/{tag}.ckpt")
+            step = int(tag.partition("=")[2])
             done = step * batches // steps
             if rest["rows"] != whole["rows"][done:] or rest["losses"] != whole["losses"][step:]:
-                wrong.append(
-                    f"{name}, step {step}: {rest['rows']} {rest['losses']}, not {whole['rows']} {whole['losses']}"
-                )
+                wrong.append(f"{name}, {tag}: {rest['rows']} {rest['losses']}, not {whole['rows']} {whole['losses']}")
             if any(not torch.equal(rest["weights"][key], value) for key, value in whole["weights"].items()):
-                wrong.append(f"{name}, step {step}: other weights")
+                wrong.append(f"{name}, {tag}: other weights")
             if rest["rates"] != whole["rates"] or rest["at"] != whole["at"]:
-                wrong.append(f"{name}, step {step}: {rest['rates']} {rest['at']}, not {whole['rates']} {whole['at']}")
+                wrong.append(f"{name}, {tag}: {rest['rates']} {rest['at']}, not {whole['rates']} {whole['at']}")
     return wrong
 
 

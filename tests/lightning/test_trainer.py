@@ -250,6 +250,8 @@ def test_strategies_that_are_refused(tmp_path: Path):
     rows = DataLoader(Rows(), 4)
     with pytest.raises(NxdError, match="tensor_parallel_size=2 needs 2 processes"):
         one(NeuronXLAStrategy({"tensor_parallel_size": 2})).fit(small(), rows)
+    with pytest.raises(ParallelConfigError, match="NeuronLTModule cannot train with SingleDeviceStrategy"):
+        trainer_of("auto").fit(small(), rows)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ParallelConfigError, match="AsyncCheckpointIO cannot save ranks that share a model"):
         one(NeuronXLAStrategy(checkpoint_io=AsyncCheckpointIO())).fit(small(), rows)
     with pytest.raises(CheckpointError, match="nowhere is not a checkpoint of a Trainer"):
