@@ -61,7 +61,7 @@ trainer = Trainer(
     log_every_n_steps=1,
     callbacks=[
         NeuronTQDMProgressBar(),
-        LearningRateMonitor(),
+        LearningRateMonitor(logging_interval="step"),
         ModelCheckpoint(f"{args.runs}/ckpts", monitor="loss", save_top_k=2, save_last=True),
     ],
 )

@@ -123,7 +123,7 @@ class NeuronLTModule(LightningModule):
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return [optimizer], [{"scheduler": scheduler}]
 
     def _named_opt_args(self) -> dict[str, Any]:
         names = list(inspect.signature(self.opt_cls).parameters)[1:]

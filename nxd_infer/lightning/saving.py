@@ -82,3 +82,16 @@ def _storable(values: dict[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def begin_next_epoch(fit_loop: dict[str, Any]) -> None:
+    """Change the state of Lightning's loop, if it was saved at an epoch's end, to that of the next one's beginning.
+
+    Resumed there with ``max_steps``, Lightning (2.5 and 2.6) would add a batch to the epoch that has ended.
+    """
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    if epochs["current"]["processed"] == epochs["current"]["ready"]:
+        for counts in (epochs["current"], epochs["total"]):
+            counts["completed"] = counts["processed"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False

@@ -25,7 +25,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning.data import RankLoader, share_of
 from nxd_infer.lightning.environment import LaunchedRanks, in_group
 from nxd_infer.lightning.launcher import RankLauncher
-from nxd_infer.lightning.saving import Checkpoints
+from nxd_infer.lightning.saving import Checkpoints, begin_next_epoch
 from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.trainer.config import TrainConfig, initialize, require_degrees
 from nxd_infer.util.devices import HOST, transport_device
@@ -258,6 +258,8 @@ class NeuronXLAStrategy(ParallelStrategy):
         optimizer = self.optimizers[0] if fits and self.optimizers else None
         found = self.checkpoints.load(self.lightning_module, optimizer, str(checkpoint_path))
         if fits:
+            if self._trainer.max_steps != -1:
+                begin_next_epoch(found["loops"]["fit_loop"])
             self._random = random_state()
             early = self._trainer.fit_loop._combined_loader
             if (

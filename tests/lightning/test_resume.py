@@ -75,7 +75,7 @@ def resumed_jobs(root: str) -> list[str]:
         whole = alone(run, folder, job)
         steps, batches = len(whole["losses"]), len(whole["rows"])
         middle = steps // 2
-        for tag in (f"step={middle - 1}", f"step={middle}", f"end-step={middle}", f"step={middle + 1}"):
+        for tag in (f"step={middle - 1}", f"step={middle}", f"end-step={middle}"):
             rest = alone(run, f"{folder}/again", job, f"{folder}/{tag}.ckpt")
             step = int(tag.partition("=")[2])
             done = step * batches // steps

@@ -48,7 +48,7 @@ def everything(root: str) -> dict[str, Any]:
         NeuronXLAStrategy(config, async_save=True),
         stop,
         best,
-        LearningRateMonitor(),
+        LearningRateMonitor("step"),
         NeuronTQDMProgressBar(),
         logger=logger,
         enable_checkpointing=True,
