@@ -19,6 +19,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.lightning.strategy import NeuronXLAStrategy
 from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.optimizer.parallel import NxDOptimizer
 from nxd_infer.pipeline.pipeline import mean_over_data
 from nxd_infer.trainer.config import TrainConfig
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
@@ -123,7 +124,7 @@ class NeuronLTModule(LightningModule):
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
-        return [optimizer], [{"scheduler": scheduler}]
+        return [optimizer], [{"scheduler": scheduler, "name": f"lr-{self.opt_cls.__name__}"}]
 
     def _named_opt_args(self) -> dict[str, Any]:
         names = list(inspect.signature(self.opt_cls).parameters)[1:]
@@ -177,6 +178,8 @@ class NeuronLTModule(LightningModule):
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
+        if isinstance(optimizer.optimizer, NxDOptimizer):  # LearningRateMonitor reads the wrapped optimizer's rate
+            optimizer.optimizer.hand_on_hyperparameters()
         norm = getattr(optimizer, "grad_norm", None)
         if norm is not None:
             self.log("grad_norm", norm)

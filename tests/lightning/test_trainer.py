@@ -100,7 +100,10 @@ def test_lightnings_own_parts_work_on_two_ranks(tmp_path: Path):
     assert [one.step for one in scalars.Scalars("loss")] == [1, 2, 3, 4]
     assert scalars.Scalars("loss")[-1].value == pytest.approx(first["metrics"]["loss"])
     assert [one.step for one in scalars.Scalars("val_loss")] == [2, 4]
-    assert {"lr-AdamW", "grad_norm", "global_step"} <= set(scalars.Tags()["scalars"])
+    assert {"grad_norm", "global_step"} <= set(scalars.Tags()["scalars"])
+    rates = {one.step: one.value for one in scalars.Scalars("lr-AdamW")}
+    assert [rates[step] for step in (0, 1, 2)] == pytest.approx([1e-2, 0.9e-2, 0.81e-2])
+    assert [tag for tag in scalars.Tags()["scalars"] if tag.startswith("lr-")] == ["lr-AdamW"]
 
 
 def shown(root: str) -> None:
