@@ -81,5 +81,5 @@ __all__ = [
     "trainer",
 ]
 
-_MODULES = set(__all__) - {"__version__", *_TRAINER}
+_MODULES = {*__all__, "lightning"} - {"__version__", *_TRAINER}  # not in a `*` import: it needs a package of its own
 __getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(_TRAINER, ".trainer"), _MODULES)

@@ -48,6 +48,8 @@ LONGEST = [
     "http/test_streams",
     "e2e/test_demo",
     "ops/test_native_attention",
+    "lightning/test_launch",
+    "lightning/test_resume",
     "trainer/test_torchrun",
     "http/test_speculation",
     "runtime/test_model_calls",

@@ -25,6 +25,7 @@ OPTIONAL = {
     "uvicorn": "serving: pip install 'nxd-infer[server]'",
     "tokenizers": "text in and out: pip install 'nxd-infer[server]'",
     "tensorboard": "training curves: pip install 'nxd-infer[train]'",
+    "lightning": "training with PyTorch Lightning: pip install 'nxd-infer[lightning]'",
     "transformers": "examples that wrap Hugging Face models: pip install 'nxd-infer[hf]'",
     "cloudpickle": "tracing functions defined in a notebook: pip install cloudpickle",
 }

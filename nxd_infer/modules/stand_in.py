@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from nxd_infer.errors import ParallelConfigError
@@ -41,7 +42,8 @@ class StandIn(nn.Module):
         )
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        self.hidden._apply(lambda tensor: fn(tensor).to("meta"), recurse)
+        # `Module.to(device)` rejects a tensor of the meta device: only the dtype that it wants is used.
+        self.hidden._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype), recurse)
         return self
 
     def extra_repr(self) -> str:

@@ -80,7 +80,7 @@ class ResumableLoader:
     def _batches(self) -> list[list[int]]:
         """Return the indices of this rank's batches from the position to the end of the epoch."""
         if self.shuffle:
-            order = torch.randperm(self._length, generator=_generator(self.seed, self.epoch))
+            order = torch.randperm(self._length, generator=epoch_generator(self.seed, self.epoch))
         else:
             order = torch.arange(self._length)
         step, place = self._step, current_context().dp.rank * self.batch_size
@@ -112,7 +112,7 @@ class ResumableLoader:
         self.epoch, self._samples = state["epoch"], state["samples"]
 
 
-def _generator(seed: int, epoch: int) -> torch.Generator:
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return a generator for one epoch; neighbouring seeds do not share an epoch's order."""
     draws = torch.randint(1 << 62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))
     return torch.Generator().manual_seed(int(draws[epoch]))

@@ -16,6 +16,7 @@ from nxd_infer import parallel_state
 from nxd_infer.context import current_context
 from nxd_infer.errors import CollectiveError, InputMismatchError, ParallelConfigError
 from nxd_infer.pipeline import NxDPPModel
+from nxd_infer.pipeline.stage import StandIn
 from nxd_infer.trainer import initialize_parallel_model, neuronx_distributed_config
 from tests.pipeline.models import decoder, tokens
 from tests.ranks import run_ranks
@@ -333,3 +334,11 @@ def test_a_timeline(tmp_path: Path):
         "rank 1: stage 1",
     }
     assert 0 < trace["otherData"]["bubble"] < 1 and math.isfinite(trace["otherData"]["bubble"])
+
+
+def test_a_module_of_another_rank_is_moved_by_name_only():
+    """It stays without memory, and takes the dtype."""
+    hidden = nn.Linear(2, 2, device="meta")
+    model = nn.Sequential(StandIn(hidden), nn.Linear(2, 2)).to("cpu", torch.bfloat16)
+    assert hidden.weight.is_meta and hidden.weight.dtype == model[1].weight.dtype == torch.bfloat16
+    assert model.float().to("cpu")[1].weight.device.type == "cpu" and hidden.weight.dtype == torch.float32

@@ -7,6 +7,7 @@ without a process group and on two ranks. The documents, and where their calls a
 * the guide of the model and optimizer wrapper: :mod:`test_training`, :mod:`test_pipeline`
 * the API reference: this module (parallel state), :mod:`test_layers`, :mod:`test_padding`, :mod:`test_training`,
   :mod:`test_tracing`
+* Lightning, in the training API and in the API reference: :mod:`test_lightning`
 * Optimum Neuron Distributed, and the overview of NxD Training: nothing yet, see below. The overview prints no call.
 
 Corrected, since it is no valid Python or names what is not there:
@@ -24,12 +25,13 @@ Corrected, since it is no valid Python or names what is not there:
 * ``device=False`` in the signature of ``RowParallelLinear`` means None.
 * ``output_size`` in the signature of ``GQAQKVColumnParallelLinear`` is ``output_sizes`` in its list of parameters; both
   are accepted.
+* ``scheduler_args: Dict of keyworded args`` means ``scheduler_kwargs``; ``class NeuronXLAPrecisionPlugin`` and
+  ``class NeuronTQDMProgressBar`` are printed without a call.
 * ``param_init_fn`` "should be provided when ``param_init_fn`` is True": when ``meta_device_init`` is.
 
 Not here yet, in words of the documents:
 
-* Lightning: ``NeuronLTModule``, ``NeuronXLAStrategy``, ``NeuronXLAPrecisionPlugin``, ``NeuronTQDMProgressBar``,
-  ``NeuronTensorBoardLogger``; and jobs described by a YAML file.
+* Jobs described by a YAML file.
 * Optimum: ``Parallelizer``, ``ParallelizersManager``, ``lazy_load_for_parallelism``,
   ``make_optimizer_constructor_lazy``.
 * Neuron devices. What is for their compiler is checked and ignored.

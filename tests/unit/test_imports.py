@@ -20,7 +20,7 @@ FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
     ["nxd_server"],
     ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx"],
-    ["nxd_infer.trace"],
+    ["nxd_infer.trace", "nxd_infer.lightning"],
     ["nxd_infer.runtime", "nxd_infer.trainer"],
     ["nxd_models", "nxd_infer.backends", "nxd_infer.checkpoint"],
     ["nxd_infer.graph", "nxd_infer.optimizer", "nxd_infer.pipeline"],

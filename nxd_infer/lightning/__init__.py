@@ -1,0 +1,40 @@
+"""Training with PyTorch Lightning (``pip install 'nxd-infer[lightning]'``).
+
+::
+
+    nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    module = NeuronLTModule(get_model, nxd_config, torch.optim.AdamW, None, opt_kwargs={"lr": 1e-3})
+    trainer = Trainer(
+        strategy=NeuronXLAStrategy(nxd_config),
+        plugins=[NeuronXLAPrecisionPlugin()],
+        callbacks=[NeuronTQDMProgressBar()],
+        logger=NeuronTensorBoardLogger("logs"),
+        devices=2,
+    )
+    trainer.fit(module, dataloader)
+
+Source: NxD Core training API, "Neuron PyTorch-Lightning". Lightning itself does the rest: its other callbacks, loggers
+and profilers work as with any strategy.
+"""
+
+from nxd_infer.errors import MissingPackageError
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingPackageError(
+        "nxd_infer.lightning needs the package lightning: pip install 'nxd-infer[lightning]'", name=error.name
+    ) from error
+
+from nxd_infer.lightning.module import NeuronLTModule
+from nxd_infer.lightning.outputs import NeuronTensorBoardLogger, NeuronTQDMProgressBar
+from nxd_infer.lightning.precision import NeuronXLAPrecisionPlugin
+from nxd_infer.lightning.strategy import NeuronXLAStrategy
+
+__all__ = [
+    "NeuronLTModule",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronXLAStrategy",
+]

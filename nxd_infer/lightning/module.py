@@ -1,0 +1,214 @@
+"""The LightningModule of a parallel model.
+
+Source: NxD Core training API, "Neuron Lightning Module".
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.lightning.strategy import NeuronXLAStrategy
+from nxd_infer.modules.nxd_model import NxDModel
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.pipeline.pipeline import mean_over_data
+from nxd_infer.trainer.config import TrainConfig
+from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
+
+__all__ = ["NeuronLTModule"]
+
+NONE_GIVEN: Mapping[str, Any] = MappingProxyType({})
+NO_DECAY = ("bias", "LayerNorm")
+BESIDE_THE_POINT = ("Using ModelCheckpoint with manual optimization", "You defined a `validation_step` but have no")
+"""Lightning's warnings that a checkpoint holds the weights after the step, as it should, and of a step that is ours."""
+
+
+class NeuronLTModule(LightningModule):
+    """Builds ``model_fn(*model_args, **model_kwargs)`` over all ranks, and trains it, with NeuronXLAStrategy.
+
+    ``model`` is the model of ``initialize_parallel_model``; it exists from ``setup`` on. ``training_step`` runs forward
+    and backward of a batch (a mapping, a sequence or a tensor: the model's arguments) and, after ``grad_accum_steps``
+    of them or at the end of an epoch, the optimizer and the scheduler. It logs ``loss``, the mean over all of that
+    step's rows, ``grad_norm`` and ``global_step``. ``validation_step`` and ``test_step`` log ``val_loss`` and
+    ``test_loss``. Override what should be different; optimization is manual, as Lightning names it.
+
+    Args:
+        model_fn: builds the model, or the whole of it on every rank of a pipeline.
+        nxd_config: what ``neuronx_distributed_config`` returns. Clipping is ``max_grad_norm`` of its
+            ``optimizer_config``.
+        opt_cls: a ``torch.optim`` class, called with the parameters, ``opt_args`` and ``opt_kwargs``.
+        scheduler_cls: called with the optimizer, ``scheduler_args`` and ``scheduler_kwargs``; steps with the optimizer.
+            None: a constant rate.
+        grad_accum_steps: batches whose gradients a step averages. With a pipeline it must be 1: ``num_microbatches``
+            does the same.
+        log_rank0: accepted. Every rank has the loss, and rank 0 logs, without further communication.
+        manual_opt: must be True.
+
+    Raises ParallelConfigError for these two, and for ``opt_args`` that are not parameters of ``opt_cls``.
+    """
+
+    model: NxDModel
+
+    def __init__(
+        self,
+        model_fn: Callable[..., nn.Module],
+        nxd_config: Mapping[str, Any],
+        opt_cls: type[torch.optim.Optimizer],
+        scheduler_cls: Callable[..., Any] | None,
+        model_args: Sequence[Any] = (),
+        model_kwargs: Mapping[str, Any] = NONE_GIVEN,
+        opt_args: Sequence[Any] = (),
+        opt_kwargs: Mapping[str, Any] = NONE_GIVEN,
+        scheduler_args: Sequence[Any] = (),
+        scheduler_kwargs: Mapping[str, Any] = NONE_GIVEN,
+        grad_accum_steps: int = 1,
+        log_rank0: bool = False,
+        manual_opt: bool = True,
+    ):
+        super().__init__()
+        if not manual_opt:
+            raise ParallelConfigError("manual_opt=False is not supported: leave it out, or pass True")
+        if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+            raise ParallelConfigError(
+                f"grad_accum_steps must be a whole number of at least 1, got {grad_accum_steps!r}"
+            )
+        self.nxd_config = TrainConfig.of(nxd_config)
+        if grad_accum_steps > 1 and self.nxd_config.pipeline_parallel_size > 1:
+            raise ParallelConfigError(
+                f"grad_accum_steps={grad_accum_steps} with a pipeline: pass batches {grad_accum_steps} times as large "
+                "and pipeline_config={'num_microbatches': ...}, which accumulates over its microbatches"
+            )
+        self.automatic_optimization = False
+        self.model_fn, self.model_args, self.model_kwargs = model_fn, tuple(model_args), dict(model_kwargs)
+        self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, tuple(opt_args), dict(opt_kwargs)
+        self.scheduler_cls = scheduler_cls
+        self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
+        self.grad_accum_steps, self.log_rank0 = grad_accum_steps, log_rank0
+        self.averaged_loss: Tensor
+        self.register_buffer("averaged_loss", torch.zeros(()), persistent=False)
+        self.loss: Tensor | None = None
+        """Loss of the last optimizer step, averaged over its batches and the data-parallel ranks."""
+        self.should_print = False
+        """Whether the last batch ended with an optimizer step."""
+
+    # --- building -------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Build the model, once. Raises ParallelConfigError for another strategy."""
+        if not isinstance(self.trainer.strategy, NeuronXLAStrategy):
+            raise ParallelConfigError(
+                f"{type(self).__name__} cannot train with {type(self.trainer.strategy).__name__}, which knows nothing "
+                "of its ranks: pass Trainer(strategy=NeuronXLAStrategy(nxd_config))"
+            )
+        for text in BESIDE_THE_POINT:
+            warnings.filterwarnings("ignore", text)
+        if "model" not in self._modules:
+            self.model = initialize_parallel_model(
+                self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs
+            )
+
+    def configure_optimizers(self) -> Any:
+        """Return the parallel optimizer of all parameters, and its scheduler."""
+        optimizer = initialize_parallel_optimizer(
+            self.nxd_config, self.opt_cls, self.model.parameters(), **self._named_opt_args(), **self.opt_kwargs
+        )
+        if self.scheduler_cls is None:
+            return optimizer
+        scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+        return [optimizer], [{"scheduler": scheduler, "name": f"lr-{self.opt_cls.__name__}"}]
+
+    def _named_opt_args(self) -> dict[str, Any]:
+        names = list(inspect.signature(self.opt_cls).parameters)[1:]
+        if len(self.opt_args) > len(names):
+            raise ParallelConfigError(
+                f"opt_args has {len(self.opt_args)} values, but {self.opt_cls.__name__} takes {len(names)} after the "
+                "parameters"
+            )
+        return dict(zip(names, self.opt_args, strict=False))
+
+    def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
+        """Return the parameters in two groups: those decayed by 0.01; biases and LayerNorms, which are not."""
+        named = list(self.model.named_parameters())
+        decayed = [param for name, param in named if not any(part in name for part in NO_DECAY)]
+        rest = [param for name, param in named if any(part in name for part in NO_DECAY)]
+        return [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Train on a batch; return its loss, detached."""
+        loss = self._forward_and_backward(batch)
+        self.averaged_loss += loss
+        batches = batch_idx % self.grad_accum_steps + 1
+        self.should_print = batches == self.grad_accum_steps or self.trainer.is_last_batch
+        if self.should_print:
+            self._step()
+            self.loss = mean_over_data(self.averaged_loss / batches, current_context())
+            self.averaged_loss = torch.zeros_like(self.averaged_loss)
+            self.log("loss", self.loss, prog_bar=True)
+            self.log("global_step", float(self.global_step))
+        for logger in self.trainer.loggers:
+            logger.print_step = self.global_step if self.should_print else -1  # pyright: ignore
+        return loss
+
+    def _forward_and_backward(self, batch: Any) -> Tensor:
+        """Return the loss of a batch; its gradients are weighted for the step that it is a part of."""
+        if self.grad_accum_steps == 1:
+            return _mean(_call(self.model.run_train, batch))
+        loss = self.model._loss(_call(self.model, batch))
+        (loss / self.grad_accum_steps).backward()
+        return loss.detach()
+
+    def _step(self) -> None:
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        if isinstance(optimizer.optimizer, NxDOptimizer):  # LearningRateMonitor reads the wrapped optimizer's rate
+            optimizer.optimizer.hand_on_hyperparameters()
+        norm = getattr(optimizer, "grad_norm", None)
+        if norm is not None:
+            self.log("grad_norm", norm)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log ``val_loss``."""
+        self._evaluate("val_loss", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log ``test_loss``."""
+        self._evaluate("test_loss", batch)
+
+    def _evaluate(self, name: str, batch: Any) -> None:
+        loss = _mean(_call(self.model.run_eval, batch))
+        self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=_rows(batch))
+
+
+def _call(function: Callable[..., Any], batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    return function(*batch) if isinstance(batch, Sequence) else function(batch)
+
+
+def _mean(loss: Tensor | list[Tensor]) -> Tensor:
+    """The loss of a batch; with ``return_mb_loss`` there is one for each of its microbatches."""
+    return torch.stack(loss).mean() if isinstance(loss, list) else loss
+
+
+def _rows(batch: Any) -> int:
+    """The size of the first tensor of a batch along its first dimension; 1 without tensors."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else [batch]
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)

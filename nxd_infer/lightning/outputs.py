@@ -1,0 +1,45 @@
+"""What a job shows and logs: the progress bar and the TensorBoard logger. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+
+__all__ = ["NeuronTQDMProgressBar", "NeuronTensorBoardLogger"]
+
+
+class NeuronTQDMProgressBar(TQDMProgressBar):
+    """Lightning's bar, on the first rank only, with the metrics that were logged with ``prog_bar=True``."""
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, int | str | float | dict[str, float]]:
+        shown = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)  # the logger's number of this run
+        return shown
+
+
+class NeuronTensorBoardLogger(TensorBoardLogger):
+    """Writes TensorBoard event files under ``save_dir/name/version``, once: every rank has the same losses.
+
+    ``print_step``: the step that metrics are written under; None for Lightning's own, which counts batches, and -1 to
+    write nothing, as while gradients are accumulated. NeuronLTModule sets it, and so may a training step of your own.
+    """
+
+    print_step: int | None = None
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        *,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(save_dir, name=name, version=version, **kwargs)
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Write numbers by name."""
+        if self.print_step != -1:
+            super().log_metrics(metrics, step if self.print_step is None else self.print_step)

@@ -1,0 +1,314 @@
+"""The strategy: ranks, their groups and devices, their data, and what Lightning reduces over them.
+
+Source: NxD Core training API, "Neuron XLA Strategy".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from nxd_infer.checkpoint.random_state import random_state, restore_random_state
+from nxd_infer.comm import functional as comm
+from nxd_infer.comm.turns import largest
+from nxd_infer.context import current_context
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.lightning.data import RankLoader, share_of
+from nxd_infer.lightning.environment import LaunchedRanks, in_group
+from nxd_infer.lightning.launcher import RankLauncher
+from nxd_infer.lightning.saving import Checkpoints, begin_next_epoch
+from nxd_infer.optimizer.parallel import NxDOptimizer
+from nxd_infer.trainer.config import TrainConfig, initialize, require_degrees
+from nxd_infer.util.devices import HOST, transport_device
+
+__all__ = ["NeuronXLAStrategy"]
+
+
+class NeuronXLAStrategy(ParallelStrategy):
+    """Trains over all ranks: tensor and pipeline parallel as configured, data parallel over the rest.
+
+    The ranks are those of the process group or of the launcher (torchrun, Slurm). Without any, ``Trainer(devices=N)``
+    starts ``N - 1`` more on this machine. They communicate over gloo, or over NCCL if each has a GPU.
+
+    Every data-parallel rank gets its own part of each DataLoader's data, in the loader's order, and the ranks that
+    share a model get the same. ``Trainer(use_distributed_sampler=False)``, and a DistributedSampler over
+    ``data_parallel_size``, leave loaders as they are. A checkpoint of ``ModelCheckpoint`` is one of
+    ``nxd_infer.save_checkpoint``; resumed at any step, training continues bit for bit.
+
+    Args:
+        nxd_config: what ``neuronx_distributed_config`` returns.
+        tensor_parallel_size, pipeline_parallel_size: the degrees, if there is no ``nxd_config``.
+        save_load_xser: all ranks write at the same time; False: eight.
+        async_save: write checkpoints in the background, see ``save_checkpoint``.
+        options: of ``ParallelStrategy``.
+
+    Raises ParallelConfigError for degrees that differ from those of ``nxd_config``.
+    """
+
+    strategy_name = "neuron_xla"
+
+    def __init__(
+        self,
+        nxd_config: Mapping[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        save_load_xser: bool = True,
+        *,
+        async_save: bool = False,
+        **options: Any,
+    ):
+        degrees = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+        self.nxd_config = TrainConfig.of(degrees if nxd_config is None else nxd_config)
+        for name, degree in degrees.items():
+            if degree not in (1, self.nxd_config[name]):
+                raise ParallelConfigError(f"{name}={degree}, but nxd_config has {self.nxd_config[name]}: leave it out")
+        if options.get("cluster_environment") is None and LaunchedRanks.detect():
+            options["cluster_environment"] = LaunchedRanks()
+        super().__init__(**options)
+        self.num_nodes = 1
+        self.checkpoints = Checkpoints(save_load_xser, async_save)
+        self._splits = True
+        self._loaders: list[RankLoader] = []
+        self._random: Any = None
+
+    # --- ranks ----------------------------------------------------------------------------------------
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of ranks that have data of their own."""
+        return current_context().dp.degree
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return current_context().dp.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine, as ``Trainer(devices=)`` says."""
+        return len(self.parallel_devices or [HOST])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning reduces metrics over ranks."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank's model."""
+        devices = self.parallel_devices or [HOST]
+        return devices[min(self.local_rank, len(devices) - 1)]
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning this rank's number. Raises ParallelConfigError if the launcher started other ranks."""
+        environment, here = self._environment, self.num_processes
+        if not environment.creates_processes_externally:
+            environment.set_global_rank(environment.node_rank() * here + environment.local_rank())
+            environment.set_world_size(self.num_nodes * here)
+        elif here > 1 and here * self.num_nodes != environment.world_size():
+            raise ParallelConfigError(
+                f"Trainer(devices={here}, num_nodes={self.num_nodes}), but {environment.world_size()} ranks were "
+                "launched: leave devices out"
+            )
+        rank_zero_only.rank = self.global_rank
+
+    @property
+    def _environment(self) -> Any:
+        assert self.cluster_environment is not None
+        return self.cluster_environment
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes > 1 and not self._environment.creates_processes_externally:
+            self._launcher = RankLauncher(self.num_processes, self._variables)
+
+    def _variables(self, local_rank: int) -> dict[str, str]:
+        """Return what a rank of this machine finds the others by, and its share of the processors."""
+        environment, here = self._environment, self.num_processes
+        return {
+            "MASTER_ADDR": str(environment.main_address),
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "WORLD_SIZE": str(self.num_nodes * here),
+            "RANK": str(environment.node_rank() * here + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // here)),
+        }
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, unless that is done. Raises ParallelConfigError for other degrees or devices."""
+        environment = self._environment
+        if self.world_size > 1 and not in_group():
+            place = {"WORLD_SIZE": self.world_size, "RANK": self.global_rank, "LOCAL_RANK": self.local_rank}
+            place |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": environment.main_port}
+            os.environ.update({name: str(value) for name, value in place.items()})
+        if self._launcher is not None and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(int(self._variables(0)["OMP_NUM_THREADS"]))
+        initialize(self.nxd_config)
+        require_degrees(self.nxd_config)
+        if in_group() and self.world_size > 1 and transport_device().type != self.root_device.type:
+            raise ParallelConfigError(
+                f"the ranks communicate on {transport_device().type}, but Trainer(accelerator=) chose "
+                f'{self.root_device.type}: leave accelerator out, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
+            )
+        if self._checkpoint_io is not None and type(self._checkpoint_io) is not TorchCheckpointIO:
+            raise ParallelConfigError(
+                f"{type(self._checkpoint_io).__name__} cannot save ranks that share a model: leave it out; "
+                "NeuronXLAStrategy(async_save=True) writes in the background"
+            )
+        self._take_over_samplers()
+        super().setup_environment()
+
+    # --- data -----------------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def _take_over_samplers(self) -> None:
+        """Keep Lightning from shuffling the training data; for predictions, whose indices it notes, it splits."""
+        connector = self._trainer._accelerator_connector
+        if not hasattr(connector, "nxd_splits"):
+            connector.nxd_splits = connector.use_distributed_sampler
+        self._splits = connector.nxd_splits
+        connector.use_distributed_sampler = self._splits and self._predicting
+
+    @property
+    def _predicting(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.PREDICTING
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give this rank its part of the batches."""
+        if self._predicting:
+            return dataloader
+        mine = share_of(dataloader, current_context().dp, self._splits)
+        if isinstance(mine, RankLoader) and self._trainer.training:
+            self._loaders.append(mine)
+        return mine
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for loader in self._loaders:
+            loader.batches.begin_step()
+
+    # --- model and optimizer --------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Raises ParallelConfigError for an optimizer that would train each rank for itself."""
+        super().setup_optimizers(trainer)
+        kinds = [type(one).__name__ for one in self.optimizers if not isinstance(one, NxDOptimizer)]
+        if len(self.optimizers) > 1 or (kinds and current_context().world_size > 1):
+            raise ParallelConfigError(
+                f"configure_optimizers() returned {len(self.optimizers)} optimizer(s) "
+                f"({', '.join(kinds) or 'parallel'}): return one, of nxd_infer.initialize_parallel_optimizer()"
+            )
+
+    def on_train_start(self) -> None:
+        if self._random is not None:  # whatever was drawn since the checkpoint was loaded
+            restore_random_state(self._random, "the loaded checkpoint")
+            self._random = None
+
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return what the module holds beside its model, which has files of its own."""
+        assert self.lightning_module is not None
+        found = self.lightning_module.state_dict()
+        return {name: value for name, value in found.items() if not name.startswith("model.")}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save under ``filepath``, a folder. Every rank calls it."""
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
+        self.checkpoints.save(self.lightning_module, optimizer, checkpoint, self.broadcast(str(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        """Load the model and, to fit, the optimizer, the random state and the position; return Lightning's part."""
+        fits = self._trainer.state.fn == TrainerFn.FITTING
+        optimizer = self.optimizers[0] if fits and self.optimizers else None
+        found = self.checkpoints.load(self.lightning_module, optimizer, str(checkpoint_path))
+        if fits:
+            if self._trainer.max_steps != -1:
+                begin_next_epoch(found["loops"]["fit_loop"])
+            self._random = random_state()
+            early = self._trainer.fit_loop._combined_loader
+            if (
+                early is not None
+            ):  # by estimated_stepping_batches in configure_optimizers(); Lightning would start it anew
+                early._load_state_dicts(found["loops"]["fit_loop"]["state_dict"].get("combined_loader", []))
+        return found
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoints.remove(str(filepath))
+
+    # --- collectives ----------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks: those that share a model have equal values."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        op = str(reduce_op or "sum").rpartition(".")[2].lower()
+        context = current_context()
+        if op not in ("mean", "avg"):
+            return comm.all_reduce(tensor, context, "dp", op)
+        floating = tensor if tensor.is_floating_point() else tensor.float()
+        return comm.all_reduce(floating, context, "dp") / context.dp.degree
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, decided so."""
+        if all:
+            return not largest(current_context(), int(not decision))
+        return bool(largest(current_context(), int(decision)))
+
+    def barrier(self, name: str | None = None) -> None:
+        if in_group():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not in_group() or self.world_size == 1:
+            return obj
+        several = [obj]
+        dist.broadcast_object_list(several, src, device=transport_device())
+        return several[0]
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Wait for an asynchronous save. The model stays on its device, and the groups for the next call."""
+        self.checkpoints.finish()
+        self._loaders.clear()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self._environment.teardown()
