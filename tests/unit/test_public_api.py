@@ -28,6 +28,7 @@ MODULES = (
     "nxd_infer.parallel_layers.sequence_parallel",
     "nxd_infer.parallel_state",
     "nxd_infer.trainer",
+    "nxd_infer.distributed",
     "nxd_infer.checkpoint.api",
     "nxd_infer.optimizer",
     "nxd_infer.testing",
