@@ -154,7 +154,18 @@ def consolidate(
     if factors:
         what = "only an adapter" if alone else "the weights and an unmerged adapter"
         console.print(f"note: these are {what}: {factors[0]}, ...", markup=False)
-    return _write(source, out, dtype)
+    written = _write(source, out, dtype)
+    beside = path.parent if path.name == "shards" else path
+    if (beside / CONFIG).is_file():  # of a parallelized model of transformers: make a directory that it loads
+        _copy_files(beside, out)
+    return written
+
+
+def _copy_files(model_dir: Path, out: Path) -> None:
+    """Copy what is beside the weights in a Hugging Face directory: the configuration and the tokenizer."""
+    for file in sorted(model_dir.iterdir()):
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, out / file.name)
 
 
 def _write(source: WeightSource, out: Path, dtype: str | None) -> Path:
@@ -275,9 +286,7 @@ def export_hf(
     source = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)
     _write(_as_stored(source, config), out, dtype)
-    for file in sorted(config.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_COPIED):
-            shutil.copyfile(file, out / file.name)
+    _copy_files(config, out)
 
 
 def _as_stored(source: WeightSource, config: Path) -> WeightSource:

@@ -154,7 +154,7 @@ def _enter_regions(
         if kind == "sum":
             partial.update((id(weight), weight) for weight in module.parameters())
     if made.sequence_parallel:
-        for layers in _stacks(model, plan):
+        for _, layers in stacks_of(model, plan):
             split_sequence(layers[0], layers[-1], context)
             partial.update((id(weight), weight) for weight in _whole_weights(layers))
     return [name for name, weight in model.named_parameters() if id(weight) in partial]
@@ -170,10 +170,11 @@ def _set_sizes(module: Any, heads: Heads) -> None:
         module.config = ConfigView(config, num_attention_heads=heads.placed.heads_per_rank)
 
 
-def _stacks(model: nn.Module, plan: ModelPlan) -> Iterator[nn.ModuleList]:
+def stacks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the plan's lists of layers, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and any(name == s or name.endswith(f".{s}") for s in plan.stacks):
-            yield module
+            yield name, module
 
 
 def _whole_weights(layers: nn.Module) -> Iterator[nn.Parameter]:

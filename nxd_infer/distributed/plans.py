@@ -163,21 +163,31 @@ def supported_types() -> list[str]:
     return sorted({*READ, *PLANS, *_REGISTERED})
 
 
+def plan_of_type(kind: str, config: Any = None) -> ModelPlan:
+    """Return the plan of a supported model type; ``config``: of that type, for plans that are read from it."""
+    plan = _REGISTERED.get(kind) or PLANS.get(kind)
+    if plan is None:
+        styles = {} if config is None else _from_transformers(config)
+        plan = ModelPlan({**styles, **_DECODER}, ("layers",))
+    return plan
+
+
+def unknown_type(kind: str) -> ModelConfigError:
+    known = supported_types()
+    return ModelConfigError(
+        f"there is no tensor-parallel plan for model_type {kind!r}{did_you_mean(str(kind), known)}; there are plans "
+        f"for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one"
+    )
+
+
 def plan_for(config: Any) -> ModelPlan:
     """Return the plan of a transformers configuration.
 
     Raises ModelConfigError with the supported types if its ``model_type`` has none, and if the configuration has
     something that its plan does not hold for.
     """
-    kind = config.model_type
-    plan = _REGISTERED.get(kind) or PLANS.get(kind)
-    if plan is None and kind in READ:
-        plan = ModelPlan({**_from_transformers(config), **_DECODER}, ("layers",))
-    if plan is None:
-        known = supported_types()
-        raise ModelConfigError(
-            f"there is no tensor-parallel plan for model_type {kind!r}{did_you_mean(str(kind), known)}; there are "
-            f"plans for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one"
-        )
+    if config.model_type not in supported_types():
+        raise unknown_type(config.model_type)
+    plan = plan_of_type(config.model_type, config)
     plan.check(config)
     return plan

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.layout import restore_attributes, shard_tensor, weight_layout
-from nxd_infer.layout.shard import check_weights
-from nxd_infer.layout.sources import SelectedSource, Weights, as_source
+from nxd_infer.layout.shard import check_weights, named_tensors
+from nxd_infer.layout.sources import SelectedSource, Slices, Weights, WeightSource, as_source
+
+
+def on_meta(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers without values, in the whole model's terms."""
+    tensors = named_tensors(model)
+    layouts = weight_layout(model).items()
+    return [logical for name, layout in layouts if tensors[name].is_meta for logical in layout.logical_names]
+
+
+class FirstOf:
+    """Several sources of weights; a name is read from the first that has it."""
+
+    def __init__(self, *sources: WeightSource):
+        self._owners = {name: source for source in reversed(sources) for name in source.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        return self._owners
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._owners[name].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._owners[name].dtype(name)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._owners[name].read(name, slices)
 
 
 def fill(model: nn.Module, weights: Weights, *, device: torch.device | None = None) -> None:

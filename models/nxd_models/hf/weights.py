@@ -8,7 +8,7 @@ other tasks). :class:`HuggingFaceSource` resolves the names that a model asks fo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,8 +40,9 @@ class HuggingFaceSource:
     ``keys()`` returns the checkpoint's own names; any spelling that resolves can be read.
     """
 
-    def __init__(self, source: WeightSource):
+    def __init__(self, source: WeightSource, prefixes: Sequence[str] = PREFIXES):
         self._source = source
+        self._prefixes = tuple(prefixes)
         self._names = frozenset(source.keys())
         self._resolved: dict[str, str] = {}
 
@@ -52,7 +53,7 @@ class HuggingFaceSource:
         """Return the checkpoint's name of our ``name``, or None if it has no such tensor."""
         found = self._resolved.get(name)
         if found is None:
-            found = next((c for c in _spellings(name) if c in self._names), None)
+            found = next((c for c in _spellings(name, self._prefixes) if c in self._names), None)
             if found is not None:
                 self._resolved[name] = found
         return found
@@ -148,11 +149,11 @@ class StoredSource:
         return found if slices is None else found[tuple(slices)]
 
 
-def _spellings(name: str) -> Iterable[str]:
+def _spellings(name: str, prefixes: Sequence[str]) -> Iterable[str]:
     bare = name
-    for prefix in PREFIXES:
+    for prefix in prefixes:
         bare = bare.removeprefix(prefix)
-    plain = [name, bare, *(prefix + bare for prefix in PREFIXES)]
+    plain = [name, bare, *(prefix + bare for prefix in prefixes)]
     yield from plain
     if "norm" in name.lower():
         for new, old in _OLD_NAMES.items():
@@ -160,9 +161,10 @@ def _spellings(name: str) -> Iterable[str]:
                 yield from (n.removesuffix(new) + old for n in plain)
 
 
-def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
+def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXES) -> HuggingFaceSource:
     """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
+    ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa.
     Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles.
     """
     path = Path(model_dir)
@@ -170,7 +172,7 @@ def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
-    return HuggingFaceSource(SafetensorsSource(path))
+    return HuggingFaceSource(SafetensorsSource(path), prefixes)
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:
