@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from nxd_infer.distributed.adapters import get_peft_model
     from nxd_infer.distributed.apply import apply_plan
     from nxd_infer.distributed.lazy import lazy_load_for_parallelism
     from nxd_infer.distributed.manager import ParallelizersManager
@@ -24,6 +25,7 @@ _OWNERS = {
     "Parallelizer": ".parallelizer",
     "ParallelizersManager": ".manager",
     "apply_plan": ".apply",
+    "get_peft_model": ".adapters",
     "lazy_load_for_parallelism": ".lazy",
     "make_optimizer_constructor_lazy": ".optimizers",
     "parameter_mapping": ".parallelizer",
@@ -36,6 +38,7 @@ __all__ = [
     "Parallelizer",
     "ParallelizersManager",
     "apply_plan",
+    "get_peft_model",
     "lazy_load_for_parallelism",
     "make_optimizer_constructor_lazy",
     "parameter_mapping",

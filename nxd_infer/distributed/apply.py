@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_infer.context import ParallelContext, current_context
 from nxd_infer.distributed.config_view import ConfigView
-from nxd_infer.distributed.plan import Heads, ModelPlan
+from nxd_infer.distributed.plan import Heads, ModelPlan, plain_name
 from nxd_infer.distributed.regions import SEQUENCE_DIM, enter_once, split_sequence, sum_gradients
 from nxd_infer.distributed.replace import Made, Style, replace_modules
 from nxd_infer.distributed.weights import fill
@@ -58,10 +58,24 @@ def apply_plan(
         kv_size_multiplier=kv_size_multiplier,
         should_parallelize=should_parallelize,
     )
-    here = device or next((weight.device for weight in own.values() if not weight.is_meta), None)
-    fill(model, own if weights is None else weights, device=torch.device(here) if here is not None else None)
+    if weights is None:
+        fill_own(model, own, device)
+    else:
+        fill(model, weights, device=place_of(own, device))
     sum_gradients(model, partial, current_context())
     return model
+
+
+def fill_own(model: nn.Module, own: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:
+    """Fill the new layers of ``model`` with its ``own`` weights, which it had before."""
+    fill(model, own, device=place_of(own, device))
+
+
+def place_of(own: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device | None:
+    """Return where new weights are put: on ``device``, or where the model's own are."""
+    if device is not None:
+        return torch.device(device)
+    return next((tensor.device for tensor in own.values() if not tensor.is_meta), None)
 
 
 def split(
@@ -100,7 +114,9 @@ def _planned(
     model: nn.Module, plan: ModelPlan, wanted: Callable[[nn.Module], bool] | None
 ) -> Iterator[tuple[str, Style]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        style = plan.style_of(name)
+        style = plan.style_of(plain_name(name))
+        if any(hasattr(module, inner) for inner in ("base_layer", "original_module")):  # PEFT's: what is in it is split
+            continue
         if style is not None and (wanted is None or wanted(module)):
             yield name, style
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch import nn
 
 from nxd_infer import comm
 from nxd_infer.context import ParallelContext
+from nxd_infer.errors import AdapterError
 from nxd_infer.util.devices import HOST
 
 logger = logging.getLogger(__name__)
+_FACTOR = re.compile(r"\.lora_(?P<which>[AB])\.(?P<adapter>[^.]+)$")
 
 
 def initialise(model: Any, names: Iterable[str], context: ParallelContext) -> None:
@@ -41,10 +45,29 @@ def _initialised(model: Any, path: str, owner: nn.Module) -> nn.Module:
     made = copy.deepcopy(owner).to_empty(device=HOST, recurse=False)
     for marked in (made, *made.parameters(recurse=False)):
         if hasattr(marked, "_is_hf_initialized"):  # or transformers would skip it
-            del marked._is_hf_initialized
+            delattr(marked, "_is_hf_initialized")
     with torch.no_grad():
-        model._init_weights(made)
+        if (factor := _FACTOR.search(path)) is None:
+            model._init_weights(made)
+        else:
+            _initialise_factor(made, factor, model.peft_config[factor["adapter"]].init_lora_weights)
     return made
+
+
+def _initialise_factor(made: Any, factor: re.Match[str], how: Any) -> None:
+    """Draw a factor of LoRA as PEFT does."""
+    if how not in (True, "gaussian"):
+        raise AdapterError(
+            f"init_lora_weights={how!r} needs the weights of the model; load it without lazy_load_for_parallelism()"
+        )
+    if factor["which"] == "B":
+        nn.init.zeros_(made.weight)
+    elif how == "gaussian":
+        nn.init.normal_(made.weight, std=1 / made.out_features)
+    else:
+        nn.init.kaiming_uniform_(made.weight, a=math.sqrt(5))
+    if made.bias is not None:
+        nn.init.zeros_(made.bias)
 
 
 def _replace(model: nn.Module, old: nn.Parameter, value: torch.Tensor) -> None:

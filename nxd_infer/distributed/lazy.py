@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from nxd_infer.distributed.plan import plain_name
 from nxd_infer.errors import CheckpointError, MissingPackageError, ParallelConfigError
-from nxd_infer.layout import WeightSource
+from nxd_infer.layout import RemappedSource, WeightSource
 from nxd_infer.util.options import whole_number
 from nxd_models.hf.stored import StoredWeight
 from nxd_models.hf.weights import HuggingFaceSource, weights
@@ -60,7 +61,10 @@ class StoredWeights:
     def view(self, names: list[str]) -> WeightSource:
         """Return those of ``names`` that the files have."""
         source: HuggingFaceSource = weights(self.folder, prefixes=(f"{self.prefix}.",) if self.prefix else ())
-        return source.view(names, _RENAMED)
+        plain = {name: plain_name(name) for name in names}
+        found = source.view(plain.values(), _RENAMED)
+        there = set(found.keys())
+        return RemappedSource(found, {name: own for name, own in plain.items() if own in there})
 
 
 @contextlib.contextmanager

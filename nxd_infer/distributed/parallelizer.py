@@ -18,7 +18,8 @@ from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, s
 from nxd_infer.checkpoint.storage import Storage, storage_of
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
-from nxd_infer.distributed.apply import split
+from nxd_infer.distributed.adapters import split_adapters
+from nxd_infer.distributed.apply import place_of, split
 from nxd_infer.distributed.initialise import initialise
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
 from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
@@ -86,7 +87,7 @@ class Parallelizer:
             kv_size_multiplier=multiplier,
             should_parallelize=should_parallelize_layer_predicate_func,
         )
-        setattr(model, PARTIAL, partial)
+        setattr(model, PARTIAL, [*partial, *split_adapters(model)])
         return model
 
     @classmethod
@@ -129,7 +130,7 @@ class Parallelizer:
             here = stored.view(on_meta(model))
             initialise(model, _lacking(model, here), context)
         own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
-        place = device or next((tensor.device for tensor in own.values()), None)
+        place = place_of(own, device)
         model = cls._parallelize(
             model,
             None if device is None else torch.device(device),
@@ -151,7 +152,7 @@ class Parallelizer:
                 },
             )
         weights = FirstOf(DictSource(own), *([] if stored is None else [stored.view(on_meta(model))]))
-        load = functools.partial(fill, model, weights, device=None if place is None else torch.device(place))
+        load = functools.partial(fill, model, weights, device=place)
         in_turns(context, num_local_ranks_per_step, load, of_host=True)
         sum_gradients(model, model.__dict__.pop(PARTIAL, ()), context)
         model.__dict__.pop(WEIGHTS, None)

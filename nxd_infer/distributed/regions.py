@@ -17,6 +17,7 @@ from nxd_infer import comm
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import InputMismatchError
 from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import ParallelLayer
 
 SEQUENCE_DIM = 1
 """Of the hidden states of all models of transformers: [batch, sequence, features]."""
@@ -85,11 +86,12 @@ def _on_hidden_states(
 def sum_gradients(model: nn.Module, names: Iterable[str], context: ParallelContext) -> None:
     """Sum the gradients of whole weights over the ranks, each of which computes a part of them.
 
-    Names that the model lacks are left out: this rank's pipeline stage has not all of them.
+    Names that the model lacks are left out: this rank's pipeline stage has not all of them. So are those of parallel
+    layers, which sum what they have to.
     """
     weights = dict(model.named_parameters())
-    for name in names:
-        if name in weights:
+    for name in dict.fromkeys(names):
+        if name in weights and not isinstance(model.get_submodule(name.rpartition(".")[0]), ParallelLayer):
             _sum_gradient(weights[name], context)
 
 
