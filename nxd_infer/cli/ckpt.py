@@ -28,6 +28,7 @@ from nxd_infer.checkpoint.neuronx.archive import (
 )
 from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
+from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.cli import compare
 from nxd_infer.cli.compare import Difference
@@ -61,6 +62,9 @@ def open_archive(
         archive = Archive(find_checkpoint(storage_of(path), tag))
         archive.verify(kinds)
         return archive
+    if tables := metadata_files(Path(theirs.where)):
+        theirs.know(layouts_of(theirs, tables))
+        return theirs
     known = _layouts(config) if config is not None else {}
     theirs.know({**infer_layouts(theirs, read_rules(rules) if rules else None, known), **known})
     return theirs
