@@ -34,6 +34,8 @@ from nxd_infer.cli import compare
 from nxd_infer.cli.compare import Difference
 from nxd_infer.cli.console import bar, console, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
+from nxd_infer.distributed.adapters import adapter_file, adapters_in
+from nxd_infer.distributed.parallelizer import SHARDS
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
@@ -42,7 +44,7 @@ from nxd_models import registry
 from nxd_models.hf.weights import StoredSource
 
 WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_model.safetensors"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Weights, and indexes of weights."""
 SHOWN = 24
@@ -154,14 +156,25 @@ def consolidate(
 ) -> Path:
     """Write the model of a checkpoint to ``out/model.safetensors``, completely or not at all; return its path."""
     source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
+    beside = path.parent if path.name == SHARDS else path
+    if (beside / CONFIG).is_file():  # of a parallelized model of transformers
+        return _write_model(source, beside, out, dtype)
     factors, alone = adapter_of(source)
     if factors:
         what = "only an adapter" if alone else "the weights and an unmerged adapter"
         console.print(f"note: these are {what}: {factors[0]}, ...", markup=False)
-    written = _write(source, out, dtype)
-    beside = path.parent if path.name == "shards" else path
-    if (beside / CONFIG).is_file():  # of a parallelized model of transformers: make a directory that it loads
-        _copy_files(beside, out)
+    return _write(source, out, dtype)
+
+
+def _write_model(source: WeightSource, beside: Path, out: Path, dtype: str | None) -> Path:
+    """Write a directory that transformers loads, and in it ``adapter/NAME`` for each adapter of PEFT."""
+    own, adapters = adapters_in(source)
+    written = _write(own, out, dtype)
+    _copy_files(beside, out)
+    for name, weights in adapters.items():
+        folder = out / "adapter" / name
+        _write(weights, folder, dtype).rename(folder / ADAPTER)
+        (out / adapter_file(name)).rename(folder / "adapter_config.json")
     return written
 
 

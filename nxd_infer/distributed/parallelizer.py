@@ -18,7 +18,7 @@ from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, s
 from nxd_infer.checkpoint.storage import Storage, storage_of
 from nxd_infer.comm.turns import in_turns
 from nxd_infer.context import current_context
-from nxd_infer.distributed.adapters import split_adapters
+from nxd_infer.distributed.adapters import adapter_file, split_adapters
 from nxd_infer.distributed.apply import place_of, split
 from nxd_infer.distributed.initialise import initialise
 from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
@@ -250,12 +250,20 @@ def _require_parallel(model: nn.Module) -> None:
 
 
 def _save_config(model: Any, storage: Storage) -> None:
-    """Write what transformers needs beside weights."""
-    files = {"config.json": {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}}
-    if getattr(model, "generation_config", None) is not None:
-        files["generation_config.json"] = model.generation_config.to_diff_dict()
+    """Write what transformers, and PEFT, need beside weights."""
+    adapters = getattr(model, "peft_config", {})
+    base = model.get_base_model() if adapters else model
+    files = {"config.json": {**base.config.to_diff_dict(), "architectures": [type(base).__name__]}}
+    if getattr(base, "generation_config", None) is not None:
+        files["generation_config.json"] = base.generation_config.to_diff_dict()
+    for name, config in adapters.items():
+        files[adapter_file(name)] = config.to_dict()
     for name, content in files.items():
-        storage.write(name, json.dumps(content, indent=2, default=str).encode())
+        storage.write(name, json.dumps(content, indent=2, default=_as_json).encode())
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
 def _lacking(model: nn.Module, stored: WeightSource) -> list[str]:

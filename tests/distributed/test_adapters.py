@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import nxd_infer as nxd
+from nxd_infer.cli import ckpt
 from nxd_infer.context import current_context
 from nxd_infer.errors import AdapterError
 from nxd_infer.layout import shard_tensor, weight_layout
@@ -101,6 +103,41 @@ def compare() -> list[str]:
 def test_adapters_before_and_after():
     for rank, found in enumerate(run_ranks(compare, 2, comm_timeout=120)):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
+
+
+def saved(folder: Path, case: Case) -> list[torch.Tensor]:
+    """Lazily loaded with adapters before; saved; the logits."""
+    import peft
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", attn_implementation="eager")
+    lazy = parallelize(peft.get_peft_model(model, config(case)))
+    assert not any(weight.is_meta for weight in lazy.parameters())
+    first = next(w for n, w in lazy.named_parameters() if "lora_A" in n)
+    second = next(w for n, w in lazy.named_parameters() if "lora_B" in n)
+    assert first.std() > 0 and not second.any()
+    model = parallelize(adapted(case, peft.get_peft_model))
+    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
+    with torch.no_grad():
+        return [one.eval()(**case.batch()).logits for one in (lazy, model)]
+
+
+def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
+    import peft
+    import transformers
+
+    case = CASES[0]
+    case.build().save_pretrained(tmp_path / "whole")
+    lazy, logits = run_ranks(saved, 2, tmp_path, case, comm_timeout=120)[0]
+    ckpt.consolidate(tmp_path / "out", tmp_path / "model", None, None)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        assert torch.allclose(whole(**case.batch()).logits, lazy, **NEAR)
+        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
+        assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
 
 
 def refused() -> list[str]:
