@@ -38,7 +38,9 @@ def initialise(model: Any, names: Iterable[str], context: ParallelContext) -> No
             for axis in ("tp", "dp", "cp", "pp"):
                 value = comm.broadcast(value, context, axis)
             _replace(model, getattr(owner, own), value)
-        logger.warning("%s has no stored weights for %s: they are initialised", path or "the model", lacking)
+    drawn_here = sorted(path for path in owners if not _FACTOR.search(path))
+    if drawn_here:
+        logger.warning("the files have no weights for %s: they are initialised", ", ".join(drawn_here))
 
 
 def _initialised(model: Any, path: str, owner: nn.Module) -> nn.Module:

@@ -46,6 +46,8 @@ _RENAMED = {
 
 _lazy: ContextVar[bool] = ContextVar("nxd_lazy_load", default=False)
 _open_contexts = 0
+_own: list[Any] = []
+"""transformers' own method while any context is open: as the class holds it, bound to nothing."""
 _lock = threading.Lock()
 logger = logging.getLogger(__name__)
 
@@ -107,15 +109,14 @@ def _diverted_loading() -> Iterator[None]:
                 return (_load if _lazy.get() else own.__func__)(cls, *args, **kwargs)
 
             base.from_pretrained = classmethod(from_pretrained)
-            base._nxd_own_from_pretrained = own
+            _own.append(own)
     try:
         yield
     finally:
         with _lock:
             _open_contexts -= 1
             if _open_contexts == 0:
-                base.from_pretrained = base._nxd_own_from_pretrained
-                del base._nxd_own_from_pretrained
+                base.from_pretrained = _own.pop()
 
 
 def _transformers() -> Any:
