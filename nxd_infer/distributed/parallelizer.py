@@ -141,7 +141,7 @@ class Parallelizer:
         result = model
         if context.pp.degree > 1:
             if pipeline_parallel_gradient_checkpointing_enabled:
-                model.gradient_checkpointing_enable()
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             result = pipelined(
                 model,
                 cls.plan(model.config),
