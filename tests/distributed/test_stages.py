@@ -1,4 +1,4 @@
-"""Every model in two pipeline stages of two ranks each, with sequence parallelism: loss and gradients of one process."""
+"""Every model in two pipeline stages of two ranks, with sequence parallelism: loss and gradients of one process."""
 
 from __future__ import annotations
 
