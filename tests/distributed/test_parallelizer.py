@@ -16,7 +16,8 @@ from tests.distributed.models import CASES, Case
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
-NEAR = {"rtol": 1e-5, "atol": 1e-5}
+NEAR = 1e-5
+"""Of the largest logit: those of T5 are large."""
 ONCE = list({case.kind: case for case in CASES}.values())
 """One case of each type."""
 
@@ -31,6 +32,10 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     model.eval()
     with torch.no_grad():
         return model(**batch).logits
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    return float((found - wanted).abs().max()) <= NEAR * max(1.0, float(wanted.abs().max()))
 
 
 def whole_way(folder: Path, case: Case) -> Tensor:
@@ -77,11 +82,11 @@ def test_every_model_comes_back_as_it_was_trained(tmp_path: Path):
         if isinstance(found, str):
             problems.append(f"{case.kind}: {found}")
             continue
-        if not torch.allclose(found, one_step(case), **NEAR):
+        if not near(found, one_step(case)):
             problems.append(f"{case.kind}: trained to {float((found - one_step(case)).abs().max()):.1e} beside")
         out = tmp_path / f"{case.kind}-whole"
         ckpt.consolidate(tmp_path / f"{case.kind}-shards", out, None, None)
         loaded = auto_class(case).from_pretrained(out, attn_implementation="eager", dtype=torch.float32)
-        if not torch.allclose(logits(loaded, case.batch()), found, **NEAR):
+        if not near(logits(loaded, case.batch()), found):
             problems.append(f"{case.kind}: consolidated, its logits differ")
     assert not problems, "\n".join(problems)
