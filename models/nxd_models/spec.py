@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 TASKS = ("generate", "embed", "classify")
 """The tasks that a server supports."""
+TRANSFORMERS = "transformers"
+"""The ``model_impl`` of families whose modules are transformers' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,8 @@ class Task:
     blocks: str
     """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so a pipeline may be
     split before any block except the first."""
-    architecture: str = ""
-    """A directory supports the task only if one of its ``architectures`` has this suffix."""
+    architecture: str | tuple[str, ...] = ""
+    """A directory supports the task only if one of its ``architectures`` has this suffix, or one of these."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class ModelSpec:
     """``(config, degree)``: the sharded layers, by name. Others are replicated. None: unspecified."""
     stored_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     """Weights that checkpoints store under another name, as part of a larger tensor, or transposed."""
+    model_impl: str | None = None
+    """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
     adapter_targets: tuple[str, ...] = ()
     """Last name components of the linear layers that LoRA adapters may change."""
 

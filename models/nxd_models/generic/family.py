@@ -6,7 +6,7 @@ from nxd_infer.distributed import plans
 from nxd_models.generic.config import CLASSIFIES, GENERATES, read_config
 from nxd_models.generic.decoder import CausalLM, CausalLMStep
 from nxd_models.hf.stored import StoredWeight
-from nxd_models.spec import ModelSpec, Task
+from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
 
 _RENAMED = {
     "lm_head.weight": StoredWeight("embed_out.weight"),
@@ -27,4 +27,5 @@ def family_of(model_type: str) -> ModelSpec:
         read_config=read_config,
         tasks={"generate": Task(CausalLM, CausalLMStep, blocks="", architecture=GENERATES)},
         stored_weights=_RENAMED,
+        model_impl=TRANSFORMERS,
     )
