@@ -38,7 +38,7 @@ _REFUSED = (
 )
 _IGNORED = ("low_cpu_mem_usage", "use_safetensors", "weights_only", "ignore_mismatched_sizes", "local_files_only")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-_RENAMED = {
+RENAMED = {
     "lm_head.weight": StoredWeight("embed_out.weight"),
     "embed_out.weight": StoredWeight("lm_head.weight"),
 }
@@ -64,7 +64,7 @@ class StoredWeights:
         """Return those of ``names`` that the files have."""
         source: HuggingFaceSource = weights(self.folder, prefixes=(f"{self.prefix}.",) if self.prefix else ())
         plain = {name: plain_name(name) for name in names}
-        found = source.view(plain.values(), _RENAMED)
+        found = source.view(plain.values(), RENAMED)
         there = set(found.keys())
         return RemappedSource(found, {name: own for name, own in plain.items() if own in there})
 
@@ -153,7 +153,7 @@ def _load(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) ->
     stored = StoredWeights(folder, cls.base_model_prefix)
     dtype = _dtype_of(dtype, config, folder)
     how = {} if attention is None else {"attn_implementation": attention}
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = cls._from_config(config, dtype=dtype, **how, **kwargs)
     model.config.name_or_path = model.name_or_path = str(path)
     if hasattr(model, "generation_config"):
@@ -193,7 +193,7 @@ def _dtype_of(wanted: Any, config: Any, folder: Path) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Put parameters of modules that this thread makes on the meta device; buffers have their values, which are small.
 
     Each parameter is allocated and dropped again before the next one.

@@ -9,12 +9,14 @@ from typing import Any
 from nxd_infer.distributed.plan import Heads
 from nxd_infer.distributed.plans import plan_for
 from nxd_infer.errors import MissingPackageError, ModelConfigError
-from nxd_models.hf.config_file import ModelFile
+from nxd_models.hf.classifier_file import ClassifierFile
 from nxd_models.spec import DecoderConfig, EncoderConfig
 
 GENERATES = ("ForCausalLM", "LMHeadModel")
 """What the names of causal language models end with."""
 CLASSIFIES = "ForSequenceClassification"
+_OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")
+"""Types whose first position is the one after the padding token's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +61,17 @@ def read_config(raw: Mapping[str, Any], origin: str) -> DecoderConfig | EncoderC
 
     Raises ModelConfigError naming what neither step can compute.
     """
-    file = ModelFile.read(raw, origin)
+    file = ClassifierFile.read(raw, origin)
     config = transformers_config(raw, origin)
     plan_for(config)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelConfigError(f"{origin}: model_type = {file.model_type!r}: encoder-decoder models are not served")
     if any(name.endswith(GENERATES) for name in file.architectures):
         return _decoder(config, file, raw, origin)
-    return _encoder(config, file, raw, origin)
+    return _encoder(config, file, raw)
 
 
-def _decoder(config: Any, file: ModelFile, raw: Mapping[str, Any], origin: str) -> GenericDecoderConfig:
+def _decoder(config: Any, file: ClassifierFile, raw: Mapping[str, Any], origin: str) -> GenericDecoderConfig:
     heads = Heads.of(config, 1)
     end = config.eos_token_id
     return GenericDecoderConfig(
@@ -98,20 +100,19 @@ def _unscaled_lengths(config: Any, origin: str) -> Iterator[int]:
             yield original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
 
 
-def _encoder(config: Any, file: ModelFile, raw: Mapping[str, Any], origin: str) -> GenericEncoderConfig:
-    labels = dict(getattr(config, "id2label", None) or {})
-    kind = getattr(config, "problem_type", None)
-    single = len(labels) == 1
+def _encoder(config: Any, file: ClassifierFile, raw: Mapping[str, Any]) -> GenericEncoderConfig:
+    labels = file.labels()
     return GenericEncoderConfig(
         model_type=file.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         max_position=config.max_position_embeddings,
-        type_vocab_size=getattr(config, "type_vocab_size", 0) or 1,
+        position_offset=(config.pad_token_id or 0) + 1 if file.model_type in _OFFSET else 0,
+        type_vocab_size=getattr(config, "type_vocab_size", 1),
         pad_token_id=config.pad_token_id or 0,
-        labels=tuple(str(labels[key]) for key in sorted(labels)),
-        scores="none" if kind == "regression" else "sigmoid" if kind == "multi_label_classification" or single else "softmax",
+        labels=labels,
+        scores=file.scores(len(labels)),
         dtype=file.weight_dtype,
         raw=raw,
     )

@@ -37,7 +37,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: GenericDecoderConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config = config
-        model = parallel_model("AutoModelForCausalLM", config.raw, dtype)
+        model = parallel_model("AutoModelForCausalLM", config.raw, dtype, cached=True)
         adopt(self, model)
         path = model.base_model_prefix
         if hasattr(model.base_model, "decoder"):

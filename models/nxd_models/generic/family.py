@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from nxd_infer.distributed import plans
+from nxd_infer.distributed.lazy import RENAMED
 from nxd_models.generic.config import CLASSIFIES, GENERATES, read_config
 from nxd_models.generic.decoder import CausalLM, CausalLMStep
-from nxd_models.hf.stored import StoredWeight
+from nxd_models.generic.encoder import Classifier, GenericClassifyStep, GenericEmbedStep, SentenceEncoder
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
-
-_RENAMED = {
-    "lm_head.weight": StoredWeight("embed_out.weight"),
-    "embed_out.weight": StoredWeight("lm_head.weight"),
-}
-"""GPT-NeoX's output layer, before and since transformers 5."""
-
 
 def model_types() -> list[str]:
     """Return the model types that have a tensor-parallel plan."""
@@ -22,10 +16,15 @@ def model_types() -> list[str]:
 
 def family_of(model_type: str) -> ModelSpec:
     """Return the family of one model type that has a plan."""
+    blocks = next(iter(plans.plan_of_type(model_type).stacks), "")
     return ModelSpec(
         model_types=(model_type,),
         read_config=read_config,
-        tasks={"generate": Task(CausalLM, CausalLMStep, blocks="", architecture=GENERATES)},
-        stored_weights=_RENAMED,
+        tasks={
+            "generate": Task(CausalLM, CausalLMStep, blocks, GENERATES),
+            "classify": Task(Classifier, GenericClassifyStep, blocks, CLASSIFIES),
+            "embed": Task(SentenceEncoder, GenericEmbedStep, blocks),
+        },
+        stored_weights=RENAMED,
         model_impl=TRANSFORMERS,
     )
