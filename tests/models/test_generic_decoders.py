@@ -1,0 +1,104 @@
+"""Causal language models of transformers without a family of ours: traced, verified, served, with ``generate``'s tokens."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_infer.cli import verify
+from nxd_infer.errors import ModelConfigError
+from nxd_infer.trace import parallel_model_trace
+from nxd_models import registry
+from nxd_models.hf import weights as hf
+from nxd_models.serving import tasks
+from nxd_models.serving.eager_generation import generate_eager
+from nxd_server.text.tokenizer import Tokenizer
+from tests.distributed.models import Case
+from tests.http.http_artifacts import real_server
+from tests.models.helpers import GAP, assert_greedy, greedy_reference, prompts_of
+from tests.tiny_models import EOS, VOCAB_SIZE, tokenizer_json
+
+BUCKET, MAX_LEN, NEW = 8, 40, 4
+LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
+NO_END = {"bias_ids": EOS, "bias_values": [[-1e9] + [0.0] * 299] * len(LENGTHS)}
+WINDOW = {"sliding_window": 6}
+CASES = {
+    "llama": Case("llama", 4, 2),
+    "llama, padded and tied": Case("llama", 3, 1, {"tie_word_embeddings": True}),
+    "mistral": Case("mistral", 4, 1, WINDOW),
+    "qwen2": Case("qwen2", 6, 2),
+    "qwen3": Case("qwen3", 6, 3, {"head_dim": 8}),
+    "phi3": Case("phi3", 4, 2, WINDOW),
+    "gemma2": Case("gemma2", 4, 2, {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, **WINDOW}),
+    "gpt2": Case("gpt2", fields={"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "gpt_neo": Case("gpt_neo", fields={"window_size": 6}),
+    "gpt_neox": Case("gpt_neox", fields={"rotary_pct": 0.5}),
+    "opt": Case("opt", 3, 3),
+}
+SERVED = {name: 1 for name in CASES} | dict.fromkeys(("llama, padded and tied", "gemma2", "gpt2", "gpt_neox"), 2)
+"""Tensor-parallel degrees."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Writes a model as transformers saves it, with weights large enough for the likeliest token to be clear."""
+    root = tmp_path_factory.mktemp("generic")
+
+    @functools.cache
+    def write(name: str) -> Path:
+        case = CASES[name]
+        fields = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, **case.fields}
+        path = root / name
+        Case(case.kind, case.heads, case.kv, fields).build().save_pretrained(path)
+        (path / "tokenizer.json").write_text(tokenizer_json())
+        return path
+
+    return write
+
+
+@functools.cache
+def expected(path: Path) -> list[tuple[list[int], list[int], list[float]]]:
+    """For each length: a prompt, the tokens of ``generate``, and how clear they are."""
+    return [(p, *greedy_reference(path, p, NEW)) for p in prompts_of(LENGTHS, VOCAB_SIZE, seed=3)]
+
+
+def plan_of(path: Path):
+    sizes = {"batch_sizes": [1, len(LENGTHS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN}
+    return tasks.plan(path, model_impl="transformers", dtype=torch.float32, **sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_step_gives_the_tokens_of_generate(directory, name):
+    path = directory(name)
+    plan = plan_of(path)
+    step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    prompts = [prompt for prompt, *_ in expected(path)]
+    found = generate_eager(step, prompts, NEW, piece=BUCKET, **NO_END)
+    for result, (_, tokens, gaps) in zip(found, expected(path), strict=True):
+        assert_greedy(result.tokens, tokens, gaps)
+
+
+@pytest.mark.parametrize(("name", "degree"), SERVED.items())
+def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
+    path, artifact = directory(name), tmp_path / "artifact"
+    plan = plan_of(path)
+    assert plan.metadata["model_impl"] == "transformers"
+    parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager", artifact_dir=artifact)
+    assert verify.run(artifact, path, None, seed=0) == 0
+    decode = Tokenizer.from_dir(path).decode
+    with real_server(artifact) as server, concurrent.futures.ThreadPoolExecutor(len(LENGTHS)) as clients:
+
+        def ask(prompt: list[int]) -> str:
+            body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "logit_bias": {str(EOS): -100}}
+            return server.post("/v1/completions", body).json()["choices"][0]["text"]
+
+        prompts = [prompt for prompt, *_ in expected(path)]
+        texts = list(clients.map(ask, prompts))
+    for text, (_, tokens, gaps) in zip(texts, expected(path), strict=True):
+        assert min(gaps) > GAP, "choose a prompt whose answer is clear"
+        assert text == decode(tokens)
