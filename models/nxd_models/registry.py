@@ -49,6 +49,7 @@ BUILT_IN = {
     "mistral": "nxd_models.llama.family:LLAMA",
     "qwen2": "nxd_models.llama.family:LLAMA",
     "qwen3": "nxd_models.llama.family:LLAMA",
+    "gpt_neox": "nxd_models.gpt_neox.family:GPT_NEOX",
     "bert": "nxd_models.bert.family:BERT",
     "roberta": "nxd_models.bert.family:ROBERTA",
 }

@@ -1,4 +1,4 @@
-"""Causal language models of transformers without a family of ours: traced, verified, served, with ``generate``'s tokens."""
+"""Decoders of transformers in its own modules, and our GPT-NeoX: traced, verified, served, with the tokens of `generate`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ CASES = {
     "gpt_neo": Case("gpt_neo", fields={"window_size": 6}),
     "gpt_neox": Case("gpt_neox", fields={"rotary_pct": 0.5}),
     "opt": Case("opt", 3, 3),
+    "our gpt_neox": Case("gpt_neox", 3, 3, {"rotary_pct": 0.5}),
+    "our gpt_neox, serial": Case("gpt_neox", fields={"rotary_pct": 1.0, "use_parallel_residual": False}),
 }
-SERVED = {name: 1 for name in CASES} | dict.fromkeys(("llama, padded and tied", "gemma2", "gpt2", "gpt_neox"), 2)
+SERVED = {name: 1 for name in CASES if "serial" not in name} | dict.fromkeys(("llama, padded and tied", "gemma2", "gpt2", "gpt_neox", "our gpt_neox"), 2)
 """Tensor-parallel degrees."""
 
 
@@ -68,8 +70,11 @@ def expected(path: Path) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 def plan_of(path: Path):
+    model_impl = None if path.name.startswith("our") else "transformers"
     sizes = {"batch_sizes": [1, len(LENGTHS)], "prompt_buckets": [BUCKET], "max_len": MAX_LEN}
-    return tasks.plan(path, model_impl="transformers", dtype=torch.float32, **sizes)
+    plan = tasks.plan(path, model_impl=model_impl, dtype=torch.float32, **sizes)
+    assert plan.metadata.get("model_impl") == model_impl
+    return plan
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,7 +92,6 @@ def test_the_step_gives_the_tokens_of_generate(directory, name):
 def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
     path, artifact = directory(name), tmp_path / "artifact"
     plan = plan_of(path)
-    assert plan.metadata["model_impl"] == "transformers"
     parallel_model_trace(**plan.trace_arguments(), tp_degree=degree, backend="eager", artifact_dir=artifact)
     assert verify.run(artifact, path, None, seed=0) == 0
     decode = Tokenizer.from_dir(path).decode

@@ -46,7 +46,7 @@ class CausalLM(nn.Module):
         for module in model.modules():
             if type(module).__name__ == "GPTNeoSelfAttention":
                 _attend_by_cache(module)
-            if getattr(module, "rope_type", None) in ("longrope", "su"):
+            if getattr(module, "rope_type", None) in ("dynamic", "longrope", "su"):
                 module.rope_type = "default"  # its frequencies are those of short contexts, and config has their limit
 
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
