@@ -1,7 +1,15 @@
-"""The plans of model types: transformers' own ``base_model_tp_plan`` where it has one, ours where it has none."""
+"""The plans of model types: transformers' own ``base_model_tp_plan`` where it has one, ours where it has none.
+
+A program adds one with :func:`register_plan`, a package with an entry point, which every process then finds:
+
+    [project.entry-points."nxd_infer.plans"]
+    distilbert = "my_package:DISTILBERT"        # a ModelPlan
+"""
 
 from __future__ import annotations
 
+import functools
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from nxd_infer.distributed.plan import ModelPlan
@@ -160,12 +168,35 @@ def register_plan(model_type: str, plan: ModelPlan) -> None:
 
 def supported_types() -> list[str]:
     """Return the model types that have a plan, in alphabetical order."""
-    return sorted({*READ, *PLANS, *_REGISTERED})
+    return sorted({*READ, *PLANS, *_REGISTERED, *_points()})
+
+
+GROUP = "nxd_infer.plans"
+
+
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+@functools.cache
+def _of_package(point: EntryPoint) -> ModelPlan:
+    try:
+        plan = point.load()
+    except Exception as error:
+        raise ModelConfigError(
+            f"the plan of {point.name!r} is {point.value}, which cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(plan, ModelPlan):
+        raise ModelConfigError(f"the plan of {point.name!r} is {point.value}: expected a ModelPlan, got {plan!r}")
+    return plan
 
 
 def plan_of_type(kind: str, config: Any = None) -> ModelPlan:
     """Return the plan of a supported model type; ``config``: of that type, for plans that are read from it."""
-    plan = _REGISTERED.get(kind) or PLANS.get(kind)
+    plan = _REGISTERED.get(kind)
+    if plan is None and (point := _points().get(kind)) is not None:
+        plan = _of_package(point)
+    plan = plan or PLANS.get(kind)
     if plan is None:
         styles = {} if config is None else _from_transformers(config)
         plan = ModelPlan({**styles, **_DECODER}, ("layers",))
@@ -176,7 +207,7 @@ def unknown_type(kind: str) -> ModelConfigError:
     known = supported_types()
     return ModelConfigError(
         f"there is no tensor-parallel plan for model_type {kind!r}{did_you_mean(str(kind), known)}; there are plans "
-        f"for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one"
+        f"for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one (docs/plans.md)"
     )
 
 

@@ -50,3 +50,4 @@ def adopt(module: nn.Module, model: nn.Module) -> None:
         raise ModelConfigError(f"{type(model).__name__} has weights outside of its modules: {', '.join(own)}")
     for name, child in model.named_children():
         module.add_module(name, child)
+    module.nxd_prefix = model.base_model_prefix  # which a checkpoint's names may have, or lack

@@ -9,9 +9,13 @@ from nxd_models.generic.decoder import CausalLM, CausalLMStep
 from nxd_models.generic.encoder import Classifier, GenericClassifyStep, GenericEmbedStep, SentenceEncoder
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
 
+_NOT_SERVED = ("t5",)
+"""Types whose plan is for training: encoder-decoder models have no step."""
+
+
 def model_types() -> list[str]:
     """Return the model types that have a tensor-parallel plan."""
-    return plans.supported_types()
+    return [name for name in plans.supported_types() if name not in _NOT_SERVED]
 
 
 def family_of(model_type: str) -> ModelSpec:

@@ -40,11 +40,15 @@ class HuggingFaceSource:
     ``keys()`` returns the checkpoint's own names; any spelling that resolves can be read.
     """
 
-    def __init__(self, source: WeightSource, prefixes: Sequence[str] = PREFIXES):
+    def __init__(self, source: WeightSource, prefixes: Iterable[str] = PREFIXES):
         self._source = source
         self._prefixes = tuple(prefixes)
         self._names = frozenset(source.keys())
         self._resolved: dict[str, str] = {}
+
+    def with_prefix(self, prefix: str) -> HuggingFaceSource:
+        """Return the same weights, whose names may also have ``prefix``."""
+        return HuggingFaceSource(self._source, dict.fromkeys((*self._prefixes, prefix)))
 
     def keys(self) -> Iterable[str]:
         return self._names
@@ -153,7 +157,7 @@ def _spellings(name: str, prefixes: Sequence[str]) -> Iterable[str]:
     bare = name
     for prefix in prefixes:
         bare = bare.removeprefix(prefix)
-    plain = [name, bare, *(prefix + bare for prefix in prefixes)]
+    plain = [name, *dict.fromkeys((bare, *(prefix + known for known in (bare, name) for prefix in prefixes)))]
     yield from plain
     if "norm" in name.lower():
         for new, old in _OLD_NAMES.items():
@@ -178,12 +182,15 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:
     """Return the logical weights that ``module`` reads, under its names, all checked for presence and shape.
 
-    The attribute ``nxd_stored``, set by :mod:`nxd_models.registry`, says what checkpoints store differently.
+    The attribute ``nxd_stored``, set by :mod:`nxd_models.registry`, says what checkpoints store differently;
+    ``nxd_prefix``, if there is one, is one more prefix that their names may have.
 
     Other tensors of the checkpoint (heads of other tasks, constants) are ignored. Raises WeightMismatchError listing
     missing weights and different shapes.
     """
     found = source if isinstance(source, HuggingFaceSource) else HuggingFaceSource(as_source(source))
+    if (prefix := getattr(module, "nxd_prefix", None)) is not None:
+        found = found.with_prefix(f"{prefix}.")
     layouts = weight_layout(module)
     names = [logical for layout in layouts.values() for logical in layout.logical_names]
     named = found.view(names, getattr(module, "nxd_stored", None))
