@@ -26,7 +26,7 @@ BENCHMARKS = (
     "pipeline",
     "plot",
 )
-ON_REQUEST = ("attacks", "against")
+ON_REQUEST = ("attacks", "against", "generic")
 """Benchmarks that run only by name."""
 
 

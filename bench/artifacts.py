@@ -71,9 +71,10 @@ def artifact(
     prompts: Sequence[int] = PROMPTS,
     speculate: int = 0,
     root: Path = ROOT,
+    further: Sequence[str] = (),
 ) -> Path:
     """Return the model of ``options`` traced in bfloat16 at degree ``tp``, for all measured batches and prompts, by
-    the code of the checkout ``root``."""
+    the code of the checkout ``root``, with ``further`` arguments."""
     model = bench_model(options)
     arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, batches))]
     arguments += ["--prompt-buckets", ",".join(map(str, prompts)), "--max-len", 4096, "--dtype", "bfloat16"]
@@ -81,6 +82,9 @@ def artifact(
     if speculate:
         arguments += ["--speculate", speculate]
         name += f"-speculate{speculate}"
+    if further or batches != BATCHES:
+        arguments += further
+        name += f"-b{max(batches)}-{'-'.join(further).strip('-') or 'family'}"
     if options.model == "tiny":
         arguments += ["--backend", "eager"]
     if root != ROOT:
