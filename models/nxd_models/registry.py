@@ -100,15 +100,15 @@ def find(model_type: Any, origin: str = "config.json", model_impl: str | None = 
 
 def _last_resort(model_type: Any, origin: str) -> ModelSpec:
     families = importlib.import_module(LAST_RESORT)
-    planned = families.model_types()
-    if model_type not in planned:
+    spec = families.family_of(model_type)
+    if spec is None:
         raise ModelConfigError(
             f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
             f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md). "
-            f"transformers' own module is traced for {', '.join(planned)}; a plan of twenty lines adds one "
+            f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds one "
             "(docs/plans.md)"
         )
-    return families.family_of(model_type)
+    return spec
 
 
 def _points() -> list[EntryPoint]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_infer.cli import verify
-from nxd_infer.errors import ModelConfigError
+from nxd_infer.distributed import ModelPlan, plans
+from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.trace import parallel_model_trace
 from nxd_models import registry
+from nxd_models.generic import attention
 from nxd_models.hf import weights as hf
 from nxd_models.serving import tasks
 from nxd_models.serving.eager_generation import generate_eager
+from nxd_models.serving.kv_cache import LayerCache
 from nxd_server.text.tokenizer import Tokenizer
 from tests.distributed.models import Case
 from tests.http.http_artifacts import real_server
 from tests.models.helpers import GAP, assert_greedy, greedy_reference, prompts_of
-from tests.tiny_models import EOS, VOCAB_SIZE, tokenizer_json
+from tests.tiny_models import EOS, VOCAB_SIZE, tokenizer_json, write_tiny
 
 BUCKET, MAX_LEN, NEW = 8, 40, 4
 LENGTHS = (1, BUCKET - 1, BUCKET, BUCKET + 1, MAX_LEN - NEW)
@@ -106,3 +110,88 @@ def test_it_is_traced_verified_and_served(directory, tmp_path, name, degree):
     for text, (_, tokens, gaps) in zip(texts, expected(path), strict=True):
         assert min(gaps) > GAP, "choose a prompt whose answer is clear"
         assert text == decode(tokens)
+
+
+# --- what it cannot compute is refused by name, or limited ---------------------------------------------------------
+
+
+def config_file(tmp_path: Path, case: Case, **changes) -> Path:
+    """A directory without weights."""
+    case.config().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+    return tmp_path
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "longest"),
+    [
+        ("phi3", LONG, 40),
+        ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64),
+        ("llama", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}, 64),
+    ],
+)
+def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_one(tmp_path, kind, rope, longest):
+    fields = {"original_max_position_embeddings": 40} if kind == "phi3" else {}
+    fields |= {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, "rope_parameters": rope}
+    case = Case(kind, 4, 2, fields)
+    case.build().save_pretrained(tmp_path)
+    with pytest.raises(ModelConfigError, match=f"context of {longest + 1} tokens is beyond the {longest} of this {kind}"):
+        tasks.plan(tmp_path, model_impl="transformers", max_len=longest + 1)
+    plan = tasks.plan(tmp_path, model_impl="transformers", max_len=longest, batch_sizes=[1], dtype=torch.float32)
+    step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
+    (prompt,) = prompts_of([longest - NEW], VOCAB_SIZE)
+    no_end = {"bias_ids": EOS, "bias_values": [[-1e9] + [0.0] * 299]}
+    (found,) = generate_eager(step, [prompt], NEW, piece=BUCKET, **no_end)
+    assert_greedy(found.tokens, *greedy_reference(tmp_path, prompt, NEW))
+
+
+def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(plans, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss", "gpt_bigcode")})
+    bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    sinks = transformers.GptOssConfig(
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "head_dim": 8},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1},
+        layer_types=["full_attention"] * 2,
+    )
+    for config, words in ((bloom, "BloomModel takes no position_ids"), (sinks, "GptOssAttention: attention with s_aux")):
+        config.architectures = ["ForCausalLM"]
+        config.max_position_embeddings, config.rope_parameters = 64, {"rope_type": "default", "rope_theta": 1e4}
+        config.save_pretrained(tmp_path)
+        plan = tasks.plan(tmp_path, batch_sizes=[1], max_len=16, dtype=torch.float32)
+        with pytest.raises(ModelConfigError, match=words):
+            plan.func(**plan.func_kwargs)(**plan.example_inputs[0])
+
+
+@pytest.mark.check
+def test_a_model_whose_own_code_attends_is_noticed():
+    caches = [LayerCache(torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), *torch.zeros(3, 1, dtype=torch.int64))] * 2
+    with pytest.raises(ModelConfigError, match=r"mamba: its layers \[0, 1\] of 2 do not attend by transformers'"):
+        with attention.over(caches, torch.zeros(1, 1, dtype=torch.int64), "mamba"):
+            pass
+
+
+@pytest.mark.check
+def test_an_encoder_decoder_model_and_an_unknown_one_are_refused(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"model_type = 't5': encoder-decoder models are not served"):
+        registry.load_config(config_file(tmp_path, Case("t5", head="T5ForConditionalGeneration")), "transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelConfigError, match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/plans\.md"):
+        registry.load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "hidden_size": "wide"}')
+    with pytest.raises(ModelConfigError, match=r"transformers cannot read this gemma2 model: .*hidden_size"):
+        registry.load_config(tmp_path)
+
+
+@pytest.mark.check
+def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
+    path = config_file(tmp_path, Case("gemma2", 4, 2), architectures=["Gemma2ForCausalLM"])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'nxd-infer\[hf\]'"):
+        registry.load_config(path)
+    registry.load_config(write_tiny("llama", tmp_path / "llama"))  # families of ours do not need it

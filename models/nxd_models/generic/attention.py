@@ -90,7 +90,8 @@ def _attend(
         if softcap is not None:
             raise ModelConfigError(f"{type(module).__name__}: soft-capped attention needs a cache here")
         return library().AttentionInterface()[_OUTSIDE](module, query, key, value, attention_mask, **others)
-    unknown = [name for name, given in others.items() if name not in _WITHOUT_EFFECT and given not in (None, False)]
+    given = {name for name, value in others.items() if value is not None and value is not False}
+    unknown = sorted(given.difference(_WITHOUT_EFFECT))
     if unknown:
         raise ModelConfigError(f"{type(module).__name__}: attention with {', '.join(unknown)} cannot be served")
     return attend(step, module.layer_idx, query, key, value, attention_mask, scaling, softcap), None

@@ -50,10 +50,12 @@ def transformers_config(raw: Mapping[str, Any], origin: str = "config.json") -> 
     """Return transformers' own configuration. Raises ModelConfigError with its reason if it cannot read the fields."""
     kind = raw.get("model_type")
     fields = {name: value for name, value in raw.items() if name != "model_type"}
+    hf = library()
     try:
-        return library().AutoConfig.for_model(kind, **fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelConfigError(f"{origin}: transformers cannot read this {kind} model: {error}") from error
+        return hf.AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # of many types, one of them huggingface_hub's
+        reason = " ".join(str(error).split())
+        raise ModelConfigError(f"{origin}: transformers cannot read this {kind} model: {reason}") from error
 
 
 def read_config(raw: Mapping[str, Any], origin: str) -> DecoderConfig | EncoderConfig:
@@ -96,8 +98,8 @@ def _unscaled_lengths(config: Any, origin: str) -> Iterator[int]:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for scaling in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
         if scaling.get("rope_type", scaling.get("type")) in ("longrope", "su"):
-            original = scaling.get("original_max_position_embeddings")
-            yield original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+            for owner in (scaling, config.to_dict()):
+                yield owner.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 def _encoder(config: Any, file: ClassifierFile, raw: Mapping[str, Any]) -> GenericEncoderConfig:

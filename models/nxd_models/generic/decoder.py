@@ -6,6 +6,7 @@ Shapes: B rows, S positions, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.errors import ModelConfigError
 from nxd_models.generic import attention
 from nxd_models.generic.build import adopt, parallel_model
 from nxd_models.generic.config import GenericDecoderConfig, library
@@ -43,6 +45,7 @@ class CausalLM(nn.Module):
         if hasattr(model.base_model, "decoder"):
             path += ".decoder"
         self.parts = _Parts(model, model.get_submodule(path), _with(model, path, _Given()))
+        _require_positions(self.parts.decoder, config.model_type)
         for module in model.modules():
             if type(module).__name__ == "GPTNeoSelfAttention":
                 _attend_by_cache(module)
@@ -61,16 +64,30 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden_BSE: Tensor) -> Tensor:
         """Map final hidden states to logits [B, S, V], complete on every rank."""
-        return self.parts.head(inputs_embeds=hidden_BSE, use_cache=False).logits
+        return self.parts.head(inputs_embeds=hidden_BSE, use_cache=False, return_dict=True).logits
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V], without a cache."""
         self.config.check_length(input_ids.shape[1])
-        return self.parts.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return self.parts.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True
+        ).logits
 
 
 class CausalLMStep(DecoderStep, CausalLM):
     """One generation step of a model of transformers."""
+
+
+def _require_positions(decoder: nn.Module, model_type: str) -> None:
+    """Raise ModelConfigError unless a token's result depends on its position, and on keys and values, only."""
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise ModelConfigError(
+            f"{model_type}: {type(decoder).__name__} takes no position_ids (as with ALiBi), so it cannot be served "
+            "without a family of ours"
+        )
+    states = sorted({name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d)})
+    if states:
+        raise ModelConfigError(f"{model_type}: {states[0]} has a state of its own beside keys and values: not served")
 
 
 class _Given(nn.Module):

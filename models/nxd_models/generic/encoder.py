@@ -30,7 +30,7 @@ class _Model(nn.Module):
     def run(self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None) -> Any:
         # Models without a table of types may still take types, and mean something else by them.
         types = {"token_type_ids": token_type_ids} if "type_vocab_size" in self.parts[0].config.to_dict() else {}
-        return self.parts[0](input_ids=input_ids, attention_mask=attention_mask, **types)
+        return self.parts[0](input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
 
 
 class SentenceEncoder(_Model):

@@ -14,12 +14,14 @@ _NOT_SERVED = ("t5",)
 
 
 def model_types() -> list[str]:
-    """Return the model types that have a tensor-parallel plan."""
+    """Return the model types that have a tensor-parallel plan and a step."""
     return [name for name in plans.supported_types() if name not in _NOT_SERVED]
 
 
-def family_of(model_type: str) -> ModelSpec:
-    """Return the family of one model type that has a plan."""
+def family_of(model_type: str) -> ModelSpec | None:
+    """Return the family of one model type; None if it has no plan."""
+    if model_type not in plans.supported_types():
+        return None
     blocks = next(iter(plans.plan_of_type(model_type).stacks), "")
     return ModelSpec(
         model_types=(model_type,),
