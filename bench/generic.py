@@ -25,9 +25,7 @@ def run(options: Options) -> None:
     rows: dict[str, dict[str, list[Turn]]] = {}
     field = Field({}, {})
     for tp in options.degrees:
-        paths = {
-            name: artifact(options, tp, BATCHES, (PROMPT,), further=further) for name, further in SIDES.items()
-        }
+        paths = {name: artifact(options, tp, BATCHES, (PROMPT,), further=further) for name, further in SIDES.items()}
         with contextlib.ExitStack() as stack:
             field.placement.look()
             servers = {name: stack.enter_context(Server(path)) for name, path in paths.items()}

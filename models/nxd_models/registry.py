@@ -54,7 +54,7 @@ BUILT_IN = {
     "roberta": "nxd_models.bert.family:ROBERTA",
 }
 LAST_RESORT = "nxd_models.generic.family"
-"""The module with the families of model types that transformers runs: ``model_types()`` and ``family_of(model_type)``."""
+"""The module with the families of model types that transformers runs: ``model_types()``, ``family_of(model_type)``."""
 _registered: dict[str, ModelSpec] = {}
 
 
@@ -105,8 +105,8 @@ def _last_resort(model_type: Any, origin: str) -> ModelSpec:
         raise ModelConfigError(
             f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
             f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md). "
-            f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds one "
-            "(docs/plans.md)"
+            f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds "
+            "one (docs/plans.md)"
         )
     return spec
 
@@ -160,9 +160,7 @@ def _read(
     return spec, spec.read_config(raw, origin)
 
 
-def load_config(
-    model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: str | None = None
-) -> ModelDirectory:
+def load_config(model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: str | None = None) -> ModelDirectory:
     """Read ``config.json``. Raises ModelConfigError naming the field of anything that cannot be run exactly.
 
     ``model_impl="transformers"``: for transformers' own module even if the model type has a family.

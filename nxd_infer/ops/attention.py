@@ -143,7 +143,7 @@ def _store(
 
 
 def _folded(q: Tensor, mask_BST: Tensor, KH: int) -> tuple[Tensor, Tensor]:
-    """Fold the group into the queries: [B, KH, G*S, D], and the mask. Expanding keys (enable_gqa) costs 4-8 times more."""
+    """Fold the group into the queries: [B, KH, G*S, D], and the mask. Expanding keys (enable_gqa) costs 4 to 8x."""
     B, S, H, D = q.shape
     G, T = H // KH, mask_BST.shape[-1]
     folded = q.reshape(B, S, KH, G, D).permute(0, 2, 3, 1, 4).reshape(B, KH, G * S, D)

@@ -1,4 +1,4 @@
-"""Decoders of transformers in its own modules, and our GPT-NeoX: traced, verified, served, with the tokens of `generate`."""
+"""Decoders in transformers' own modules, and our GPT-NeoX: traced, verified, served, with the tokens of `generate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ CASES = {
     "qwen2": Case("qwen2", 6, 2),
     "qwen3": Case("qwen3", 6, 3, {"head_dim": 8}),
     "phi3": Case("phi3", 4, 2, WINDOW),
-    "gemma2": Case("gemma2", 4, 2, {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, **WINDOW}),
+    "gemma2": Case(
+        "gemma2", 4, 2, {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, **WINDOW}
+    ),
     "gpt2": Case("gpt2", fields={"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
     "gpt_neo": Case("gpt_neo", fields={"window_size": 6}),
     "gpt_neox": Case("gpt_neox", fields={"rotary_pct": 0.5}),
@@ -46,7 +48,9 @@ CASES = {
     "our gpt_neox": Case("gpt_neox", 3, 3, {"rotary_pct": 0.5}),
     "our gpt_neox, serial": Case("gpt_neox", fields={"rotary_pct": 1.0, "use_parallel_residual": False}),
 }
-SERVED = {name: 1 for name in CASES if "serial" not in name} | dict.fromkeys(("llama, padded and tied", "gemma2", "gpt2", "gpt_neox", "our gpt_neox"), 2)
+SERVED = {name: 1 for name in CASES if "serial" not in name} | dict.fromkeys(
+    ("llama, padded and tied", "gemma2", "gpt2", "gpt_neox", "our gpt_neox"), 2
+)
 """Tensor-parallel degrees."""
 
 
@@ -139,7 +143,9 @@ def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_
     fields |= {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, "rope_parameters": rope}
     case = Case(kind, 4, 2, fields)
     case.build().save_pretrained(tmp_path)
-    with pytest.raises(ModelConfigError, match=f"context of {longest + 1} tokens is beyond the {longest} of this {kind}"):
+    with pytest.raises(
+        ModelConfigError, match=f"context of {longest + 1} tokens is beyond the {longest} of this {kind}"
+    ):
         tasks.plan(tmp_path, model_impl="transformers", max_len=longest + 1)
     plan = tasks.plan(tmp_path, model_impl="transformers", max_len=longest, batch_sizes=[1], dtype=torch.float32)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
@@ -159,7 +165,10 @@ def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1},
         layer_types=["full_attention"] * 2,
     )
-    for config, words in ((bloom, "BloomModel takes no position_ids"), (sinks, "GptOssAttention: attention with s_aux")):
+    for config, words in (
+        (bloom, "BloomModel takes no position_ids"),
+        (sinks, "GptOssAttention: attention with s_aux"),
+    ):
         config.architectures = ["ForCausalLM"]
         config.max_position_embeddings, config.rope_parameters = 64, {"rope_type": "default", "rope_theta": 1e4}
         config.save_pretrained(tmp_path)
@@ -171,9 +180,10 @@ def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
 @pytest.mark.check
 def test_a_model_whose_own_code_attends_is_noticed():
     caches = [LayerCache(torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), *torch.zeros(3, 1, dtype=torch.int64))] * 2
-    with pytest.raises(ModelConfigError, match=r"mamba: its layers \[0, 1\] of 2 do not attend by transformers'"):
-        with attention.over(caches, torch.zeros(1, 1, dtype=torch.int64), "mamba"):
-            pass
+    words = r"mamba: its layers \[0, 1\] of 2 do not attend by transformers'"
+    where = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ModelConfigError, match=words), attention.over(caches, where, "mamba"):
+        pass
 
 
 @pytest.mark.check
@@ -181,7 +191,9 @@ def test_an_encoder_decoder_model_and_an_unknown_one_are_refused(tmp_path):
     with pytest.raises(ModelConfigError, match=r"model_type = 't5': encoder-decoder models are not served"):
         registry.load_config(config_file(tmp_path, Case("t5", head="T5ForConditionalGeneration")), "transformers")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ModelConfigError, match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/plans\.md"):
+    with pytest.raises(
+        ModelConfigError, match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/plans\.md"
+    ):
         registry.load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2", "hidden_size": "wide"}')
     with pytest.raises(ModelConfigError, match=r"transformers cannot read this gemma2 model: .*hidden_size"):

@@ -77,9 +77,7 @@ def test_an_encoder_gives_the_vectors_of_transformers(tmp_path, kind, head):
         path, "embed", model_impl="transformers", batch_sizes=[2], prompt_buckets=[8], dtype=torch.float32
     )
     artifact = tmp_path / "artifact"
-    with parallel_model_trace(
-        **plan.trace_arguments(), tp_degree=2, backend="eager", artifact_dir=artifact
-    ) as model:
+    with parallel_model_trace(**plan.trace_arguments(), tp_degree=2, backend="eager", artifact_dir=artifact) as model:
         found = model.run_bucket(plan.bucket_names[0], inputs(1))["embedding"]
     with torch.no_grad():
         hidden = reference(path, "Model")(IDS.masked_fill(MASK == 0, 1), attention_mask=MASK).last_hidden_state
@@ -91,8 +89,10 @@ def test_an_encoder_gives_the_vectors_of_transformers(tmp_path, kind, head):
 def test_a_prefix_that_only_the_files_have(tmp_path):
     path = write(tmp_path / "model", "distilbert", CLASSIFIER)
     module = registry.load_model(path, "embed")
-    assert module.parts[0].transformer.layer[0].ffn.lin1.weight.equal(
-        hf.weights(path).read("distilbert.transformer.layer.0.ffn.lin1.weight")
+    assert (
+        module.parts[0]
+        .transformer.layer[0]
+        .ffn.lin1.weight.equal(hf.weights(path).read("distilbert.transformer.layer.0.ffn.lin1.weight"))
     )
 
 

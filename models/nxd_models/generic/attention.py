@@ -56,10 +56,11 @@ def over(caches: Sequence[LayerCache], positions_BS: Tensor, model_type: str) ->
         yield
     finally:
         _step.reset(token)
-    if step.used != list(range(len(caches))):
+    if sorted(step.used) != list(range(len(caches))):
+        wrong = [layer for layer in range(len(caches)) if step.used.count(layer) != 1]
         raise ModelConfigError(
-            f"{model_type}: its layers {[i for i in range(len(caches)) if step.used.count(i) != 1]} of {len(caches)} do "
-            "not attend by transformers' attention interface, so it cannot be served without a family of ours"
+            f"{model_type}: its layers {wrong} of {len(caches)} do not attend by transformers' attention interface, so it "
+            "cannot be served without a family of ours"
         )
 
 
@@ -114,7 +115,9 @@ def attend(
     expected = cache.keys.shape[1], cache.keys.shape[3]
     for what, x in (("keys", k), ("values", v)):
         if x.shape[2:] != expected:
-            raise ModelConfigError(f"layer {layer}: {what} of (heads, size) = {tuple(x.shape[2:])}, expected {expected}")
+            raise ModelConfigError(
+                f"layer {layer}: {what} of (heads, size) = {tuple(x.shape[2:])}, expected {expected}"
+            )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if visible is None and softcap is None:
         return cache_attention(q, k, v, *cache, scale)
