@@ -106,7 +106,7 @@ def _last_resort(model_type: Any, origin: str) -> ModelSpec:
             f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
             f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md). "
             f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds "
-            "one (docs/plans.md)"
+            "one (docs/transformers.md)"
         )
     return spec
 

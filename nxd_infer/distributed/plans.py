@@ -207,7 +207,7 @@ def unknown_type(kind: str) -> ModelConfigError:
     known = supported_types()
     return ModelConfigError(
         f"there is no tensor-parallel plan for model_type {kind!r}{did_you_mean(str(kind), known)}; there are plans "
-        f"for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one (docs/plans.md)"
+        f"for {', '.join(known)}, and nxd_infer.distributed.register_plan() adds one (docs/transformers.md)"
     )
 
 

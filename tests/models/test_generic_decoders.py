@@ -192,7 +192,8 @@ def test_an_encoder_decoder_model_and_an_unknown_one_are_refused(tmp_path):
         registry.load_config(config_file(tmp_path, Case("t5", head="T5ForConditionalGeneration")), "transformers")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(
-        ModelConfigError, match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/plans\.md"
+        ModelConfigError,
+        match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/transformers\.md",
     ):
         registry.load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2", "hidden_size": "wide"}')

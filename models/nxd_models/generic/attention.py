@@ -59,8 +59,8 @@ def over(caches: Sequence[LayerCache], positions_BS: Tensor, model_type: str) ->
     if sorted(step.used) != list(range(len(caches))):
         wrong = [layer for layer in range(len(caches)) if step.used.count(layer) != 1]
         raise ModelConfigError(
-            f"{model_type}: its layers {wrong} of {len(caches)} do not attend by transformers' attention interface, so it "
-            "cannot be served without a family of ours"
+            f"{model_type}: its layers {wrong} of {len(caches)} do not attend by transformers' attention interface, so "
+            "it cannot be served without a family of ours"
         )
 
 
