@@ -95,9 +95,7 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     console.print(planned.table(), markup=False)
     if (library := plan.metadata.get("model_impl")) is not None:
         kind = plan.metadata["model_type"]
-        console.print(
-            f"note: {library}' own {kind} module is traced, split by the plan for {kind} (docs/transformers.md)"
-        )
+        console.print(f"note: {library}' own {kind} module is traced, split by its plan (docs/transformers.md)")
     for length in task["prompt_buckets"]:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]

@@ -74,7 +74,7 @@ class TaskOptions:
     model_impl: str | None = option(
         None,
         "transformers: trace transformers' own module even if the model type has a family here.",
-        details="Default: only if it has none. It needs the extra `hf`, and a plan ([transformers.md](transformers.md)).",
+        details="Default: only if it has none. It needs the extra `hf`, and a [plan](transformers.md).",
         flag="--model-impl",
         choices=(TRANSFORMERS,),
     )
