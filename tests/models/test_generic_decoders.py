@@ -208,3 +208,10 @@ def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(MissingPackageError, match=r"pip install 'nxd-infer\[hf\]'"):
         registry.load_config(path)
     registry.load_config(write_tiny("llama", tmp_path / "llama"))  # families of ours do not need it
+
+
+@pytest.mark.check
+def test_adapters_are_refused(tmp_path):
+    path = write_tiny("llama", tmp_path / "llama")
+    with pytest.raises(ModelConfigError, match="lora_slots = 1: a module of transformers has no slots for adapters"):
+        tasks.plan(path, model_impl="transformers", lora_slots=1, lora_targets=["q_proj"])

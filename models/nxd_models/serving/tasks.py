@@ -56,6 +56,11 @@ def plan(options: TaskOptions) -> TaskPlan:
         raise ModelConfigError(
             f"lora_slots = {options.lora_slots}: the task {task!r} has no slots for adapters, generate has"
         )
+    if directory.spec.model_impl is not None and options.lora_slots:
+        raise ModelConfigError(
+            f"lora_slots = {options.lora_slots}: a module of {directory.spec.model_impl} has no slots for adapters; "
+            "families of nxd_models have"
+        )
     made = plan_generate(directory, options) if task == "generate" else plan_encode(directory, task, options)
     path = directory.path
     made.metadata["model_name"] = options.model_name or path.resolve().name
