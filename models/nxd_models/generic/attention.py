@@ -118,10 +118,10 @@ def attend(
             raise ModelConfigError(
                 f"layer {layer}: {what} of (heads, size) = {tuple(x.shape[2:])}, expected {expected}"
             )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if visible is None and softcap is None:
-        return cache_attention(q, k, v, *cache, scale)
-    return masked_cache_attention(q, k, v, *cache, scale, None if visible is None else visible[:, 0], softcap)
+        return cache_attention(q, k, v, *cache, factor)
+    return masked_cache_attention(q, k, v, *cache, factor, None if visible is None else visible[:, 0], softcap)
 
 
 def current() -> Step | None:
