@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from nxd_infer.cli import verify
 from nxd_infer.distributed import ModelPlan, plans
@@ -91,6 +92,10 @@ def test_the_step_gives_the_tokens_of_generate(directory, name):
     plan = plan_of(path)
     step = hf.load(plan.func(**plan.func_kwargs), plan.checkpoint_loader_callable())
     prompts = [prompt for prompt, *_ in expected(path)]
+    if name == "opt" and transformers.__version__ < "5":
+        with pytest.raises(ModelConfigError, match=r"layer 0: the model makes a mask of its own, .* transformers 4"):
+            generate_eager(step, prompts, 1)
+        return
     found = generate_eager(step, prompts, NEW, piece=BUCKET, **NO_END)
     for result, (_, tokens, gaps) in zip(found, expected(path), strict=True):
         assert_greedy(result.tokens, tokens, gaps)
@@ -156,8 +161,6 @@ def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_
 
 
 def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
-    import transformers
-
     monkeypatch.setattr(plans, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss", "gpt_bigcode")})
     bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     sinks = transformers.GptOssConfig(
@@ -196,8 +199,8 @@ def test_an_encoder_decoder_model_and_an_unknown_one_are_refused(tmp_path):
         match=r"'mamba'.*known are llama, .*module is traced for bert, gemma2, .*docs/transformers\.md",
     ):
         registry.load_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "hidden_size": "wide"}')
-    with pytest.raises(ModelConfigError, match=r"transformers cannot read this gemma2 model: .*hidden_size"):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "num_hidden_layers": "two"}')
+    with pytest.raises(ModelConfigError, match=r"transformers cannot read this gemma2 model: "):
         registry.load_config(tmp_path)
 
 

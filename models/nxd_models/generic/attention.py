@@ -118,6 +118,11 @@ def attend(
             raise ModelConfigError(
                 f"layer {layer}: {what} of (heads, size) = {tuple(x.shape[2:])}, expected {expected}"
             )
+    if visible is not None and (visible.dtype != torch.bool or visible.shape[-1] != step.max_len):
+        raise ModelConfigError(
+            f"layer {layer}: the model makes a mask of its own, of {visible.dtype} {list(visible.shape)}, instead of asking "
+            f"transformers' mask interface: it cannot be served with transformers {library().__version__}"
+        )
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if visible is None and softcap is None:
         return cache_attention(q, k, v, *cache, factor)

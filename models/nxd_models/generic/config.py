@@ -40,7 +40,7 @@ def library() -> Any:
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401  # optional: transformers
     except ImportError as error:
         raise MissingPackageError(
-            f"a model without a family of ours runs in transformers 4.53 or later ({error}): "
+            f"a model without a family of ours runs in transformers 4.56 or later ({error}): "
             "pip install 'nxd-infer[hf]'"
         ) from error
     return transformers

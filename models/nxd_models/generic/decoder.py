@@ -108,13 +108,14 @@ def _with(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
 
 def _attend_by_cache(module: Any) -> None:
     """Have a GPT-Neo attention, which has its own code instead of the interface, attend over the cache of a step."""
-    window = module.config.window_size if module.attention_type == "local" else None
+    config = module.config
+    window = config.window_size if config.attention_layers[module.layer_id] == "local" else None
     own = module._attn
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         step = attention.current()
         if step is None:
-            return own(query, key, value, mask)
+            return own(query, key, value, *masks)
         seen = None
         if window is not None and window < step.max_len:
             seen = attention.visible(step, lambda row, head, at, past: past > at - window)
