@@ -95,7 +95,14 @@ def _attend(
     unknown = sorted(given.difference(_WITHOUT_EFFECT))
     if unknown:
         raise ModelConfigError(f"{type(module).__name__}: attention with {', '.join(unknown)} cannot be served")
-    return attend(step, module.layer_idx, query, key, value, attention_mask, scaling, softcap), None
+    scale = _scale(module, query.shape[-1]) if scaling is None else scaling
+    return attend(step, module.layer_idx, query, key, value, attention_mask, scale, softcap), None
+
+
+def _scale(module: Any, head_dim: int) -> float:
+    """Return the factor of the scores for a module that leaves it to the function, as GPT-2 of transformers 4 does."""
+    scale = 1.0 if getattr(module, "scale_attn_weights", True) is False else head_dim**-0.5
+    return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
 
 
 def attend(
@@ -105,7 +112,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     visible: Tensor | None,
-    scale: float | None = None,
+    scale: float,
     softcap: float | None = None,
 ) -> Tensor:
     """Attend from [B, H, S, D] over the cache of ``layer``; returns [B, S, H, D]."""
@@ -120,13 +127,12 @@ def attend(
             )
     if visible is not None and (visible.dtype != torch.bool or visible.shape[-1] != step.max_len):
         raise ModelConfigError(
-            f"layer {layer}: the model makes a mask of its own, of {visible.dtype} {list(visible.shape)}, instead of asking "
-            f"transformers' mask interface: it cannot be served with transformers {library().__version__}"
+            f"layer {layer}: the model makes a mask of its own, of {visible.dtype} {list(visible.shape)}, instead of "
+            f"asking transformers' mask interface: it cannot be served with transformers {library().__version__}"
         )
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if visible is None and softcap is None:
-        return cache_attention(q, k, v, *cache, factor)
-    return masked_cache_attention(q, k, v, *cache, factor, None if visible is None else visible[:, 0], softcap)
+        return cache_attention(q, k, v, *cache, scale)
+    return masked_cache_attention(q, k, v, *cache, scale, None if visible is None else visible[:, 0], softcap)
 
 
 def current() -> Step | None:
