@@ -138,10 +138,10 @@ class ModelSpec:
     """``(config, degree)``: the sharded layers, by name. Others are replicated. None: unspecified."""
     stored_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     """Weights that checkpoints store under another name, as part of a larger tensor, or transposed."""
-    model_impl: str | None = None
-    """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
     adapter_targets: tuple[str, ...] = ()
     """Last name components of the linear layers that LoRA adapters may change."""
+    model_impl: str | None = None
+    """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]
