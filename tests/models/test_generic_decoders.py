@@ -161,7 +161,7 @@ def test_rotary_positions_that_depend_on_the_length_are_limited_to_the_original_
 
 
 def test_what_the_step_cannot_compute_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(plans, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss", "gpt_bigcode")})
+    monkeypatch.setattr(plans, "_REGISTERED", {kind: ModelPlan({}) for kind in ("bloom", "gpt_oss")})
     bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     sinks = transformers.GptOssConfig(
         **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "head_dim": 8},
