@@ -25,7 +25,7 @@ from nxd_models.serving.kv_cache import LayerCache
 from nxd_server.text.tokenizer import Tokenizer
 from tests.distributed.models import Case
 from tests.http.http_artifacts import real_server
-from tests.models.helpers import GAP, assert_greedy, greedy_reference, prompts_of
+from tests.models.helpers import GAP, assert_greedy, greedy_reference, prompts_of, reference, relative_difference
 from tests.tiny_models import EOS, VOCAB_SIZE, tokenizer_json, write_tiny
 
 BUCKET, MAX_LEN, NEW = 8, 40, 4
@@ -99,6 +99,16 @@ def test_the_step_gives_the_tokens_of_generate(directory, name):
     found = generate_eager(step, prompts, NEW, piece=BUCKET, **NO_END)
     for result, (_, tokens, gaps) in zip(found, expected(path), strict=True):
         assert_greedy(result.tokens, tokens, gaps)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in CASES if name != "gemma2"])
+def test_without_a_cache_the_logits_are_those_of_transformers(directory, name):
+    path = directory(name)
+    model = registry.load_model(registry.load_config(path, None if name.startswith("our") else "transformers"))
+    *_, (prompt, _, _) = expected(path)
+    ids = torch.tensor([prompt])
+    assert relative_difference(model(ids), reference(path, "CausalLM")(ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize(("name", "degree"), SERVED.items())
