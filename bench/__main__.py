@@ -27,7 +27,7 @@ BENCHMARKS = (
     "stages",
     "plot",
 )
-ON_REQUEST = ("attacks", "against")
+ON_REQUEST = ("attacks", "against", "generic")
 """Benchmarks that run only by name."""
 
 

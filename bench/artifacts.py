@@ -72,9 +72,10 @@ def artifact(
     speculate: int = 0,
     root: Path = ROOT,
     pp: int = 1,
+    further: Sequence[str] = (),
 ) -> Path:
     """Return the model of ``options`` traced in bfloat16 at degree ``tp`` and with ``pp`` pipeline stages, for all
-    measured batches and prompts, by the code of the checkout ``root``."""
+    measured batches and prompts, by the code of the checkout ``root``, with ``further`` arguments."""
     model = bench_model(options)
     arguments: list[Any] = ["trace", model, "--tp", tp, "--batch-sizes", ",".join(map(str, batches))]
     arguments += ["--prompt-buckets", ",".join(map(str, prompts)), "--max-len", 4096, "--dtype", "bfloat16"]
@@ -85,6 +86,9 @@ def artifact(
     if pp > 1:
         arguments += ["--pp", pp]
         name += f"-pp{pp}"
+    if further or batches != BATCHES:
+        arguments += further
+        name += f"-b{max(batches)}-{'-'.join(further).strip('-') or 'family'}"
     if options.model == "tiny":
         arguments += ["--backend", "eager"]
     if root != ROOT:

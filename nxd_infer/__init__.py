@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nxd_infer import (
         artifact,
         backends,
+        distributed,
         errors,
         layout,
         modules,
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "artifact",
     "backends",
+    "distributed",
     "errors",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",

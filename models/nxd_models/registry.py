@@ -1,7 +1,8 @@
 """The registry of model families, and the way from a model directory to a module.
 
-A family is found by the ``model_type`` in ``config.json``. Ours are in :data:`BUILT_IN`; a package adds its own with an
-entry point per model type, which is imported only when a directory of that type is read:
+A family is found by the ``model_type`` in ``config.json``. Ours are in :data:`BUILT_IN`; a model type without one that
+has a tensor-parallel plan runs in transformers' own module (:data:`LAST_RESORT`); a package adds a family with an entry
+point per model type, which is imported only when a directory of that type is read:
 
     [project.entry-points."nxd_infer.models"]
     gpt2 = "my_package.gpt2:GPT2"        # a ModelSpec
@@ -22,7 +23,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_models import hf
 from nxd_models.hf.config_file import ModelFile, read_json
 from nxd_models.hf.sentence_transformers import pooling_options
-from nxd_models.spec import TASKS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
+from nxd_models.spec import TASKS, TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +49,12 @@ BUILT_IN = {
     "mistral": "nxd_models.llama.family:LLAMA",
     "qwen2": "nxd_models.llama.family:LLAMA",
     "qwen3": "nxd_models.llama.family:LLAMA",
+    "gpt_neox": "nxd_models.gpt_neox.family:GPT_NEOX",
     "bert": "nxd_models.bert.family:BERT",
     "roberta": "nxd_models.bert.family:ROBERTA",
 }
+LAST_RESORT = "nxd_models.generic.family"
+"""The module with the families of model types that transformers runs: ``model_types()``, ``family_of(model_type)``."""
 _registered: dict[str, ModelSpec] = {}
 
 
@@ -68,22 +72,19 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def model_types() -> list[str]:
-    """Return every model type that can be read. Imports no family."""
+    """Return every model type that has a family. Imports no family."""
     return list(dict.fromkeys([*BUILT_IN, *_registered, *(point.name for point in _points())]))
 
 
-def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
-    """Return the family of a model type.
+def find(model_type: Any, origin: str = "config.json", model_impl: str | None = None) -> ModelSpec:
+    """Return the family of a model type. ``model_impl="transformers"``: that of transformers' own module.
 
     Raises ModelConfigError if it is unknown (lists the known ones), if two packages claim it (names both), or
     if its package cannot be imported (with the reason).
     """
     owners = _owners(model_type)
-    if not owners:
-        raise ModelConfigError(
-            f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
-            f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md)"
-        )
+    if not owners or model_impl == TRANSFORMERS:
+        return _last_resort(model_type, origin)
     if len(owners) > 1:
         raise ModelConfigError(
             f"{origin}: model_type = {model_type!r} is registered more than once: by {' and by '.join(owners)}; "
@@ -95,6 +96,19 @@ def find(model_type: Any, origin: str = "config.json") -> ModelSpec:
         module, _, name = BUILT_IN[model_type].partition(":")
         return getattr(importlib.import_module(module), name)
     return _imported(next(point for point in _points() if point.name == model_type), origin)
+
+
+def _last_resort(model_type: Any, origin: str) -> ModelSpec:
+    families = importlib.import_module(LAST_RESORT)
+    spec = families.family_of(model_type)
+    if spec is None:
+        raise ModelConfigError(
+            f"{origin}: model_type = {model_type!r}: this architecture is not defined here; known are "
+            f"{', '.join(model_types())}; a package adds one by an entry point of the group {GROUP} (docs/models.md). "
+            f"transformers' own module is traced for {', '.join(families.model_types())}; a plan of twenty lines adds "
+            "one (docs/transformers.md)"
+        )
+    return spec
 
 
 def _points() -> list[EntryPoint]:
@@ -136,22 +150,27 @@ def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> Decoder
     return _read(raw, origin)[1]
 
 
-def _read(raw: Mapping[str, Any], origin: str) -> tuple[ModelSpec, DecoderConfig | EncoderConfig]:
+def _read(
+    raw: Mapping[str, Any], origin: str, model_impl: str | None = None
+) -> tuple[ModelSpec, DecoderConfig | EncoderConfig]:
     if raw.get("quantization_config"):
         problem = "quantised weights are not read; use the unquantised model"
         raise ModelConfigError(f"{origin}: quantization_config = {raw['quantization_config']!r}: {problem}")
-    spec = find(raw.get("model_type"), origin)
+    spec = find(raw.get("model_type"), origin, model_impl)
     return spec, spec.read_config(raw, origin)
 
 
-def load_config(model_dir: str | os.PathLike[str] | ModelDirectory) -> ModelDirectory:
-    """Read ``config.json``. Raises ModelConfigError naming the field of anything that cannot be run exactly."""
+def load_config(model_dir: str | os.PathLike[str] | ModelDirectory, model_impl: str | None = None) -> ModelDirectory:
+    """Read ``config.json``. Raises ModelConfigError naming the field of anything that cannot be run exactly.
+
+    ``model_impl="transformers"``: for transformers' own module even if the model type has a family.
+    """
     if isinstance(model_dir, ModelDirectory):
         return model_dir
     path = Path(model_dir)
     file = path / "config.json"
     raw = read_json(file)
-    spec, config = _read(raw, str(file))
+    spec, config = _read(raw, str(file), model_impl)
     return ModelDirectory(path, spec, config, ModelFile.read(raw, str(file)).architectures, raw)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 TASKS = ("generate", "embed", "classify")
 """The tasks that a server supports."""
+TRANSFORMERS = "transformers"
+"""The ``model_impl`` of families whose modules are transformers' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,8 @@ class Task:
     blocks: str
     """Dotted name of the module list of blocks. Each takes a hidden state first and returns one, so a pipeline may be
     split before any block except the first."""
-    architecture: str = ""
-    """A directory supports the task only if one of its ``architectures`` has this suffix."""
+    architecture: str | tuple[str, ...] = ""
+    """A directory supports the task only if one of its ``architectures`` has this suffix, or one of these."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class ModelSpec:
     """Weights that checkpoints store under another name, as part of a larger tensor, or transposed."""
     adapter_targets: tuple[str, ...] = ()
     """Last name components of the linear layers that LoRA adapters may change."""
+    model_impl: str | None = None
+    """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]

@@ -28,11 +28,14 @@ from nxd_infer.checkpoint.neuronx.archive import (
 )
 from nxd_infer.checkpoint.neuronx.folder import find_reference
 from nxd_infer.checkpoint.neuronx.layouts import infer_layouts, read_rules
+from nxd_infer.checkpoint.neuronx.optimum import layouts_of, metadata_files
 from nxd_infer.checkpoint.storage import LocalStorage, storage_of
 from nxd_infer.cli import compare
 from nxd_infer.cli.compare import Difference
 from nxd_infer.cli.console import bar, console, slow_bar, table
 from nxd_infer.cli.reshard import Resharding
+from nxd_infer.distributed.adapters import adapter_file, adapters_in
+from nxd_infer.distributed.parallelizer import SHARDS
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.layout import ParamLayout, SafetensorsSource, WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
@@ -41,7 +44,7 @@ from nxd_models import registry
 from nxd_models.hf.weights import StoredSource
 
 WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_model.safetensors"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Weights, and indexes of weights."""
 SHOWN = 24
@@ -61,6 +64,9 @@ def open_archive(
         archive = Archive(find_checkpoint(storage_of(path), tag))
         archive.verify(kinds)
         return archive
+    if tables := metadata_files(Path(theirs.where)):
+        theirs.know(layouts_of(theirs, tables))
+        return theirs
     known = _layouts(config) if config is not None else {}
     theirs.know({**infer_layouts(theirs, read_rules(rules) if rules else None, known), **known})
     return theirs
@@ -150,11 +156,33 @@ def consolidate(
 ) -> Path:
     """Write the model of a checkpoint to ``out/model.safetensors``, completely or not at all; return its path."""
     source = RunsSource(open_archive(path, tag, ["model"], config, rules).pieces("model"))
+    beside = path.parent if path.name == SHARDS else path
+    if (beside / CONFIG).is_file():  # of a parallelized model of transformers
+        return _write_model(source, beside, out, dtype)
     factors, alone = adapter_of(source)
     if factors:
         what = "only an adapter" if alone else "the weights and an unmerged adapter"
         console.print(f"note: these are {what}: {factors[0]}, ...", markup=False)
     return _write(source, out, dtype)
+
+
+def _write_model(source: WeightSource, beside: Path, out: Path, dtype: str | None) -> Path:
+    """Write a directory that transformers loads, and in it ``adapter/NAME`` for each adapter of PEFT."""
+    own, adapters = adapters_in(source)
+    written = _write(own, out, dtype)
+    _copy_files(beside, out)
+    for name, weights in adapters.items():
+        folder = out / "adapter" / name
+        _write(weights, folder, dtype).rename(folder / ADAPTER)
+        (out / adapter_file(name)).rename(folder / "adapter_config.json")
+    return written
+
+
+def _copy_files(model_dir: Path, out: Path) -> None:
+    """Copy what is beside the weights in a Hugging Face directory: the configuration and the tokenizer."""
+    for file in sorted(model_dir.iterdir()):
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, out / file.name)
 
 
 def _write(source: WeightSource, out: Path, dtype: str | None) -> Path:
@@ -278,9 +306,7 @@ def export_hf(
     source = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)
     _write(_as_stored(source, config), out, dtype)
-    for file in sorted(config.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_COPIED):
-            shutil.copyfile(file, out / file.name)
+    _copy_files(config, out)
 
 
 def _as_stored(source: WeightSource, config: Path) -> WeightSource:

@@ -96,6 +96,9 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)
+    if (library := plan.metadata.get("model_impl")) is not None:
+        kind = plan.metadata["model_type"]
+        console.print(f"note: {library}' own {kind} module is traced, split by its plan (docs/transformers.md)")
     for length in task["prompt_buckets"]:
         if length > plan.metadata["max_len"]:
             longest = plan.metadata["max_len"]

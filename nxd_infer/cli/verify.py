@@ -147,6 +147,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> Callable[[], t
     plan = tasks.plan(
         model_dir,
         task=meta["task"],
+        model_impl=meta.get("model_impl"),
         batch_sizes=meta["batch_sizes"],
         prompt_buckets=meta.get("prompt_buckets") or meta["length_buckets"],
         max_len=meta["max_len"],
@@ -182,7 +183,7 @@ def run(
         cases = generation_cases if manifest.metadata["task"] == "generate" else one_shot_cases
         eager = make()
         classifies = manifest.metadata["task"] == "classify"
-        config = registry.load_config(model_dir).config
+        config = registry.load_config(model_dir, manifest.metadata.get("model_impl")).config
         seen: list[tuple[Tensors, Tensors]] = []
         with bar() as display:
             task = display.add_task("comparing", total=len(manifest.buckets), note="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,14 +13,26 @@ from nxd_infer.errors import CheckpointError
 from nxd_infer.util.devices import transport_device
 
 
-def in_turns(context: ParallelContext, at_a_time: int, action: Callable[[], object], *, of_world: bool = False) -> None:
+def in_turns(
+    context: ParallelContext,
+    at_a_time: int,
+    action: Callable[[], object],
+    *,
+    of_world: bool = False,
+    of_host: bool = False,
+) -> None:
     """Run ``action`` on every rank, ``at_a_time`` data-parallel ranks at once; all wait, and all fail, together.
 
-    ``of_world``: at most ``at_a_time`` ranks of the world at once.
+    ``of_world``: at most ``at_a_time`` ranks of the world at once. ``of_host``: of each host; 0 or less: all.
     """
+    if of_host and at_a_time < 1:
+        at_a_time = context.world_size
     at_a_time = max(1, at_a_time)
     failure: Exception | None = None
     place, count = (context.rank, context.world_size) if of_world else (context.dp.rank, context.dp.degree)
+    if of_host:
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))  # of the launcher; else all are on one host
+        place = context.rank % count
     for first in range(0, count, at_a_time):
         if first <= place < first + at_a_time:
             try:

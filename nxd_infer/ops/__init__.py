@@ -16,7 +16,12 @@ from nxd_infer.ops.adjust import (
     remember_tokens_fake,
     remember_tokens_reference,
 )
-from nxd_infer.ops.attention import cache_attention, cache_attention_fake, cache_attention_reference
+from nxd_infer.ops.attention import (
+    cache_attention,
+    cache_attention_fake,
+    cache_attention_reference,
+    masked_cache_attention,
+)
 from nxd_infer.ops.packed import (
     packed_embedding,
     packed_embedding_fake,
@@ -91,6 +96,7 @@ __all__ = [
     "adjust_logits",
     "cache_attention",
     "cache_attention_reference",
+    "masked_cache_attention",
     "packed_embedding",
     "packed_int8_embedding",
     "packed_int8_linear",

@@ -66,9 +66,57 @@ def cache_attention_reference(
     scale: float,
 ) -> Tensor:
     """:func:`cache_attention` in plain PyTorch. Reads all of each row's blocks."""
-    B, S, H, D = q.shape
-    N, KH, L, _ = k_cache.shape
-    n, G = block_table.shape[1], H // KH
+    keys, values, mask_BST = _store(q, k, v, k_cache, v_cache, block_table, start, length)
+    folded, mask = _folded(q, mask_BST, keys.shape[1])
+    out = F.scaled_dot_product_attention(folded, keys.to(q.dtype), values.to(q.dtype), attn_mask=mask, scale=scale)
+    return _unfolded(out, q)
+
+
+def masked_cache_attention(
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    k_cache_NKLD: Tensor,
+    v_cache_NKLD: Tensor,
+    block_table_Bn: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    scale: float,
+    visible_BST: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """:func:`cache_attention` that no backend has an operator for: always in plain PyTorch, and slower.
+
+    ``visible``: bool [B, S, n * L], which of the positions up to its own a query sees. ``softcap``: scores become
+    ``softcap * tanh(score / softcap)``.
+    """
+    where = (k_cache_NKLD, v_cache_NKLD, block_table_Bn, start_B, length_B)
+    keys, values, mask_BST = _store(q_BSHD, k_BSKD, v_BSKD, *where)
+    if visible_BST is not None:
+        mask_BST = mask_BST & visible_BST
+    folded, mask = _folded(q_BSHD, mask_BST, keys.shape[1])
+    scores = torch.matmul(folded, keys.to(folded.dtype).transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    # The lowest finite number, not -inf: a padding query may see nothing, and must not become NaN.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return _unfolded(torch.matmul(scores.softmax(-1).to(folded.dtype), values.to(folded.dtype)), q_BSHD)
+
+
+def _store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    start: Tensor,
+    length: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write keys and values; return each row's [B, KH, T, D] of them, T = n * L, and the causal mask [B, S, T]."""
+    B, S = q.shape[:2]
+    N, _, L, _ = k_cache.shape
+    n = block_table.shape[1]
 
     step_S = torch.arange(S, device=q.device)
     position_BS = start[:, None] + step_S
@@ -91,13 +139,21 @@ def cache_attention_reference(
     stale_B1T1 = (past_T >= end_B[:, None])[:, None, :, None]
     keys = _rows(k_cache, block_table).masked_fill(stale_B1T1, 0.0)
     values = _rows(v_cache, block_table).masked_fill(stale_B1T1, 0.0)
+    return keys, values, past_T <= position_BS[:, :, None]
 
-    # The group is folded into the query dimension: [B, KH, G*S, D]. Expanding keys (enable_gqa) costs 4-8 times more.
+
+def _folded(q: Tensor, mask_BST: Tensor, KH: int) -> tuple[Tensor, Tensor]:
+    """Fold the group into the queries: [B, KH, G*S, D], and the mask. Expanding keys (enable_gqa) costs 4 to 8x."""
+    B, S, H, D = q.shape
+    G, T = H // KH, mask_BST.shape[-1]
     folded = q.reshape(B, S, KH, G, D).permute(0, 2, 3, 1, 4).reshape(B, KH, G * S, D)
-    mask_BST = past_T <= position_BS[:, :, None]
-    mask = mask_BST[:, None, None].expand(B, 1, G, S, T).reshape(B, 1, G * S, T)
-    out = F.scaled_dot_product_attention(folded, keys.to(q.dtype), values.to(q.dtype), attn_mask=mask, scale=scale)
-    return out.reshape(B, KH, G, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H, D)
+    return folded, mask_BST[:, None, None].expand(B, 1, G, S, T).reshape(B, 1, G * S, T)
+
+
+def _unfolded(out: Tensor, q: Tensor) -> Tensor:
+    B, S, H, D = q.shape
+    KH = out.shape[1]
+    return out.reshape(B, KH, H // KH, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H, D)
 
 
 def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:

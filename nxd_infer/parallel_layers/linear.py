@@ -128,6 +128,10 @@ class ColumnParallelLinear(ParallelLayer):
             fill = init_linear_bias(self.input_size)
             self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
+    def _matrix(self) -> Tensor:
+        """Return this rank's weight as ``[out, in]``, with the gradient of the logical weight."""
+        return self.logical(self.weight, self.elements)
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Map ``[..., input_size]`` to ``[..., output_size]`` (gathered) or this rank's outputs; see the class."""
         plan, here = self.output_plan, {"process_group": self.axis, "context": self.context}
@@ -139,7 +143,7 @@ class ColumnParallelLinear(ParallelLayer):
         elif not self.input_is_shared:
             x = mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=self.reduce_dtype, **here)
         gathers = self.gather_output and (self.degree > 1 or self.pad_size > 0)
-        weight, bias = self.logical(self.weight, self.elements), self.bias
+        weight, bias = self._matrix(), self.bias
         if bias is not None and not self.gather_output:
             bias = self.logical(bias, self.elements)
         y = F.linear(x, weight, None if gathers or self.skip_bias_add else bias)
@@ -253,13 +257,17 @@ class RowParallelLinear(ParallelLayer):
             fill = init_linear_bias(self.input_plan.size)
             self.master_bias = self.init_parameter("bias", fill, keep_master=self.keep_master_weight)
 
+    def _matrix(self) -> Tensor:
+        """Return this rank's weight as ``[out, in]``, with the gradient of the logical weight."""
+        return self.logical(self.weight, self.elements, dim=1)
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Map ``[..., input_size]``, or this rank's part of it, to ``[..., output_size]``; see the class."""
         here = {"process_group": self.axis, "context": self.context}
         self.require_divisible("input_size", self.input_plan)
         if not self.input_is_parallel:
             x = self.scatter_input_features(x, self.input_plan, "input_index")
-        weight = self.logical(self.weight, self.elements, dim=1)
+        weight = self._matrix()
         if self.degree == 1:
             y = F.linear(x, weight, None if self.skip_bias_add else self.bias)
             return (y, self.bias) if self.skip_bias_add else y

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_infer.ops import COMPOSITE, cache_attention, cache_attention_reference
+from nxd_infer.ops import COMPOSITE, cache_attention, cache_attention_reference, masked_cache_attention
 
 D = 4
 
@@ -151,3 +151,27 @@ def test_exports_as_one_node_and_inlines_to_plain_operators():
     caches = [torch.zeros(3, 2, 8, D) for _ in range(2)]
     torch.testing.assert_close(inlined(q, k, v, *caches, table, start, length), module(*inputs))
     assert torch.equal(caches[0], module.k_cache)
+
+
+def test_masks_and_soft_caps_change_the_scores_only():
+    """Against scores written out, for a step of two rows at their own offsets."""
+    generator = torch.Generator().manual_seed(5)
+    B, S, H, KH, window, cap = 2, 3, 4, 2, 2, 0.5
+    q, k, v = random_step(generator, B, S, H, KH)
+    place = torch.tensor([[1], [0]]), torch.tensor([2, 4]), torch.tensor([3, 2])
+    filled = [torch.randn(3, KH, 8, D, generator=generator) for _ in range(2)]
+    plain, masked, empty = ([cache.clone() for cache in filled] for _ in range(3))
+    expected = cache_attention_reference(q, k, v, *plain, *place, 0.5)
+    torch.testing.assert_close(masked_cache_attention(q, k, v, *masked, *place, 0.5), expected)
+    assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
+    positions = place[1][:, None] + torch.arange(S)
+    seen = torch.arange(8) > positions[:, :, None] - window
+    found = masked_cache_attention(q, k, v, *empty, *place, 0.5, seen, cap)
+    for b in range(B):
+        for s in range(int(place[2][b])):
+            at = int(positions[b, s])
+            keys, values = (cache[place[0][b, 0], :, at - window + 1 : at + 1] for cache in plain)
+            for h in range(H):
+                scores = torch.tanh(keys[h // 2] @ q[b, s, h] * 0.5 / cap) * cap
+                torch.testing.assert_close(found[b, s, h], scores.softmax(-1) @ values[h // 2])
+    assert found.isfinite().all()

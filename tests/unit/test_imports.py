@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 FLOORS: list[list[str]] = [
     ["nxd_infer.cli", "nxd_infer.__main__"],
     ["nxd_server"],
-    ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx"],
+    ["nxd_infer.testing", "nxd_infer.compat.torch_neuronx", "nxd_models.generic"],
     ["nxd_infer.trace", "nxd_infer.lightning"],
-    ["nxd_infer.runtime", "nxd_infer.trainer"],
+    ["nxd_infer.distributed", "nxd_infer.runtime", "nxd_infer.trainer"],
     ["nxd_models", "nxd_infer.backends", "nxd_infer.checkpoint"],
     ["nxd_infer.graph", "nxd_infer.optimizer", "nxd_infer.pipeline"],
     ["nxd_infer.artifact", "nxd_infer.modules"],

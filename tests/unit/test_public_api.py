@@ -29,6 +29,7 @@ MODULES = (
     "nxd_infer.parallel_state",
     "nxd_infer.trainer",
     "nxd_infer.lightning",
+    "nxd_infer.distributed",
     "nxd_infer.checkpoint.api",
     "nxd_infer.optimizer",
     "nxd_infer.testing",

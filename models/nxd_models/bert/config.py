@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_infer.errors import ModelConfigError
-from nxd_models.hf.config_file import Count, ModelFile, Positive, TokenId
+from nxd_models.hf.classifier_file import ClassifierFile
+from nxd_models.hf.config_file import Count, Positive, TokenId
 from nxd_models.layers import Activation
 from nxd_models.spec import EncoderConfig
 
@@ -23,11 +23,7 @@ class BertConfig(EncoderConfig):
     initializer_range: float = 0.02
 
 
-_TORCH_SCORES = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
-_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-
-
-class BertFile(ModelFile):
+class BertFile(ClassifierFile):
     """The fields of ``config.json``. Dropout rates are ignored: these models are trained without dropout."""
 
     vocab_size: Count
@@ -42,11 +38,6 @@ class BertFile(ModelFile):
     hidden_act: Activation = "gelu"
     pad_token_id: TokenId | None = None
     initializer_range: Positive = 0.02
-    num_labels: Count = 2
-    id2label: Any = None
-    problem_type: Any = None
-    sentence_transformers: Any = None
-    sbert_ce_default_activation_function: Any = None
 
     def config(self) -> BertConfig:
         if self.position_embedding_type != "absolute":
@@ -57,7 +48,7 @@ class BertFile(ModelFile):
         if hidden % heads:
             raise self.error("hidden_size", f"does not divide over {heads} heads")
         padding = int(roberta) if self.pad_token_id is None else self.pad_token_id
-        labels = self._labels()
+        labels = self.labels()
         return BertConfig(
             model_type=self.model_type,
             vocab_size=self.vocab_size,
@@ -72,42 +63,10 @@ class BertFile(ModelFile):
             activation=self.hidden_act,
             pad_token_id=padding,
             labels=labels,
-            scores=self._scores(len(labels)),
+            scores=self.scores(len(labels)),
             initializer_range=self.initializer_range,
             dtype=self.weight_dtype,
         )
-
-    def _labels(self) -> tuple[str, ...]:
-        if self.id2label is None:
-            return tuple(f"LABEL_{i}" for i in range(self.num_labels))
-        if not isinstance(self.id2label, Mapping):
-            raise self.error("id2label", "expected an object from number to name")
-        try:
-            ordered = {int(key): str(value) for key, value in self.id2label.items()}
-        except ValueError:
-            raise self.error("id2label", "expected an object from number to name") from None
-        if sorted(ordered) != list(range(len(ordered))):
-            raise self.error("id2label", "the numbers must be 0, 1, 2, ... without a gap")
-        return tuple(ordered[i] for i in range(len(ordered)))
-
-    def _scores(self, labels: int) -> str:
-        """Return the activation that sentence-transformers wrote into the file, else that of transformers' pipeline."""
-        problem = self.problem_type
-        if problem is not None and problem not in _PROBLEMS:
-            raise self.error("problem_type", f"expected one of {', '.join(_PROBLEMS)}")
-        theirs = self.sentence_transformers
-        named = theirs.get("activation_fn") if isinstance(theirs, Mapping) else None
-        name = named or self.sbert_ce_default_activation_function  # its older spelling
-        if isinstance(name, str) and name.startswith("torch."):  # user-defined code is not run
-            found = _TORCH_SCORES.get(name.rpartition(".")[2])
-            if found is None:
-                raise ModelConfigError(
-                    f"{self._origin}: activation_fn = {name!r} is not supported; known are {', '.join(_TORCH_SCORES)}"
-                )
-            return found
-        if problem == "regression":
-            return "none"
-        return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"
 
 
 def read_config(raw: Mapping[str, Any], origin: str = "config.json") -> BertConfig:

@@ -8,7 +8,7 @@ other tasks). :class:`HuggingFaceSource` resolves the names that a model asks fo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,10 +40,15 @@ class HuggingFaceSource:
     ``keys()`` returns the checkpoint's own names; any spelling that resolves can be read.
     """
 
-    def __init__(self, source: WeightSource):
+    def __init__(self, source: WeightSource, prefixes: Iterable[str] = PREFIXES):
         self._source = source
+        self._prefixes = tuple(prefixes)
         self._names = frozenset(source.keys())
         self._resolved: dict[str, str] = {}
+
+    def with_prefix(self, prefix: str) -> HuggingFaceSource:
+        """Return the same weights, whose names may also have ``prefix``."""
+        return HuggingFaceSource(self._source, dict.fromkeys((*self._prefixes, prefix)))
 
     def keys(self) -> Iterable[str]:
         return self._names
@@ -52,7 +57,7 @@ class HuggingFaceSource:
         """Return the checkpoint's name of our ``name``, or None if it has no such tensor."""
         found = self._resolved.get(name)
         if found is None:
-            found = next((c for c in _spellings(name) if c in self._names), None)
+            found = next((c for c in _spellings(name, self._prefixes) if c in self._names), None)
             if found is not None:
                 self._resolved[name] = found
         return found
@@ -148,11 +153,11 @@ class StoredSource:
         return found if slices is None else found[tuple(slices)]
 
 
-def _spellings(name: str) -> Iterable[str]:
+def _spellings(name: str, prefixes: Sequence[str]) -> Iterable[str]:
     bare = name
-    for prefix in PREFIXES:
+    for prefix in prefixes:
         bare = bare.removeprefix(prefix)
-    plain = [name, bare, *(prefix + bare for prefix in PREFIXES)]
+    plain = [name, *dict.fromkeys((bare, *(prefix + known for known in (bare, name) for prefix in prefixes)))]
     yield from plain
     if "norm" in name.lower():
         for new, old in _OLD_NAMES.items():
@@ -160,9 +165,10 @@ def _spellings(name: str) -> Iterable[str]:
                 yield from (n.removesuffix(new) + old for n in plain)
 
 
-def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
+def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXES) -> HuggingFaceSource:
     """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
+    ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa.
     Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles.
     """
     path = Path(model_dir)
@@ -170,18 +176,21 @@ def weights(model_dir: str | os.PathLike[str]) -> HuggingFaceSource:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
-    return HuggingFaceSource(SafetensorsSource(path))
+    return HuggingFaceSource(SafetensorsSource(path), prefixes)
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:
     """Return the logical weights that ``module`` reads, under its names, all checked for presence and shape.
 
-    The attribute ``nxd_stored``, set by :mod:`nxd_models.registry`, says what checkpoints store differently.
+    The attribute ``nxd_stored``, set by :mod:`nxd_models.registry`, says what checkpoints store differently;
+    ``nxd_prefix``, if there is one, is one more prefix that their names may have.
 
     Other tensors of the checkpoint (heads of other tasks, constants) are ignored. Raises WeightMismatchError listing
     missing weights and different shapes.
     """
     found = source if isinstance(source, HuggingFaceSource) else HuggingFaceSource(as_source(source))
+    if (prefix := getattr(module, "nxd_prefix", None)) is not None:
+        found = found.with_prefix(f"{prefix}.")
     layouts = weight_layout(module)
     names = [logical for layout in layouts.values() for logical in layout.logical_names]
     named = found.view(names, getattr(module, "nxd_stored", None))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.util.options import check_each, option
-from nxd_models.spec import TASKS
+from nxd_models.spec import TASKS, TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,13 @@ class TaskOptions:
         flag="--dtype",
         choices=("float32", "bfloat16"),
         command_default="bfloat16",
+    )
+    model_impl: str | None = option(
+        None,
+        "transformers: trace transformers' own module even if the model type has a family here.",
+        details="Default: only if it has none. It needs the extra `hf`, and a [plan](transformers.md).",
+        flag="--model-impl",
+        choices=(TRANSFORMERS,),
     )
     slots: int | None = option(
         None, "Sequences that a decoder holds at once. Default: the largest batch size.", kind=int, minimum=1

@@ -45,9 +45,11 @@ class TaskPlan:
         }
 
 
-def traced_step(model_dir: str, task: str, dtype: torch.dtype, **options: Any) -> nn.Module:
+def traced_step(
+    model_dir: str, task: str, dtype: torch.dtype, model_impl: str | None = None, **options: Any
+) -> nn.Module:
     """Return the step that is traced for ``task``, parallel over the current context; reads no weights."""
-    return registry.load_config(model_dir).make(task, dtype, step=True, **options).eval()
+    return registry.load_config(model_dir, model_impl).make(task, dtype, step=True, **options).eval()
 
 
 def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.NamedSource:

@@ -48,7 +48,7 @@ def plan(options: TaskOptions) -> TaskPlan:
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
-    directory = registry.load_config(options.model_dir)
+    directory = registry.load_config(options.model_dir, options.model_impl)
     task = directory.task(options.task)
     if task != "generate" and options.speculate:
         raise ModelConfigError(f"speculate = {options.speculate}: the task {task!r} guesses no tokens, generate does")
@@ -56,9 +56,16 @@ def plan(options: TaskOptions) -> TaskPlan:
         raise ModelConfigError(
             f"lora_slots = {options.lora_slots}: the task {task!r} has no slots for adapters, generate has"
         )
+    if directory.spec.model_impl is not None and options.lora_slots:
+        raise ModelConfigError(
+            f"lora_slots = {options.lora_slots}: a module of {directory.spec.model_impl} has no slots for adapters; "
+            "families of nxd_models have"
+        )
     made = plan_generate(directory, options) if task == "generate" else plan_encode(directory, task, options)
     path = directory.path
     made.metadata["model_name"] = options.model_name or path.resolve().name
+    if (library := directory.spec.model_impl) is not None:
+        made.func_kwargs["model_impl"] = made.metadata["model_impl"] = library
     templates = sorted(f"{FURTHER_TEMPLATES}/{file.name}" for file in path.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
     names = [*SERVING_FILES, *templates, *([] if task == "generate" else sentence.files(path))]
     made.files_to_copy = {name: path / name for name in names if (path / name).is_file()}

@@ -1,0 +1,1 @@
+"""GPT-NeoX: GPT-NeoX-20B, Pythia."""

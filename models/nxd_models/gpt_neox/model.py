@@ -1,0 +1,170 @@
+"""The GPT-NeoX family. Parameters have their Hugging Face names. Parallel over the context they are built in.
+
+Shapes: B rows, S positions, E hidden size, H heads of this rank, D head dimension, R rotated part of it, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.layout import AxisPlan
+from nxd_infer.ops import cache_attention
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_infer.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_models.gpt_neox.config import NeoXConfig
+from nxd_models.gpt_neox.parallel_plan import tensor_parallel_plan
+from nxd_models.layers import ACTIVATIONS, normal_init, zero_biases
+from nxd_models.rope import Rotary, rotate
+from nxd_models.serving.kv_cache import LayerCache
+
+
+def _axis(layer: str, config: NeoXConfig) -> AxisPlan:
+    """Return how this layer is sharded at the degree of the context."""
+    return tensor_parallel_plan(config, current_context().tp.degree)[layer].axis
+
+
+def _column(layer: str, outputs: int, bias: bool, config: NeoXConfig, dtype: torch.dtype) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        config.hidden_size,
+        outputs,
+        bias=bias,
+        gather_output=False,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        output_plan=_axis(layer, config),
+    )
+
+
+def _row(layer: str, inputs: int, bias: bool, config: NeoXConfig, dtype: torch.dtype) -> RowParallelLinear:
+    return RowParallelLinear(
+        inputs,
+        config.hidden_size,
+        bias=bias,
+        input_is_parallel=True,
+        dtype=dtype,
+        init_method=normal_init(config.initializer_range),
+        input_plan=_axis(layer, config),
+    )
+
+
+class Attention(nn.Module):
+    """Causal attention; the first elements of each head have rotary position embedding."""
+
+    def __init__(self, config: NeoXConfig, dtype: torch.dtype):
+        super().__init__()
+        hidden, bias, layer = config.hidden_size, config.attention_bias, "gpt_neox.layers.*.attention"
+        self.query_key_value = _column(f"{layer}.query_key_value", 3 * hidden, bias, config, dtype)
+        self.dense = _row(f"{layer}.dense", hidden, bias, config, dtype)
+        self.head_dim, self.rotated, self.scale = config.head_dim, config.rotary_size, config.head_dim**-0.5
+        self.rotary = Rotary(config.rotary_size, config.rope)
+
+    def forward(self, x_BSE: Tensor, positions_BS: Tensor, cache: LayerCache | None = None) -> Tensor:
+        B, S, _ = x_BSE.shape
+        q, k, v = self.query_key_value(x_BSE).view(B, S, -1, 3 * self.head_dim).chunk(3, -1)
+        cos, sin = self.rotary(positions_BS, q.dtype)
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        if cache is None:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
+        else:
+            attended = cache_attention(q, k, v.contiguous(), *cache, self.scale)
+        return self.dense(attended.reshape(B, S, -1))
+
+    def _rotate(self, x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned, kept = x_BSHD.split([self.rotated, self.head_dim - self.rotated], -1)
+        return torch.cat((rotate(turned, cos, sin), kept), -1)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: NeoXConfig, dtype: torch.dtype):
+        super().__init__()
+        inner, layer = config.intermediate_size, "gpt_neox.layers.*.mlp"
+        self.dense_h_to_4h = _column(f"{layer}.dense_h_to_4h", inner, True, config, dtype)
+        self.dense_4h_to_h = _row(f"{layer}.dense_4h_to_h", inner, True, config, dtype)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
+
+
+class Layer(nn.Module):
+    """One block; all arguments except the hidden state are optional."""
+
+    def __init__(self, config: NeoXConfig, dtype: torch.dtype):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, dtype)
+        self.mlp = FeedForward(config, dtype)
+        self.parallel_residual = config.parallel_residual
+
+    def forward(self, x_BSE: Tensor, positions_BS: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        """``positions`` defaults to 0, 1, 2, ..."""
+        if positions_BS is None:
+            positions_BS = torch.arange(x_BSE.shape[1], device=x_BSE.device).expand(x_BSE.shape[0], -1)
+        attended = x_BSE + self.attention(self.input_layernorm(x_BSE), positions_BS, cache)
+        source = x_BSE if self.parallel_residual else attended
+        return attended + self.mlp(self.post_attention_layernorm(source))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm, without the output head."""
+
+    def __init__(self, config: NeoXConfig, dtype: torch.dtype):
+        super().__init__()
+        init = normal_init(config.initializer_range)
+        self.embed_in = ParallelEmbedding(config.vocab_size, config.hidden_size, init, dtype, pad=True)
+        self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+
+    def forward(
+        self, ids_BS: Tensor, positions_BS: Tensor | None = None, caches: Sequence[LayerCache] | None = None
+    ) -> Tensor:
+        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry per layer."""
+        hidden = self.embed_in(ids_BS)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, positions_BS, None if caches is None else caches[i])
+        return self.final_layer_norm(hidden)
+
+
+class CausalLM(nn.Module):
+    """A decoder with its output head. ``config`` and ``context`` are those it was built with."""
+
+    def __init__(self, config: NeoXConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.context = config, current_context()
+        self.gpt_neox = Decoder(config, dtype)
+        self.embed_out = _column("embed_out", config.vocab_size, False, config, dtype)
+        zero_biases(self)
+
+    def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
+        return self.gpt_neox(ids_BS, positions_BS, caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map final hidden states [..., E] to logits [..., V], complete on every rank."""
+        whole = mappings.gather_from_tensor_model_parallel_region(self.embed_out(hidden), context=self.context)
+        vocabulary = self.config.vocab_size
+        return whole if whole.shape[-1] == vocabulary else whole.narrow(-1, 0, vocabulary)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [B, S, V]; with ``labels``, ``(loss, this rank's logits [B, S, V / degree])``.
+
+        ``labels`` [B, S] are the unshifted ids; this method shifts them. -100 is excluded from the mean.
+        """
+        self.config.check_length(input_ids.shape[1])
+        hidden = self.gpt_neox(input_ids)
+        if labels is None:
+            return self.logits(hidden)
+        logits = self.embed_out(hidden)
+        wanted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        losses = parallel_cross_entropy(
+            logits, wanted, ignore_index=-100, vocab_size=self.config.vocab_size, context=self.context
+        )
+        return losses.sum() / (wanted != -100).sum(), logits

@@ -1,0 +1,160 @@
+"""PEFT's LoRA on parallel layers: the factors follow the layer that they adapt.
+
+Of a layer whose outputs are split, the second factor is split like it; of one whose inputs are split, the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext, current_context
+from nxd_infer.distributed.apply import fill_own
+from nxd_infer.distributed.layers import ColumnParallelConv1D, RowParallelConv1D
+from nxd_infer.distributed.plan import plain_name
+from nxd_infer.distributed.regions import sum_gradients
+from nxd_infer.errors import AdapterError, MissingPackageError
+from nxd_infer.layout import RemappedSource, WeightSource
+from nxd_infer.parallel_layers.base import ParallelLayer
+from nxd_infer.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+
+META = torch.device("meta")
+_ADAPTER = re.compile(r"\.(?P<kind>lora_[AB]|modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
+
+
+def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
+    """``peft.get_peft_model`` for a parallelized model. Every rank calls it.
+
+    ``peft_config`` is a ``LoraConfig`` whose target modules are linear layers. The initial factors are those of the
+    first rank. Raises AdapterError for adapters that cannot follow a split layer, MissingPackageError without PEFT.
+    """
+    try:
+        import peft  # optional: peft
+        from peft.tuners.lora.layer import Linear  # optional: peft
+    except ImportError as error:
+        raise MissingPackageError(f"this needs PEFT ({error}): pip install peft") from error
+    if not isinstance(peft_config, peft.LoraConfig):
+        raise AdapterError(f"a parallelized model takes a LoraConfig, got {type(peft_config).__name__}")
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):  # what PEFT asks of a linear layer
+            layer.__dict__.update(in_features=layer.input_size, out_features=layer.output_size)
+    kinds = (ColumnParallelConv1D, RowParallelConv1D, ColumnParallelLinear, RowParallelLinear)
+    peft_config._register_custom_module(dict.fromkeys(kinds, Linear))
+    wrapped = peft.get_peft_model(model, peft_config, adapter_name)
+    own = dict(wrapped.state_dict(keep_vars=True))
+    partial = split_adapters(wrapped)
+    fill_own(wrapped, own)
+    sum_gradients(wrapped, partial, current_context())
+    return wrapped
+
+
+def adapter_file(adapter: str) -> str:
+    """Return the name of an adapter's configuration in a folder of shards."""
+    return f"adapter_config.{adapter}.json"
+
+
+def adapters_in(source: WeightSource) -> tuple[WeightSource, dict[str, WeightSource]]:
+    """Split the weights of a PEFT model into the model's own and each adapter's, under the names of their files.
+
+    Without adapters all are the model's own.
+    """
+    own: dict[str, str] = {}
+    adapters: dict[str, dict[str, str]] = {}
+    for name in source.keys():  # noqa: SIM118  (a source is not a mapping)
+        found = _ADAPTER.search(name)
+        if found is None:
+            own[plain_name(name)] = name
+        else:
+            kept = f".{found['kind']}" if found["kind"].startswith("lora_") else ""
+            adapters.setdefault(found["adapter"], {})[f"{name[: found.start()]}{kept}{name[found.end() :]}"] = name
+    return RemappedSource(source, own), {key: RemappedSource(source, table) for key, table in adapters.items()}
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that PEFT has wrapped, by name. Raises AdapterError for other adapters than LoRA."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            if not hasattr(module, "lora_A"):
+                raise AdapterError(f"{name}: {type(module).__name__} cannot be parallelized; only LoRA can")
+            yield name, module
+
+
+def split_adapters(model: nn.Module) -> list[str]:
+    """Split the factors of adapted parallel layers; the new ones are on the meta device.
+
+    Returns the names of the factors that stay whole and whose gradients are partial sums. A collective: whole factors
+    become those of the first rank.
+    """
+    context = current_context()
+    partial: list[str] = []
+    for name, layer in list(adapted_layers(model)):
+        base = layer.base_layer
+        if not isinstance(base, ParallelLayer) or base.degree == 1:
+            continue
+        if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
+            raise AdapterError(
+                f"{name}: adapters of an embedding cannot be split; parallelize with parallelize_embeddings=False, or "
+                "leave the module out of target_modules"
+            )
+        if len(layer.lora_magnitude_vector):
+            raise AdapterError(f"{name}: DoRA norms span all ranks and cannot be split; pass use_dora=False")
+        for adapter in list(layer.lora_A):
+            _equalise(layer.lora_A[adapter], context)
+            _equalise(layer.lora_B[adapter], context)
+            if isinstance(base, RowParallelLinear):
+                layer.lora_A[adapter] = _first_of_row(layer.lora_A[adapter], base)
+                if base.sequence_parallel_enabled:
+                    partial.append(f"{name}.lora_B.{adapter}.weight")
+            else:
+                layer.lora_B[adapter] = _second_of_column(layer.lora_B[adapter], base)
+                if base.input_is_shared or base.sequence_parallel_enabled:
+                    partial.append(f"{name}.lora_A.{adapter}.weight")
+    return partial
+
+
+def _equalise(factor: nn.Linear, context: ParallelContext) -> None:
+    """Give all ranks the first one's values."""
+    if factor.weight.is_meta:
+        return
+    with torch.no_grad():
+        for axis in ("tp", "dp", "cp"):
+            factor.weight.copy_(comm.broadcast(factor.weight, context, axis))
+
+
+def _first_of_row(factor: nn.Linear, base: RowParallelLinear) -> RowParallelLinear:
+    made = RowParallelLinear(
+        factor.in_features,
+        factor.out_features,
+        bias=False,
+        input_is_parallel=True,
+        sequence_parallel_enabled=base.sequence_parallel_enabled,
+        sequence_dimension=base.sequence_dimension,
+        input_plan=base.input_plan,
+        dtype=factor.weight.dtype,
+        device=META,
+    )
+    made.weight.requires_grad_(factor.weight.requires_grad)
+    return made
+
+
+def _second_of_column(factor: nn.Linear, base: ColumnParallelLinear) -> ColumnParallelLinear:
+    made = ColumnParallelLinear(
+        factor.in_features,
+        factor.out_features,
+        bias=factor.bias is not None,
+        gather_output=base.gather_output,
+        sequence_parallel_enabled=base.sequence_parallel_enabled,
+        sequence_dimension=base.sequence_dimension,
+        input_is_shared=base.input_is_shared,
+        output_plan=base.output_plan,
+        dtype=factor.weight.dtype,
+        device=META,
+    )
+    for weight in made.parameters():
+        weight.requires_grad_(factor.weight.requires_grad)
+    return made

@@ -1,0 +1,273 @@
+"""Parallelizer: split a model, load it, and save its shards. One class for each model type, which differ in the plan.
+
+Source: the documentation of Optimum Neuron Distributed, "Base Parallelizer".
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_infer.checkpoint.api import WORKERS, has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_infer.checkpoint.storage import Storage, storage_of
+from nxd_infer.comm.turns import in_turns
+from nxd_infer.context import current_context
+from nxd_infer.distributed.adapters import adapter_file, split_adapters
+from nxd_infer.distributed.apply import place_of, split
+from nxd_infer.distributed.initialise import initialise
+from nxd_infer.distributed.lazy import WEIGHTS, StoredWeights
+from nxd_infer.distributed.optimizers import ParameterMap, optimizer_for
+from nxd_infer.distributed.plan import ModelPlan
+from nxd_infer.distributed.plans import plan_for
+from nxd_infer.distributed.regions import sum_gradients
+from nxd_infer.distributed.stages import pipelined
+from nxd_infer.distributed.weights import FirstOf, fill, on_meta
+from nxd_infer.errors import ParallelConfigError
+from nxd_infer.layout import DictSource, WeightSource
+from nxd_infer.modules.nxd_model import NxDModel
+
+MAPPING, PARTIAL = "_nxd_parameter_map", "_nxd_partial_gradients"
+"""Attributes of a parallelized model, and of one that is being parallelized."""
+SHARDS = "shards"
+"""Name of the checkpoint in the folder of ``save_model_sharded_checkpoint``."""
+Predicate = Callable[[nn.Module], bool]
+
+
+class Parallelizer:
+    """Splits models over the ranks of the current context. All methods are class methods.
+
+    Derived classes name their ``model_type``; one may also override :meth:`plan` or :meth:`_parallelize`.
+    """
+
+    model_type: str = ""
+
+    @classmethod
+    def plan(cls, config: Any) -> ModelPlan:
+        """Return how a model of ``config`` is split."""
+        return plan_for(config)
+
+    @classmethod
+    def _parallelize(
+        cls,
+        model: Any,
+        device: torch.device | None = None,
+        parallelize_embeddings: bool = True,
+        sequence_parallel_enabled: bool = False,
+        should_parallelize_layer_predicate_func: Predicate | None = None,
+        **parallel_layer_specific_kwargs: Any,
+    ) -> Any:
+        """Replace the layers of ``model`` by parallel ones, without weights: those are on the meta device.
+
+        Args:
+            model: a model of transformers.
+            device: where :meth:`parallelize` will put the weights.
+            parallelize_embeddings: split the vocabulary too; it is padded where it does not divide.
+            sequence_parallel_enabled: between layers, each rank holds a piece of the sequence.
+            should_parallelize_layer_predicate_func: whether to split a module that the plan names.
+            **parallel_layer_specific_kwargs: ``kv_size_multiplier``.
+
+        Returns the model. Raises ParallelConfigError for a keyword that no layer has.
+        """
+        multiplier = parallel_layer_specific_kwargs.pop("kv_size_multiplier", None)
+        if parallel_layer_specific_kwargs:
+            raise ParallelConfigError(
+                f"no parallel layer takes {', '.join(parallel_layer_specific_kwargs)}; known is kv_size_multiplier"
+            )
+        partial = split(
+            model,
+            cls.plan(model.config),
+            parallelize_embeddings=parallelize_embeddings,
+            sequence_parallel=sequence_parallel_enabled,
+            kv_size_multiplier=multiplier,
+            should_parallelize=should_parallelize_layer_predicate_func,
+        )
+        setattr(model, PARTIAL, [*partial, *split_adapters(model)])
+        return model
+
+    @classmethod
+    def parallelize(
+        cls,
+        model: Any,
+        device: torch.device | str | None = None,
+        parallelize_embeddings: bool = True,
+        sequence_parallel_enabled: bool = False,
+        kv_size_multiplier: int | None = None,
+        pipeline_parallel_input_names: list[str] | tuple[str, ...] | None = None,
+        pipeline_parallel_num_microbatches: int = 1,
+        pipeline_parallel_use_zero1_optimizer: bool = False,
+        pipeline_parallel_gradient_checkpointing_enabled: bool = False,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        num_local_ranks_per_step: int = 8,
+    ) -> Any:
+        """Split ``model``, in place, over the current context's ranks, and load this rank's part. Every rank calls it.
+
+        Args:
+            model: a model of transformers, or a PEFT model of one; loaded lazily, each rank reads only its part.
+            device: where the weights are put; None: where they are, or the host.
+            parallelize_embeddings: split the vocabulary too; it is padded where it does not divide.
+            sequence_parallel_enabled: between layers, each rank holds a piece of the sequence.
+            kv_size_multiplier: places of each key/value head; None: the fewest that the ranks need.
+            pipeline_parallel_input_names: the inputs of a batch; None: the parameters of the model's forward.
+            pipeline_parallel_num_microbatches: parts that a batch is split into.
+            pipeline_parallel_use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks.
+            pipeline_parallel_gradient_checkpointing_enabled: compute the layers' activations again in the backward.
+            checkpoint_dir: a folder of :meth:`save_model_sharded_checkpoint` whose weights are loaded.
+            num_local_ranks_per_step: ranks of a host that load at the same time; 0 or less: all.
+
+        Returns the model; with pipeline ranks an :class:`~nxd_infer.pipeline.NxDPPModel` of it. Weights that were not
+        stored are initialised, the same on all ranks. Raises ModelConfigError for a model without a plan.
+        """
+        context = current_context()
+        before = dict(model.named_parameters(remove_duplicate=False))
+        stored: StoredWeights | None = getattr(model, WEIGHTS, None)
+        if stored is not None:
+            here = stored.view(on_meta(model))
+            initialise(model, _lacking(model, here), context)
+        own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+        place = place_of(own, device)
+        model = cls._parallelize(
+            model,
+            None if device is None else torch.device(device),
+            parallelize_embeddings,
+            sequence_parallel_enabled,
+            kv_size_multiplier=kv_size_multiplier,
+        )
+        result = model
+        if context.pp.degree > 1:
+            if pipeline_parallel_gradient_checkpointing_enabled:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            result = pipelined(
+                model,
+                cls.plan(model.config),
+                {
+                    "num_microbatches": pipeline_parallel_num_microbatches,
+                    "use_zero1_optimizer": pipeline_parallel_use_zero1_optimizer,
+                    "input_names": pipeline_parallel_input_names,
+                },
+            )
+        weights = FirstOf(DictSource(own), *([] if stored is None else [stored.view(on_meta(model))]))
+        load = functools.partial(fill, model, weights, device=place)
+        in_turns(context, num_local_ranks_per_step, load, of_host=True)
+        sum_gradients(model, model.__dict__.pop(PARTIAL, ()), context)
+        model.__dict__.pop(WEIGHTS, None)
+        setattr(model, MAPPING, ParameterMap(before, dict(model.named_parameters(remove_duplicate=False))))
+        if checkpoint_dir is not None:
+            cls.load_model_sharded_checkpoint(result, checkpoint_dir)
+        return result
+
+    @classmethod
+    def optimizer_for_mp(
+        cls, optimizer: torch.optim.Optimizer, orig_param_to_parallel_param_on_xla: Mapping[int, nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer for the parallelized parameters.
+
+        An optimizer of :func:`make_optimizer_constructor_lazy` is made as it was written. Of another one, the groups
+        and their options are kept; it is returned itself if none of its parameters has changed.
+
+        Args:
+            optimizer: one that has made no step yet.
+            orig_param_to_parallel_param_on_xla: the parallel parameter by the ``id`` of the original one, as
+                :func:`parameter_mapping` gives it. Parameters that it lacks are left out.
+        """
+        return optimizer_for(optimizer, orig_param_to_parallel_param_on_xla)
+
+    @classmethod
+    def save_model_sharded_checkpoint(
+        cls,
+        model: nn.Module,
+        output_dir: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        use_xser: bool = True,
+        async_save: bool = False,
+        num_local_ranks_per_step: int = 8,
+    ) -> None:
+        """Save the ranks' shards as the checkpoint ``shards`` of ``output_dir``, and the configuration beside it.
+
+        Args:
+            model: a parallelized model. Every rank calls it with the same shared ``output_dir``.
+            optimizer: is saved too.
+            use_xser: accepted; the files are safetensors, and written tensor by tensor, in any case.
+            async_save: return once the tensors are copied, and write in the background; the next save, a load and
+                ``nxd_infer.trainer.wait_for_save`` wait for it.
+            num_local_ranks_per_step: ranks that write at the same time; 0 or less: all.
+
+        ``nxd-infer ckpt consolidate`` makes a directory for transformers of it. Raises CheckpointError if a rank cannot
+        write, and ParallelConfigError for a model that is not parallelized.
+        """
+        _require_parallel(model)
+        at_once = num_local_ranks_per_step
+        save_checkpoint(
+            output_dir,
+            SHARDS,
+            model=model,
+            optimizer=optimizer,
+            num_workers=min(at_once, WORKERS[-1]) if at_once > 0 else WORKERS[0],
+            use_xser=at_once <= 0,
+            async_save=async_save,
+        )
+        if current_context().rank == 0:
+            _save_config(unwrapped(model), storage_of(output_dir))
+
+    @classmethod
+    def load_model_sharded_checkpoint(cls, model: nn.Module, load_dir: str | os.PathLike[str]) -> None:
+        """Load the weights that :meth:`save_model_sharded_checkpoint` saved, at the same or other degrees.
+
+        ``load_dir`` is the folder that it was given, or the folder ``shards`` in it. Raises CheckpointError if there is
+        none, and ParallelConfigError for a model that is not parallelized.
+        """
+        _require_parallel(model)
+        folder = os.fspath(load_dir).rstrip("/")
+        parent, tag = os.path.split(folder)
+        if tag == SHARDS and not has_checkpoint(folder, SHARDS):
+            folder = parent or "."
+        load_checkpoint(folder, SHARDS, model=model)
+
+
+def parameter_mapping(model: nn.Module) -> Mapping[int, nn.Parameter]:
+    """Return the parallel parameter by the ``id`` of the original one, of a parallelized ``model``.
+
+    Raises ParallelConfigError for another model.
+    """
+    found = unwrapped(model).__dict__.get(MAPPING)
+    if found is None:
+        raise ParallelConfigError("parameter_mapping() needs the model that Parallelizer.parallelize() returned")
+    return found
+
+
+def unwrapped(model: Any) -> Any:
+    return model.local_module() if isinstance(model, NxDModel) else model
+
+
+def _require_parallel(model: nn.Module) -> None:
+    if MAPPING not in unwrapped(model).__dict__:
+        raise ParallelConfigError("The model needs to be parallelized first: call Parallelizer.parallelize(model)")
+
+
+def _save_config(model: Any, storage: Storage) -> None:
+    """Write what transformers, and PEFT, need beside weights."""
+    adapters = getattr(model, "peft_config", {})
+    base = model.get_base_model() if adapters else model
+    files = {"config.json": {**base.config.to_diff_dict(), "architectures": [type(base).__name__]}}
+    if getattr(base, "generation_config", None) is not None:
+        files["generation_config.json"] = base.generation_config.to_diff_dict()
+    for name, config in adapters.items():
+        files[adapter_file(name)] = config.to_dict()
+    for name, content in files.items():
+        storage.write(name, json.dumps(content, indent=2, default=_as_json).encode())
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
+
+
+def _lacking(model: nn.Module, stored: WeightSource) -> list[str]:
+    """Return the parameters on the meta device that have no stored weights under any of their names."""
+    there = set(stored.keys())
+    known = {id(weight) for name, weight in model.named_parameters(remove_duplicate=False) if name in there}
+    return [name for name, weight in model.named_parameters() if weight.is_meta and id(weight) not in known]

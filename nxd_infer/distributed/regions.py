@@ -1,0 +1,103 @@
+"""The borders of parallel regions in a model's own code: hooks of its modules, and of replicated weights inside.
+
+A hook enters or leaves a region where the model passes a tensor from one module to the next, so the model's code is
+not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_infer import comm
+from nxd_infer.context import ParallelContext
+from nxd_infer.errors import InputMismatchError
+from nxd_infer.parallel_layers import mappings
+from nxd_infer.parallel_layers.base import ParallelLayer
+
+SEQUENCE_DIM = 1
+"""Of the hidden states of all models of transformers: [batch, sequence, features]."""
+_OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
+"""What attention reads beside the hidden states; always a whole sequence."""
+
+
+def enter_once(module: nn.Module, context: ParallelContext, sequence_parallel: bool, dim: int) -> None:
+    """Make ``module`` take its input into the parallel region, once for all the layers in it that read it.
+
+    Otherwise each of them would sum the gradients of its input over the ranks. With ``sequence_parallel`` the input is
+    this rank's piece of the sequence, and is gathered along ``dim``.
+    """
+
+    def enter(x: Tensor) -> Tensor:
+        if sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(x, dim, context=context)
+        return mappings.copy_to_tensor_model_parallel_region(x, context=context)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        args, kwargs = _on_hidden_states(enter, args, kwargs)
+        for name in _OTHER_INPUTS:
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = mappings.copy_to_tensor_model_parallel_region(kwargs[name], context=context)
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def split_sequence(first: nn.Module, last: nn.Module, context: ParallelContext) -> None:
+    """Give each rank its piece of the sequence before the module ``first``, and gather it after ``last``."""
+    degree = context.tp.degree
+
+    def scatter(x: Tensor) -> Tensor:
+        if x.shape[SEQUENCE_DIM] % degree:
+            raise InputMismatchError(
+                f"a sequence of {x.shape[SEQUENCE_DIM]} does not divide over {degree} ranks: with sequence parallelism "
+                f"pad inputs to a multiple of {degree}"
+            )
+        return mappings.scatter_to_sequence_parallel_region(x, SEQUENCE_DIM, context=context)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _on_hidden_states(scatter, args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        gather = functools.partial(
+            mappings.gather_from_sequence_parallel_region,
+            sequence_dimension=SEQUENCE_DIM,
+            to_model_parallel=False,
+            context=context,
+        )
+        return (gather(output[0]), *output[1:]) if isinstance(output, tuple) else gather(output)
+
+    first.register_forward_pre_hook(before, with_kwargs=True)
+    last.register_forward_hook(after)
+
+
+def _on_hidden_states(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (change(args[0]), *args[1:]), dict(kwargs)
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def sum_gradients(model: nn.Module, names: Iterable[str], context: ParallelContext) -> None:
+    """Sum the gradients of whole weights over the ranks, each of which computes a part of them.
+
+    Names that the model lacks are left out: this rank's pipeline stage has not all of them. So are those of parallel
+    layers, which sum what they have to.
+    """
+    weights = dict(model.named_parameters())
+    for name in dict.fromkeys(names):
+        if name in weights and not isinstance(model.get_submodule(name.rpartition(".")[0]), ParallelLayer):
+            _sum_gradient(weights[name], context)
+
+
+def _sum_gradient(weight: nn.Parameter, context: ParallelContext) -> None:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    trained = weight.requires_grad
+    weight.requires_grad_(True)  # a frozen weight takes no hook, and may be trained later
+    weight.register_hook(lambda grad: comm.all_reduce(grad.to(dtype).contiguous(), context).to(grad.dtype))
+    weight.requires_grad_(trained)

@@ -1,0 +1,163 @@
+"""LoRA of PEFT on parallelized models, made before and after: gradients and logits of the whole model with adapters."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_infer as nxd
+from nxd_infer.cli import ckpt
+from nxd_infer.context import current_context
+from nxd_infer.errors import AdapterError
+from nxd_infer.layout import shard_tensor, weight_layout
+from tests.distributed.models import LOOSE, Case
+from tests.distributed.test_apply import NEAR, run, wrong_gradients
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+CASES = [Case("llama", 3, 1, LOOSE), Case("gpt2", 3, 3), Case("opt")]
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "opt": ["k_proj", "out_proj", "fc1", "fc2"],
+}
+
+
+def config(case: Case, **options: Any) -> Any:
+    import peft
+
+    return peft.LoraConfig(r=4, target_modules=TARGETS[case.kind], fan_in_fan_out=case.kind == "gpt2", **options)
+
+
+def adapted(case: Case, make: Any) -> nn.Module:
+    """A model with adapters whose second factors are not zero."""
+    plain = case.build()
+    torch.manual_seed(2)
+    model = make(plain, config(case))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    return model
+
+
+def parallel_before(case: Case, whole: nn.Module, **options: Any) -> nn.Module:
+    import peft
+
+    return parallelize(adapted(case, peft.get_peft_model), **options)
+
+
+def parallel_after(case: Case, whole: nn.Module, **options: Any) -> nn.Module:
+    model = parallelize(case.build(), **options)
+    torch.manual_seed(2 + 100 * current_context().rank)  # the first rank's are used
+    model = nxd.distributed.get_peft_model(model, config(case))
+    tp, values = current_context().tp, dict(whole.named_parameters())
+    for name, layout in weight_layout(model).items():
+        if "lora_B" in name:
+            with torch.no_grad():
+                model.get_parameter(name).copy_(shard_tensor(values, layout.rank_layout(tp.degree, tp.rank)))
+    return model
+
+
+def parallelize(model: nn.Module, **options: Any) -> nn.Module:
+    return nxd.distributed.ParallelizersManager.parallelizer_for_model(model).parallelize(model, **options)
+
+
+def wrong(case: Case, make: Any, **options: Any) -> list[str]:
+    import peft
+
+    whole = adapted(case, peft.get_peft_model)
+    model = make(case, whole, **options)
+    logits, _ = run(whole, case.batch())
+    own_logits, _ = run(model, case.batch())
+    found = [] if torch.allclose(own_logits, logits, **NEAR) else ["logits differ"]
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if trained != [name for name, weight in whole.named_parameters() if weight.requires_grad]:
+        found.append(f"trains {trained}")
+    for weight in model.parameters():  # frozen ones have no gradient to compare
+        weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
+    for weight in whole.parameters():
+        weight.grad = weight.grad if weight.requires_grad else torch.zeros_like(weight)
+    return found + wrong_gradients(model, whole)
+
+
+def compare() -> list[str]:
+    found = []
+    for case in CASES:
+        for make in (parallel_before, parallel_after):
+            for enabled in (False, True):
+                what = f"{case.kind} {make.__name__} sequence_parallel={enabled}"
+                try:
+                    found += [f"{what}: {one}" for one in wrong(case, make, sequence_parallel_enabled=enabled)]
+                except Exception:
+                    found.append(f"{what}: {traceback.format_exc()}")
+    return found
+
+
+def test_adapters_before_and_after():
+    for rank, found in enumerate(run_ranks(compare, 2, comm_timeout=120)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:6])
+
+
+def saved(folder: Path, case: Case) -> list[torch.Tensor]:
+    """Lazily loaded with adapters before; saved; the logits."""
+    import peft
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", attn_implementation="eager")
+    lazy = parallelize(peft.get_peft_model(model, config(case)))
+    assert not any(weight.is_meta for weight in lazy.parameters())
+    first = next(w for n, w in lazy.named_parameters() if "lora_A" in n)
+    second = next(w for n, w in lazy.named_parameters() if "lora_B" in n)
+    assert first.std() > 0 and not second.any()
+    model = parallelize(adapted(case, peft.get_peft_model))
+    nxd.distributed.Parallelizer.save_model_sharded_checkpoint(model, folder / "out")
+    with torch.no_grad():
+        return [one.eval()(**case.batch()).logits for one in (lazy, model)]
+
+
+def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
+    import peft
+    import transformers
+
+    case = CASES[0]
+    case.build().save_pretrained(tmp_path / "whole")
+    lazy, logits = run_ranks(saved, 2, tmp_path, case, comm_timeout=120)[0]
+    ckpt.consolidate(tmp_path / "out", tmp_path / "model", None, None)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        assert torch.allclose(whole(**case.batch()).logits, lazy, **NEAR)
+        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "model/adapter/default")
+        assert torch.allclose(loaded(**case.batch()).logits, logits, **NEAR)
+
+
+def refused() -> list[str]:
+    import peft
+
+    case = CASES[0]
+    texts = []
+    for make in (
+        lambda: parallelize(peft.get_peft_model(case.build(), config(case, use_dora=True))),
+        lambda: parallelize(peft.get_peft_model(case.build(), peft.LoraConfig(target_modules=["embed_tokens"]))),
+        lambda: nxd.distributed.get_peft_model(parallelize(case.build()), peft.IA3Config(target_modules=["k_proj"])),
+    ):
+        with pytest.raises(AdapterError) as error:
+            make()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_adapters_that_cannot_be_split_are_refused():
+    dora, embedding, other = run_ranks(refused, 2)[0]
+    assert "use_dora=False" in dora
+    assert "parallelize_embeddings=False" in embedding
+    assert "IA3Config" in other

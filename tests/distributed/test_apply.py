@@ -1,0 +1,73 @@
+"""A plan applied to every supported model: logits, loss and gradients are those of the whole model."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_infer.context import current_context
+from nxd_infer.distributed import apply_plan, plan_for
+from nxd_infer.layout import shard_tensor, weight_layout
+from tests.distributed.models import CASES, Case
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def wrong_gradients(model: nn.Module, whole: nn.Module) -> list[str]:
+    """The parameters whose gradient is not this rank's part of the whole model's."""
+    tp = current_context().tp
+    wanted = {n: p.grad for n, p in whole.named_parameters(remove_duplicate=False)}
+    layouts, found = weight_layout(model), []
+    for name, weight in model.named_parameters():
+        layout = layouts[name].rank_layout(tp.degree, tp.rank)
+        expected = shard_tensor({n: wanted[n] for n in layouts[name].logical_names}, layout)
+        if weight.grad is None or not torch.allclose(weight.grad, expected, **NEAR):
+            worst = "none" if weight.grad is None else f"{float((weight.grad - expected).abs().max()):.1e}"
+            found.append(f"gradient of {name}: {worst}")
+    return found
+
+
+def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    out = model(**batch)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.detach()
+
+
+def differences(case: Case, **options: object) -> list[str]:
+    whole = case.build()
+    model = apply_plan(case.build(), plan_for(whole.config), **options)
+    held = sum(p.numel() for p in model.parameters())
+    if held >= sum(p.numel() for p in whole.parameters()):
+        return ["nothing is split"]
+    logits, loss = run(whole, case.batch())
+    own_logits, own_loss = run(model, case.batch())
+    found = wrong_gradients(model, whole)
+    if not torch.allclose(own_logits, logits, **NEAR):
+        found.append(f"logits: {float((own_logits - logits).abs().max()):.1e}")
+    if not torch.allclose(own_loss, loss, **NEAR):
+        found.append(f"loss: {float(own_loss)}, wanted {float(loss)}")
+    return found
+
+
+def compare() -> list[str]:
+    found = []
+    for case in CASES:
+        for sequence_parallel in (False, True):
+            what = f"{case.name}{' with sequence parallelism' if sequence_parallel else ''}"
+            try:
+                problems = differences(case, sequence_parallel=sequence_parallel)
+            except Exception:
+                problems = [traceback.format_exc()]
+            found += [f"{what}: {problem}" for problem in problems]
+    return found
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_models_equal_the_whole_ones(degree: int):
+    for rank, found in enumerate(run_ranks(compare, degree, comm_timeout=120)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:12])

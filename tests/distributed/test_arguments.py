@@ -1,0 +1,273 @@
+"""Every argument of the Parallelizer acts."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_infer as nxd
+from nxd_infer.context import current_context
+from nxd_infer.distributed import parallelizer as module
+from nxd_infer.distributed.manager import ParallelizersManager
+from nxd_infer.errors import CheckpointError, InputMismatchError, ModelConfigError, ParallelConfigError
+from nxd_infer.parallel_layers.layers import ParallelEmbedding
+from tests.distributed.models import LOOSE, TIED, Case
+from tests.distributed.test_apply import NEAR
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+LLAMA = Case("llama", 8, 2, LOOSE)
+Parallelizer = ParallelizersManager.parallelizer_for_model("llama")
+
+
+def same_logits(model: nn.Module, whole: nn.Module) -> bool:
+    with torch.no_grad():
+        return torch.allclose(model(**LLAMA.batch()).logits, whole(**LLAMA.batch()).logits, **NEAR)
+
+
+def refusal(error: type[Exception], action: Any) -> str:
+    with pytest.raises(error) as found:
+        action()
+    return str(found.value)
+
+
+def lazily(folder: Path) -> Any:
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    whole, found = LLAMA.build().eval(), {}
+    model = Parallelizer.parallelize(LLAMA.build().eval(), parallelize_embeddings=False)
+    found["embeddings"] = type(model.model.embed_tokens) is nn.Embedding and same_logits(model, whole)
+
+    model = Parallelizer.parallelize(LLAMA.build().eval(), kv_size_multiplier=2)
+    found["kv_size_multiplier"] = (model.model.layers[0].self_attn.k_proj.weight.shape[0], same_logits(model, whole))
+    found["bad kv_size_multiplier"] = refusal(
+        ParallelConfigError, lambda: Parallelizer.parallelize(LLAMA.build(), kv_size_multiplier=3)
+    )
+
+    model = LLAMA.build().eval()
+    kept = {id(inner) for inner in model.model.layers[1].mlp.modules()}
+    model = nxd.distributed.apply_plan(
+        model, nxd.distributed.plan_for(model.config), should_parallelize=lambda inner: id(inner) not in kept
+    )
+    kinds = [type(layer.mlp.up_proj).__name__ for layer in model.model.layers]
+    found["predicate"] = (kinds, same_logits(model, whole))
+    found["unknown keyword"] = refusal(ParallelConfigError, lambda: Parallelizer._parallelize(LLAMA.build(), depth=3))
+    split = Parallelizer._parallelize(LLAMA.build(), should_parallelize_layer_predicate_func=lambda inner: False)
+    found["nothing"] = not any(weight.is_meta for weight in split.parameters())
+
+    model = Parallelizer.parallelize(lazily(folder / "llama"), device="meta")
+    found["device"] = {str(weight.device) for weight in model.parameters()}
+
+    whole.load_state_dict({name: weight + 0.01 for name, weight in whole.state_dict().items()})
+    trained = Parallelizer.parallelize(LLAMA.build().eval())
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.add_(0.01)
+    Parallelizer.save_model_sharded_checkpoint(trained, folder / "a", async_save=True, use_xser=False)
+    nxd.trainer.wait_for_save()
+    Parallelizer.save_model_sharded_checkpoint(trained, folder / "b", num_local_ranks_per_step=1)
+    for name in ("a", "b/shards"):
+        model = Parallelizer.parallelize(LLAMA.build().eval(), checkpoint_dir=folder / name)
+        found[name] = same_logits(model, whole)
+    found["not parallel"] = refusal(
+        ParallelConfigError, lambda: Parallelizer.load_model_sharded_checkpoint(LLAMA.build(), folder / "a")
+    )
+
+    model = Parallelizer.parallelize(Case("llama", 8, 2, TIED).build())
+    found["tied"] = isinstance(model.model.embed_tokens, ParallelEmbedding) and (
+        model.lm_head.weight is model.model.embed_tokens.weight
+    )
+    found["times"] = [times_of_loading(folder, at_once) for at_once in (1, 0)]
+    found["classifier"] = classifier(folder)
+    return found
+
+
+def times_of_loading(folder: Path, at_once: int) -> tuple[float, float]:
+    """When this rank began and ended to load."""
+    own, times = module.fill, []
+
+    def slowly(*args: Any, **options: Any) -> None:
+        times.append(time.monotonic())
+        own(*args, **options)
+        time.sleep(0.5)
+        times.append(time.monotonic())
+
+    module.fill = slowly
+    try:
+        Parallelizer.parallelize(lazily(folder / "llama"), num_local_ranks_per_step=at_once)
+    finally:
+        module.fill = own
+    return times[0], times[1]
+
+
+def classifier(folder: Path) -> torch.Tensor:
+    """What a head gets that is not in the files; the ranks' generators differ."""
+    import transformers
+
+    with nxd.distributed.lazy_load_for_parallelism(tensor_parallel_size=2):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=3)
+    torch.manual_seed(current_context().rank)
+    return Parallelizer.parallelize(model).score.weight.detach()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    LLAMA.build().save_pretrained(folder / "llama")
+    return run_ranks(tensor_parallel, 2, folder, comm_timeout=120)
+
+
+def test_embeddings_stay_whole(ranks):
+    assert [found["embeddings"] for found in ranks] == [True, True]
+
+
+def test_key_value_heads_have_as_many_places_as_requested(ranks):
+    assert ranks[0]["kv_size_multiplier"] == (2 * 2 * 8 // 2, True)
+    assert "kv_size_multiplier=3" in ranks[0]["bad kv_size_multiplier"]
+
+
+def test_the_predicate_leaves_layers_whole(ranks):
+    assert ranks[0]["predicate"] == (["ColumnParallelLinear", "Linear"], True)
+    assert ranks[0]["nothing"]
+    assert "depth" in ranks[0]["unknown keyword"]
+
+
+def test_weights_go_to_the_device(ranks):
+    assert ranks[0]["device"] == {"meta"}
+
+
+def test_shards_are_loaded_from_either_folder(ranks):
+    assert [(found["a"], found["b/shards"]) for found in ranks] == [(True, True)] * 2
+    assert "parallelized first" in ranks[0]["not parallel"]
+
+
+def test_tied_weights_stay_tied(ranks):
+    assert ranks[0]["tied"]
+
+
+def test_ranks_load_in_turns(ranks):
+    (first, second), (one, other) = ([found["times"][number] for found in ranks] for number in (0, 1))
+    assert first[1] <= second[0]
+    assert one[0] < other[1] and other[0] < one[1]
+
+
+def test_a_new_head_is_equal_on_all_ranks(ranks):
+    first, second = (found["classifier"] for found in ranks)
+    assert torch.equal(first, second)
+    assert first.std() > 0
+
+
+def pipeline_parallel() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    whole = LLAMA.build().train()
+    loss = whole(**LLAMA.batch(4)).loss
+    loss.backward()
+    model = Parallelizer.parallelize(
+        LLAMA.build(),
+        pipeline_parallel_input_names=["input_ids", "labels"],
+        pipeline_parallel_num_microbatches=4,
+        pipeline_parallel_use_zero1_optimizer=True,
+        pipeline_parallel_gradient_checkpointing_enabled=True,
+    )
+    batch = {name: tensor for name, tensor in LLAMA.batch(4).items() if name != "attention_mask"}
+    found["options"] = (model.options.num_microbatches, model.options.use_zero1_optimizer)
+    found["input_names"] = refusal(InputMismatchError, lambda: model.run_train(**LLAMA.batch(4)))
+    wanted = whole(**batch).loss
+    found["loss"] = abs(float(model.run_train(**batch)) - float(wanted.detach()))
+    stage = model.local_module().model.layers[current_context().pp.rank]
+    found["recomputes"] = stage.gradient_checkpointing and stage.training
+    mapping = nxd.distributed.parameter_mapping(model)
+    found["mapped"] = len(mapping) <= len(list(model.local_parameters()))
+    shallow = Case("llama", 8, 2, {"num_hidden_layers": 1}).build()
+    found["stages"] = refusal(ParallelConfigError, lambda: Parallelizer.parallelize(shallow))
+    return found
+
+
+def test_pipeline_arguments():
+    for found in run_ranks(pipeline_parallel, 2, tp=1, pp=2, comm_timeout=120):
+        assert found["options"] == (4, True)
+        assert "attention_mask" in found["input_names"]
+        assert found["loss"] < 1e-5
+        assert found["recomputes"] and found["mapped"]
+        assert "1 layers" in found["stages"]
+
+
+# --- without ranks -----------------------------------------------------------------------------------------------
+
+DOCUMENTED = {  # tensor, sequence and pipeline parallelism, as Optimum Neuron's documentation has it
+    "bert": (True, True, False),
+    "gpt_neo": (True, True, False),
+    "gpt_neox": (True, True, False),
+    "llama": (True, True, True),
+    "mistral": (True, True, False),
+    "roberta": (True, True, False),
+    "t5": (True, False, False),
+}
+
+
+def test_capabilities_are_the_documented_ones_or_better():
+    types = ParallelizersManager.get_supported_model_types()
+    assert set(DOCUMENTED) <= set(types)
+    for kind, documented in DOCUMENTED.items():
+        assert all(
+            have >= want for have, want in zip(ParallelizersManager.is_model_supported(kind), documented, strict=True)
+        )
+    assert ParallelizersManager.is_model_supported(LLAMA.build()) == (True, True, True)
+    assert ParallelizersManager.is_model_supported("resnet") == (False, False, False)
+
+
+def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
+    with pytest.raises(ModelConfigError, match=re.escape("did you mean llama?")):
+        ParallelizersManager.parallelizer_for_model("lama")
+
+
+def test_a_registered_plan_makes_a_type_supported(monkeypatch: pytest.MonkeyPatch):
+    from nxd_infer.distributed import plans
+
+    monkeypatch.setattr(plans, "_REGISTERED", {})
+    nxd.distributed.register_plan(
+        "mine", nxd.distributed.ModelPlan({"up": "column", "down": "row"}, pipeline_parallel=False)
+    )
+    assert ParallelizersManager.is_model_supported("mine") == (True, True, False)
+    with pytest.raises(ParallelConfigError, match="colum"):
+        nxd.distributed.ModelPlan({"up": "colum"})
+
+
+def test_loading_is_lazy_in_the_context_only(tmp_path: Path):
+    import transformers
+
+    LLAMA.build().save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    own = transformers.PreTrainedModel.__dict__["from_pretrained"]
+    with nxd.distributed.lazy_load_for_parallelism():
+        assert not load(tmp_path).lm_head.weight.is_meta
+    with nxd.distributed.lazy_load_for_parallelism(pipeline_parallel_size=2):
+        there: list[bool] = []
+        other = threading.Thread(target=lambda: there.append(load(tmp_path).lm_head.weight.is_meta))
+        other.start()
+        model = load(tmp_path, dtype=torch.bfloat16)
+        other.join(120)
+        assert there == [False]
+        assert model.lm_head.weight.is_meta and model.dtype == torch.bfloat16
+        with pytest.raises(ParallelConfigError, match="quantization_config"):
+            load(tmp_path, quantization_config={"load_in_8bit": True})
+        with pytest.raises(ParallelConfigError, match="device_map"):
+            load(tmp_path, device_map="auto")
+    assert transformers.PreTrainedModel.__dict__["from_pretrained"] is own
+    assert not load(tmp_path).lm_head.weight.is_meta
+    for file in tmp_path.glob("*.safetensors"):
+        file.rename(tmp_path / "pytorch_model.bin")
+    with nxd.distributed.lazy_load_for_parallelism(2), pytest.raises(CheckpointError, match="never loaded"):
+        Parallelizer.parallelize(load(tmp_path))

@@ -1,0 +1,37 @@
+"""Every model in two pipeline stages of two ranks, with sequence parallelism: loss and gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_infer.distributed.manager import ParallelizersManager
+from tests.distributed.models import CASES
+from tests.distributed.test_apply import wrong_gradients
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+
+
+def stages() -> list[str]:
+    found = []
+    for case in {case.kind: case for case in CASES}.values():
+        whole = case.build().train()
+        loss = whole(**case.batch(4)).loss
+        loss.backward()
+        parallelizer = ParallelizersManager.parallelizer_for_model(whole)
+        model = parallelizer.parallelize(
+            case.build(), sequence_parallel_enabled=True, pipeline_parallel_num_microbatches=2
+        )
+        got = float(model.run_train(**case.batch(4)))
+        if abs(got - float(loss.detach())) > 1e-5:
+            found.append(f"{case.name}: loss {got}, wanted {float(loss.detach())}")
+        found += [f"{case.name}: {one}" for one in wrong_gradients(model.local_module(), whole)]
+        held = sum(weight.numel() for weight in model.local_parameters())
+        if held > 0.6 * sum(weight.numel() for weight in whole.parameters()):
+            found.append(f"{case.name}: this rank holds {held} elements")
+    return found
+
+
+def test_models_in_two_stages_of_two_ranks():
+    for rank, found in enumerate(run_ranks(stages, 4, tp=2, pp=2, comm_timeout=120)):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:12])
