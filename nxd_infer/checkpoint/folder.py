@@ -312,6 +312,13 @@ def abandon(storage: Storage, tag: str, counter: int) -> None:
             storage.remove(folder)
 
 
+def remove(storage: Storage, tag: str) -> None:
+    """Remove the complete checkpoint of a tag, if there is one."""
+    for checkpoint in complete_checkpoints(storage):
+        if checkpoint.tag == tag:
+            storage.remove(checkpoint.folder)
+
+
 def _saved_since(checkpoint: Checkpoint) -> bool:
     """Whether its tag was saved again: it was damaged at that save's clean-up, and was restored later."""
     tag, counter = checkpoint.tag, checkpoint.counter

@@ -169,9 +169,12 @@ def train(
     chip: Annotated[
         Chip | None, typer.Option("--chip", help="The device of the plan's times. Default: by the number of ranks.")
     ] = None,
+    trace_out: Annotated[
+        Path | None, typer.Option("--trace", metavar="OUT", help="Then trace the trained model into this folder.")
+    ] = None,
 ) -> None:
     """Train a recipe. It starts its ranks on this machine; under torchrun or Slurm it is one of them."""
-    cli.train.run(config, overrides or [], check, None if chip is None else chip.value)
+    cli.train.run(config, overrides or [], check, None if chip is None else chip.value, trace_out)
 
 
 @app.command(epilog="Example:  nxd-infer recompile ./artifact --out ./artifact-inf2 --backend neuron --target inf2")

@@ -92,11 +92,8 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     grad = 4 if kinds.fp32_grad_acc else width
     state = (8 + (4 if kinds.master_weights else 0)) * here_trained
     length, rows = seq_length(recipe), recipe.data.global_batch_size
-    hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
-    embedding = 0 if raw.get("tie_word_embeddings") else raw["vocab_size"] * hidden
-    passes = 8 if recipe.model.activations_checkpoint_granularity == "full" else 6
-    pairs = 2 if _pairs(recipe) else 1
-    flops = pairs * rows * length * (passes * (active - embedding) + 6 * layers * hidden * length)
+    pairs = 2 if has_pairs(recipe) else 1
+    flops = flops_per_step(recipe, raw, active)
     name, peak = ("this machine's processor", cpu_peak) if chip is None else CHIPS[chip]
     steps = recipe.trainer.max_steps if recipe.trainer.max_steps > 0 else None
     return Plan(
@@ -119,8 +116,18 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     )
 
 
-def _pairs(recipe: Recipe) -> bool:
+def has_pairs(recipe: Recipe) -> bool:
+    """Whether a row of the data is a pair of answers."""
     return recipe.model_alignment_strategy.dpo is not None or recipe.model_alignment_strategy.orpo is not None
+
+
+def flops_per_step(recipe: Recipe, raw: Mapping[str, Any], parameters: float) -> float:
+    """Return the operations of a step over all ranks, for a model of which a token meets so many ``parameters``."""
+    hidden, layers, length = raw["hidden_size"], raw["num_hidden_layers"], seq_length(recipe)
+    embedding = 0 if raw.get("tie_word_embeddings") else raw["vocab_size"] * hidden
+    passes = 8 if recipe.model.activations_checkpoint_granularity == "full" else 6
+    rows = recipe.data.global_batch_size * (2 if has_pairs(recipe) else 1)
+    return rows * length * (passes * (parameters - embedding) + 6 * layers * hidden * length)
 
 
 def _counted(

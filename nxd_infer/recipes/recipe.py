@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from nxd_infer.recipes.keys import Reader, every_key
 from nxd_infer.recipes.resolve import override, resolve
 from nxd_infer.recipes.schema import Recipe
-from nxd_infer.recipes.yaml_text import Tree, read_yaml
+from nxd_infer.recipes.yaml_text import KeyPath, Tree, read_yaml
 from nxd_infer.trace.options import TraceOptions
 from nxd_infer.util.options import declared
 from nxd_infer.util.suggest import nearest
@@ -51,6 +52,14 @@ def check(tree: Tree, overrides: Iterable[str] = ()) -> Loaded:
     for one in AGREEMENTS:
         one(recipe, reader)
     return Loaded(recipe, tree, reader.unused)
+
+
+def time_limit(loaded: Loaded) -> float:
+    """Return how many seconds this start of the job may train; infinity without a limit."""
+    reader = Reader(loaded.tree)
+    whole = seconds_of(loaded.recipe.trainer.max_time, reader, ("trainer", "max_time"))
+    start = seconds_of(loaded.recipe.exp_manager.max_time_per_run, reader, ("exp_manager", "max_time_per_run"))
+    return min(whole or math.inf, start or math.inf)
 
 
 def seq_length(recipe: Recipe) -> int:
@@ -218,7 +227,35 @@ def _sources(recipe: Recipe, reader: Reader) -> None:
         raise reader.error(("data", "data_prefix"), "cannot be together with train_dir; the nearest is train_dir alone")
 
 
+def _end(recipe: Recipe, reader: Reader) -> None:
+    trainer = recipe.trainer
+    if trainer.max_steps < 0 and trainer.max_epochs < 0 and trainer.max_time is None:
+        raise reader.error(("trainer", "max_steps"), "is missing: the training would not end; give it, or max_epochs")
+    if trainer.max_steps == 0:
+        raise reader.error(("trainer", "max_steps"), "= 0 trains nothing; the nearest is 1")
+    limit = trainer.limit_val_batches
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
+        path = ("trainer", "limit_val_batches")
+        raise reader.error(path, f"must be a number of batches, or a share of them, got {limit!r}; the nearest is 1.0")
+    for where in (("trainer", "max_time"), ("exp_manager", "max_time_per_run")):
+        seconds_of(getattr(getattr(recipe, where[0]), where[1]), reader, where)
+
+
+def seconds_of(value: object, reader: Reader, path: KeyPath) -> float | None:
+    """Return a time limit: seconds, or a text ``days:hours:minutes:seconds``."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else float(value)
+    parts = str(value).split(":")
+    if not 1 <= len(parts) <= 4 or not all(part.isdecimal() for part in parts):
+        raise reader.error(
+            path, f'= {value!r} is not a time; the nearest is "00:01:00:00" (days:hours:minutes:seconds)'
+        )
+    scale = (86400, 3600, 60, 1)[-len(parts) :]
+    return float(sum(int(part) * unit for part, unit in zip(parts, scale, strict=True)))
+
+
 AGREEMENTS: tuple[Callable[[Recipe, Reader], None], ...] = (
+    _end,
     _degrees,
     _batches,
     _lengths,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_infer.recipes.data_schema import Data
+from nxd_infer.recipes.data.schema import Data
 from nxd_infer.recipes.keys import key, section
 from nxd_infer.recipes.model_schema import Model
 
@@ -43,7 +43,7 @@ class Trainer:
     )
     check_val_every_n_epoch: int | None = key(None, "epochs between two validations", int, minimum=1)
     num_sanity_val_steps: int = key(0, "batches to validate before the first step", int, minimum=0)
-    limit_val_batches: float = key(1.0, "batches of a validation; up to 1.0 a share of them", float, minimum=0)
+    limit_val_batches: Any = key(1.0, "batches of a validation: a whole number, or a share of them such as 1.0", object)
     limit_test_batches: float = key(
         1.0, "batches of a test", float, minimum=0, unused="recipes run no test; data.test_dir is not read"
     )
