@@ -33,7 +33,7 @@ from nxd_infer.recipes.models import CONFIG, obstacles
 from nxd_infer.recipes.plan import flops_per_step
 from nxd_infer.recipes.prepare import Prepared, is_pretraining, prepare
 from nxd_infer.recipes.recipe import Loaded, data_parallel_size, microbatches, seq_length, time_limit, world_size
-from nxd_infer.recipes.reference import reference_of
+from nxd_infer.recipes.reference import add_reference
 from nxd_infer.recipes.samples import sample
 from nxd_infer.recipes.speed import matmul_peak
 from nxd_infer.trainer import (
@@ -123,8 +123,10 @@ class Training:
         if is_rank_zero():
             write_recipe(loaded, self.log_dir)
             shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
-        if alignment.dpo is not None and isinstance(train, Pairs):
-            train.reference = reference_of(self.job, train, self.log_dir, self._autocast, fresh=not resumes)
+        if alignment.dpo is not None:
+            named = {"train": train, "validation": prepared.validation}
+            sets = {name: pairs for name, pairs in named.items() if isinstance(pairs, Pairs)}
+            add_reference(self.job, sets, self.log_dir, self._autocast, fresh=not resumes)
         if resumes:
             self._resume()
         pipelined = self.context.pp.degree > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -24,24 +24,40 @@ AT_A_TIME = 4
 """Pairs of one pass."""
 
 
-@torch.no_grad()
-def reference_of(
-    job: Job, pairs: Pairs, log_dir: Path, autocast: Callable[[], AbstractContextManager[None]], fresh: bool
-) -> Tensor:
-    """Return log-probabilities [pairs, 2] of the chosen and the rejected answers. Every rank calls it.
+def add_reference(
+    job: Job,
+    sets: Mapping[str, Pairs],
+    log_dir: Path,
+    autocast: Callable[[], AbstractContextManager[None]],
+    fresh: bool,
+) -> None:
+    """Give each set the log-probabilities [pairs, 2] of its answers. Every rank calls it.
 
     A first start (``fresh``) computes them, each data-parallel rank its share, and keeps them in ``log_dir``; a resumed
     job, whose model has moved on, reads them there.
     """
     path = log_dir / FILE
-    if not fresh:
-        if not path.is_file():
-            raise RecipeError(f"{path} is missing: the reference's probabilities are those of the job's first start")
-        return load_file(path)["logs"]
+    if fresh:
+        found = {name: _computed(job, pairs, autocast) for name, pairs in sets.items()}
+        if is_rank_zero():
+            save_file(found, path)
+    elif path.is_file():
+        found = load_file(path)
+    else:
+        raise RecipeError(f"{path} is missing: the reference's probabilities are those of the job's first start")
+    for name, pairs in sets.items():
+        if name not in found or len(found[name]) != len(pairs):
+            raise RecipeError(f"{path} is of other data than the recipe's {name} data: start a new version")
+        pairs.reference = found[name]
+
+
+@torch.no_grad()
+def _computed(job: Job, pairs: Pairs, autocast: Callable[[], AbstractContextManager[None]]) -> Tensor:
     context = current_context()
     module = job.model.local_module()
     model = module.get_base_model() if isinstance(module, LoRAModel) else module
     assert isinstance(model, PreferenceModel)
+    training = model.training
     model.eval()
     device = next(model.parameters()).device
     found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
@@ -50,13 +66,8 @@ def reference_of(
         numbers = list(mine[at : at + AT_A_TIME])
         rows = [pairs[number] for number in numbers]
         batch = {name: torch.cat([row[name] for row in rows]).to(device) for name in rows[0]}
-        used = int((batch["attention_mask"] != 0).any(0).nonzero().max()) + 1
-        names = ("input_ids", "attention_mask", "targets")
         with autocast():
-            answers = model.answers(*(batch[name][:, :used] for name in names))
+            answers = model.answers(**batch)
         found[numbers] = answers.total.double()
-    model.train()
-    found = comm.all_reduce(found, context, "dp").float().cpu()
-    if is_rank_zero():
-        save_file({"logs": found}, path)
-    return found
+    model.train(training)
+    return comm.all_reduce(found, context, "dp").float().cpu()

@@ -11,6 +11,8 @@ from nxd_server.text.tokenizer import Tokenizer
 
 PROMPT = 16
 """Tokens of the validation data that a sample begins with."""
+PIECE = 64
+"""Its length is a multiple of this, so that it divides over the ranks."""
 
 
 @torch.no_grad()
@@ -18,14 +20,16 @@ def sample(model: nn.Module, model_dir: Path, ids: Tensor, count: int, device: t
     """Return the start of ``ids`` and ``count`` further tokens, the likeliest each, as text. Every rank calls it."""
     training = model.training
     model.eval()
-    known = ids[:PROMPT][None].to(device)
+    begin = min(PROMPT, len(ids))
+    known = torch.zeros(1, -(-(begin + count) // PIECE) * PIECE, dtype=torch.int64, device=device)
+    known[0, :begin] = ids[:begin]  # a causal model does not see the zeros after it
     try:
-        for _ in range(count):
-            best = model(known)[:, -1].argmax(-1, keepdim=True)
-            known = torch.cat([known, best], 1)
+        for place in range(begin, begin + count):
+            known[0, place] = model(known)[0, place - 1].argmax()
     finally:
         model.train(training)
+    found = known[0, : begin + count].tolist()
     try:
-        return Tokenizer.from_dir(model_dir).decode(known[0].tolist())
+        return Tokenizer.from_dir(model_dir).decode(found)
     except ValueError:  # token ids alone
-        return " ".join(map(str, known[0].tolist()))
+        return " ".join(map(str, found))
