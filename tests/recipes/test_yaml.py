@@ -66,7 +66,8 @@ def test_overrides_are_values_of_yaml_and_make_sections():
     [
         ("a: 1\nb: {c: 1}\na: 2", "r.yaml:3: a is given twice, first in line 1; remove one"),
         ("a: '${b}'\nb: '${a}'", "r.yaml:1: a refers to itself: a -> b -> a"),
-        ("x: {learning: 1}\na: '${x.learnin}'", "r.yaml:2: a refers to 'x.learnin', which is not there; the nearest is x."),
+        ("x: {learning: 1}\na: '${x.learnin}'",
+         "r.yaml:2: a refers to 'x.learnin', which is not there; the nearest is x.learning"),
         ("a: $NOT_THERE_AT_ALL", "r.yaml:1: a needs the environment variable NOT_THERE_AT_ALL, which is not set"),
         ("a: '${multipli:1, 2}'", "the nearest is multiply"),
         ("a: '${b'", "has a '${' without its '}'"),

@@ -50,7 +50,7 @@ class Windows(Dataset):
             raise IndexError(number)
         low = self.start + number * self.length
         high = low + self.length
-        ids = np.asarray(self.documents.ids[low:high], np.int64)
+        ids = np.array(self.documents.ids[low:high], np.int64)
         labels = ids.copy()
         if self.documents.counts is not None:
             labels[~self.documents.counts[low:high]] = IGNORED
