@@ -172,8 +172,14 @@ def train(
     trace_out: Annotated[
         Path | None, typer.Option("--trace", metavar="OUT", help="Then trace the trained model into this folder.")
     ] = None,
+    convert: Annotated[
+        bool, typer.Option("--convert", help="Print CONFIG, of NeMo or NeuronX-NeMo-Megatron, as a recipe.")
+    ] = False,
 ) -> None:
     """Train a recipe. It starts its ranks on this machine; under torchrun or Slurm it is one of them."""
+    if convert:
+        cli.train.print_converted(config)
+        return
     cli.train.run(config, overrides or [], check, None if chip is None else chip.value, trace_out)
 
 

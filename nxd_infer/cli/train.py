@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from nxd_infer.cli import trace
-from nxd_infer.cli.console import console, table
+from nxd_infer.cli.console import console, table, verbatim
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes import launch, loop
+from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
 from nxd_infer.recipes.loop import Outcome
 from nxd_infer.recipes.models import obstacles
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, Plan, plan_of
 from nxd_infer.recipes.recipe import Loaded, load, world_size
 from nxd_infer.recipes.speed import matmul_peak
+from nxd_infer.recipes.yaml_text import read_yaml
 from nxd_infer.util.processors import compute_threads
 from nxd_infer.util.units import size
 
@@ -42,6 +44,11 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
         if loaded.recipe.model_alignment_strategy.peft is None:  # else its adapters are merged in the directory
             traced["checkpoint"] = str(outcome.checkpoints)
         trace.run(outcome.model, traced.pop("out"), **traced)
+
+
+def print_converted(file: Path) -> None:
+    """Print another trainer's configuration as a recipe, with what has no place in one at its end."""
+    verbatim(as_yaml(*convert(read_yaml(file))))
 
 
 def train(loaded: Loaded, file: Path, overrides: list[str]) -> Outcome:
