@@ -44,11 +44,9 @@ def main(folder: str) -> None:
     write(out / "pretrain.jsonl", [{"text": topics[name]} for name in sorted(topics)], held_out=4)
     write(out / "sft.jsonl", [{"prompt": asked, "completion": said} for asked, said in pairs], held_out=32)
     others = [said for _, said in pairs[1:] + pairs[:1]]
-    preferences = zip(pairs, others, strict=True)
-    write(
-        out / "dpo.jsonl",
-        [{"prompt": asked, "chosen": said, "rejected": other} for (asked, said), other in preferences],
-    )
+    both = zip(pairs, others, strict=True)
+    preferences = [{"prompt": asked, "chosen": said, "rejected": other} for (asked, said), other in both]
+    write(out / "dpo.jsonl", preferences, held_out=32)
     print(f"wrote {len(pairs)} questions and {len(topics)} chapters to {out}")
 
 

@@ -170,9 +170,12 @@ def table(kind: type) -> str:
         option = one.metadata["option"]
         default = "" if is_section(option.kind) or one.default in (MISSING, None) else f"`{_typed(one.default)}`"
         also = "".join(f", also `{name}`" for name in one.metadata["also"])
-        unused = f" No effect: {one.metadata['unused']}." if one.metadata["unused"] and not one.metadata["only"] else ""
-        choices = f" One of {', '.join(option.choices)}." if option.choices else ""
-        rows.append(f"| {'· ' * (len(path) - 1)}`{path[-1]}`{also} | {default} | {option.help}{choices}{unused} |")
+        says = [option.help]
+        if option.choices:
+            says.append(f"one of {', '.join(option.choices)}")
+        if one.metadata["unused"] and not one.metadata["only"]:
+            says.append(f"no effect: {one.metadata['unused']}")
+        rows.append(f"| {'· ' * (len(path) - 1)}`{path[-1]}`{also} | {default} | {'; '.join(says)} |")
     return "\n".join(rows)
 
 
