@@ -181,9 +181,10 @@ class DecoderLayer(nn.Module):
         mask_BS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 0 for padding, else a document's number (without a cache).
+        """``positions`` defaults to 0, 1, 2, ...; ``mask`` is 0 for padding, else the document's number.
 
-        A sequence-parallel layer takes the positions and the mask of the whole sequence, and needs the positions.
+        A layer with a cache takes no mask. A sequence-parallel layer takes the positions and the mask of the whole
+        sequence, and needs the positions.
         """
         if positions_BS is None:
             positions_BS = sequence_positions(hidden_BSE)
