@@ -69,13 +69,13 @@ def losses(folder: Path, which: str) -> dict[int, float]:
 @needs_inductor
 def test_killed_resumed_traced_and_served(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    whole = started(tmp_path, "whole")
+    whole = started(tmp_path, "whole", "~trace")
     begin = time.monotonic()
     out, _ = whole.communicate(timeout=600)
     assert whole.returncode == 0, out
     took = time.monotonic() - begin
     # Killed once the first checkpoint is there, or later: at any moment of the rest.
-    killed = started(tmp_path, "killed")
+    killed = started(tmp_path, "killed", "~trace")
     checkpoints = tmp_path / "experiments/killed/version_0/checkpoints"
     deadline = time.monotonic() + 600
     while not list(checkpoints.glob("*/done")) and killed.poll() is None and time.monotonic() < deadline:
