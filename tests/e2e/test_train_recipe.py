@@ -127,16 +127,18 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 
 def test_a_rank_that_fails_says_why(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("trace:", "#").replace("seq_length: 64", "seq_length: 65536"))
-    done = nxd_infer("train", "recipe.yaml", "exp_manager.name=x", cwd=tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    done = nxd_infer(
+        "train", "recipe.yaml", "~trace", "exp_manager.name=x", "data.global_batch_size=90000", cwd=tmp_path
+    )
     refused(done, "ranks.log", "error: ", "the nearest is")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_it_runs_under_a_launcher(tmp_path, launcher):
-    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("trace:", "#"))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     base = {**os.environ, "OMP_NUM_THREADS": "1", "WHICH": "x"}
-    train = [sys.executable, "-m", "nxd_infer.cli.main", "train", "recipe.yaml", "trainer.max_steps=2"]
+    train = [sys.executable, "-m", "nxd_infer.cli.main", "train", "recipe.yaml", "~trace", "trainer.max_steps=2"]
     if launcher == "torchrun":
         run = [
             sys.executable,
