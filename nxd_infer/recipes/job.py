@@ -135,11 +135,14 @@ def make_job(loaded: Loaded, model_dir: Path, begin: Begin, steps: int) -> Job:
     return Job(model, optimizer, scheduler_of(optimizer, optim, steps), kinds)
 
 
-def load_begin(loaded: Loaded, job: Job, begin: Begin) -> None:
-    """Load the checkpoint that a first start begins with: all of it, or with ``weight_init_only`` its weights."""
+def load_begin(loaded: Loaded, job: Job, begin: Begin, weights_only: bool) -> None:
+    """Load the checkpoint that a first start begins with: all of it, or its weights (also by ``weight_init_only``).
+
+    A resumed job needs its weights too if it trains adapters: its own checkpoints hold the adapters alone.
+    """
     if begin.checkpoints is None:
         return
-    if loaded.recipe.model.weight_init_only:
+    if weights_only or loaded.recipe.model.weight_init_only:
         load_checkpoint(begin.checkpoints, model=job.model)
     else:
         load_checkpoint(begin.checkpoints, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler)

@@ -115,11 +115,12 @@ class Training:
         self.metrics: dict[str, float] = {}
         self.recovered = False
         resumes = recipe.exp_manager.resume_if_exists and has_checkpoint(self.keeper.folder)
-        if not resumes:
-            if recipe.exp_manager.resume_if_exists and not recipe.exp_manager.resume_ignore_no_checkpoint:
-                where = loaded.tree.where(("exp_manager", "resume_ignore_no_checkpoint"))
-                raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
-            load_begin(loaded, self.job, begin)
+        manager = recipe.exp_manager
+        if not resumes and manager.resume_if_exists and not manager.resume_ignore_no_checkpoint:
+            where = loaded.tree.where(("exp_manager", "resume_ignore_no_checkpoint"))
+            raise RecipeError(f"{where}: {self.keeper.folder} has no checkpoint to resume from")
+        if not resumes or alignment.peft is not None:
+            load_begin(loaded, self.job, begin, weights_only=resumes)
         if is_rank_zero():
             write_recipe(loaded, self.log_dir)
             shutil.copytree(prepared.model, self.log_dir / MODEL, dirs_exist_ok=True)
@@ -133,8 +134,7 @@ class Training:
         self.batches = Batches(type(self._plain()).forward, self.context, self.parts, pairs=self.pairs, whole=pipelined)
         self.logs = Logs(recipe.exp_manager, self.log_dir, self.step)
         raw = json.loads((prepared.model / CONFIG).read_text())
-        parameters = self._count_parameters()
-        self.flops = flops_per_step(recipe, raw, parameters)
+        self.flops = flops_per_step(recipe, raw, self._count_parameters())
         self.peak = matmul_peak() if self.device.type == "cpu" and is_rank_zero() else math.nan
 
     # --- beginning --------------------------------------------------------------------------------------

@@ -64,3 +64,12 @@ def trained_lora(file: str) -> tuple[float, list[str]]:
         there = registry.load_model(outcome.model, "generate", torch.float32)(ids)
     training.logs.close()
     return float((here - there).abs().max()), trained
+
+
+def last_loss(file: str, overrides: list[str]) -> float:
+    """Train to the end, and return the last step's loss."""
+    loaded = load(file, overrides)
+    training = Training(loaded, prepare(loaded, Path(file).parent / "prepared"), None)
+    training.run()
+    training.logs.close()
+    return training.metrics["train_loss"]

@@ -14,7 +14,7 @@ from nxd_infer.recipes.loop import train
 from nxd_infer.recipes.prepare import prepare
 from nxd_infer.recipes.recipe import load
 from tests.ranks import run_ranks
-from tests.recipes.jobs import losses_on_a_rank, trained_lora, write, write_pairs
+from tests.recipes.jobs import last_loss, losses_on_a_rank, trained_lora, write, write_pairs
 from tests.tiny_models import write_tiny
 
 SFT = "model_alignment_strategy: {sft: {packing: true}}\n"
@@ -88,6 +88,24 @@ def test_a_trained_adapter_is_merged_for_serving(folder):
         difference, trained = trained_lora(str(write(folder, 1, more)))
     assert difference < 1e-5
     assert len(trained) == 8 and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("peft", ["", ", peft: {lora_rank: 4, lora_dropout: 0.0}"], ids=["whole", "adapter"])
+def test_a_resumed_job_is_on_the_weights_that_it_began_with(folder, peft):
+    """An adapter's checkpoints hold no base weights: these come from where the job began."""
+
+    def trained(name: str, steps: int, file, *overrides: str) -> float:
+        log = [f"exp_manager.explicit_log_dir={folder}/{name}", "exp_manager.create_checkpoint_callback=true"]
+        end = [f"trainer.max_steps={steps}", "model.optim.sched.max_steps=4", "exp_manager.resume_if_exists=true"]
+        with use_context(make_context()):
+            return last_loss(str(file), [*log, *end, *overrides])
+
+    trained("base", 2, write(folder), "model.optim.lr=0.05")
+    file = write(folder, 1, f"model_alignment_strategy: {{sft: {{}}{peft}}}\n")
+    begin = [f"exp_manager.resume_from_checkpoint={folder}/base/checkpoints", "model.weight_init_only=true"]
+    undisturbed = trained("whole", 4, file, *begin)
+    trained("halves", 2, file, *begin)
+    assert trained("halves", 4, file, *begin) == undisturbed
 
 
 def test_megatrons_files_train(folder):
